@@ -1,0 +1,23 @@
+# Two commands: `make train` and `make test`. Both build .venv on first use.
+PYTHON ?= python3
+ARGS ?=
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.PHONY: train test check clean
+train: .venv/.ready
+	.venv/bin/llmexp train $(ARGS)
+
+test: .venv/.ready check
+	.venv/bin/python -m pytest $(ARGS)
+
+check: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
