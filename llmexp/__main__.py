@@ -1,0 +1,85 @@
+"""`llmexp COMMAND ...`: command dispatch. Each command imports what it needs, and no more."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from llmexp.process import REFUSED
+
+USAGE = """\
+llmexp: language-model pretraining experiments
+
+  llmexp train [overrides]              train; with -m, every point of a sweep
+  llmexp plan [overrides]               check everything and print the banner of the run; -m: a row a point
+  llmexp prepare [overrides]            tokenise the data into the cache
+  llmexp resume RUN_DIR                 go on with a run that was stopped
+  llmexp sample RUN_DIR --prompt TEXT   generate text from a run
+
+llmexp train --help lists the config groups and the most used knobs.
+Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
+"""
+
+
+def main() -> None:
+    """Entry point of the `llmexp` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command; its exit code. What the user got wrong is one line on standard error, exit code 2."""
+    from llmexp.config import ConfigError, nearest
+
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    commands = ("train", "plan", "prepare", "resume", "sample")
+    try:
+        if command in ("-h", "--help", "help"):
+            print(USAGE, end="")
+            return 0
+        if command in ("-V", "--version"):
+            from llmexp import __version__
+
+            print(f"llmexp {__version__}")
+            return 0
+        if command in ("-sc", "--shell-completion", "--shell_completion"):
+            from llmexp import launch
+
+            return launch.train(complete(arguments, commands))
+        if command not in commands:
+            raise ConfigError(f"{command}: there is no such command.{nearest(command, commands)} See llmexp --help.")
+        if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
+            from llmexp.help import print_help
+
+            print_help(command, rest)
+            return 0
+        if command == "train":
+            from llmexp import launch
+
+            return launch.train(rest)
+        if command == "resume":
+            from llmexp import launch
+
+            return launch.resume(rest)
+        from llmexp import commands as other
+
+        return {"plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](rest)
+    except ConfigError as error:
+        print(f"llmexp: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `llmexp ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def complete(arguments: list[str], commands: tuple[str, ...]) -> list[str]:
+    """Hydra completes overrides; the command in front of them is ours: take it out of the line it looks at."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if len(words) > 1 and words[1] in commands:
+        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

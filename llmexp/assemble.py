@@ -1,0 +1,183 @@
+"""From a config to the parts of a run: tokenizer, data, model, optimizer, schedule, and the solved `Run`.
+
+`plan` stops after this; a worker goes on to train. Nothing is written here but the token cache of the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tiktoken
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from llmexp import optim, precision, schedule
+from llmexp.config import Config, ConfigError, refuse
+from llmexp.data.stream import Corpus, as_corpus
+from llmexp.metrics import hardware
+from llmexp.models.loss import WindowLoss
+from llmexp.run import Facts, Run, solve, solve_batch
+from llmexp.targets import bind, locate
+
+DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. `config` has every derived value written back."""
+
+    config: Config
+    run: Run
+    device: torch.device
+    precision: str
+    tokenizer: tiktoken.Encoding
+    corpus: Corpus
+    build_model: Callable[[], nn.Module]
+    build_optimizers: Callable[[nn.Module], list[Optimizer]]
+    rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
+    hooks: list[tuple[str, Callable[..., Any]]]
+
+
+def resolve_device(kind: str) -> torch.device:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise refuse("train.device", kind, "no CUDA device is visible", "cpu")
+    return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def resolve_ranks(config: Config, device: torch.device) -> int:
+    """Data-parallel ranks on this machine. Raises ConfigError for more than the devices there are."""
+    wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
+    if kind == "single":
+        if wanted not in (None, 1):
+            raise refuse("parallelism.nproc_per_node", wanted, "parallelism=single has one rank; use parallelism=ddp")
+        return 1
+    there = torch.cuda.device_count() if device.type == "cuda" else None
+    ranks = wanted or there or 1
+    if there is not None and ranks > there:
+        raise refuse("parallelism.nproc_per_node", ranks, f"there are {there} CUDA devices", there)
+    return ranks
+
+
+def assemble(config: Config, *, write: bool) -> Parts:
+    """Checks everything and looks up every fact; cheap checks come before expensive ones.
+
+    With `write` false no token cache is written and the corpus may know its length only. Raises ConfigError.
+    """
+    device = resolve_device(config.train.device)
+    ranks = resolve_ranks(config, device)
+    batch = solve_batch(config.batch, ranks)
+    hooks = [(name, locate("hooks", name)) for name in config.hooks]
+    kind, reason = _precision(config, device)
+    if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        raise refuse("train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false")
+
+    tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
+    model_config = dict(config.model)
+    if model_config.get("vocab_size", 0) is None:
+        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
+    build_bare = bind("model", model_config, {})
+
+    def build_model() -> nn.Module:
+        torch.manual_seed(config.train.seed)
+        model = build_bare()
+        if not isinstance(model, nn.Module):
+            raise refuse("model._target_", model_config["_target_"], "must return a torch.nn.Module")
+        return model.to(precision.parameter_dtype(kind))
+
+    def build_optimizers(model: nn.Module) -> list[Optimizer]:
+        return optim.as_list(bind("optimizer", config.optimizer, {})(model))
+
+    with torch.device("meta"):
+        model = build_model()
+        build_optimizers(model)  # refuses bad knobs now
+        kernel = WindowLoss(model).loss_kernel
+    flops = getattr(model, "flops_per_token", None)
+    vocab_size = getattr(model, "vocab_size", None)
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and batch.sequence_length > positions:  # before the data are prepared for nothing
+        raise refuse("batch.sequence_length", batch.sequence_length, f"the model has {positions} positions", positions)
+
+    corpus_knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
+    _check_common_data(config.data)
+    offered = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size or tokenizer.n_vocab,
+        "sequence_length": batch.sequence_length,
+        "write": write,
+    }
+    corpus = as_corpus(bind("data", corpus_knobs, offered)())
+
+    facts = Facts(
+        dp_size=ranks,
+        train_tokens=len(corpus.train),
+        val_tokens=len(corpus.val) if corpus.val is not None else 0,
+        data=corpus.description,
+        model=_label(model_config),
+        parameters=sum(p.numel() for p in model.parameters()),
+        max_position_embeddings=positions,
+        flops_per_token=flops(batch.sequence_length) if flops else None,
+        flops_formula=getattr(model, "flops_formula", None),
+        loss_kernel=kernel,
+        tokenizer=tokenizer.name,
+        tokenizer_vocab_size=tokenizer.n_vocab,
+        vocab_size=vocab_size,
+        device=device.type,
+        device_name=hardware.device_name(device),
+        precision=kind,
+        precision_reason=reason,
+    )
+    scheduled = {k: v for k, v in config.schedule.items() if k in ("warmup_steps", "warmup_ratio")}
+
+    def warmup(total: int) -> int:
+        try:
+            return schedule.warmup_updates(total, **scheduled)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    run = solve(config, facts, warmup, hardware.versions(), hardware.commit())
+    if run.warmup_updates > run.max_steps:
+        text = (
+            f"the warm-up of {run.warmup_updates} updates is longer than the run of {run.max_steps}: "
+            "the base rate is never reached"
+        )
+        run = dataclasses.replace(run, facts=dataclasses.replace(facts, warnings=(*facts.warnings, text)))
+    factor = bind("schedule", config.schedule, {})
+
+    def rate_factor(update: int) -> float:
+        return factor(update, run.max_steps)
+
+    rate_factor(0), rate_factor(run.max_steps - 1)  # refuses bad knobs now
+    solved = dataclasses.replace(
+        config,
+        model=model_config,
+        batch=solve_batch(config.batch, ranks),
+        precision=dataclasses.replace(config.precision, kind=kind),
+        parallelism=dataclasses.replace(config.parallelism, nproc_per_node=ranks),
+    )
+    return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
+
+
+def _precision(config: Config, device: torch.device) -> tuple[str, str]:
+    try:
+        return precision.choose(config.precision.kind, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_common_data(data: dict[str, Any]) -> None:
+    shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
+    if not isinstance(shuffle, bool):
+        raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
+    if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int) or ignore < 0):
+        raise refuse("data.ignore_id", ignore, "a token id or null is needed", 0)
+
+
+def _label(model: dict[str, Any]) -> str:
+    name = str(model["_target_"]).rpartition(".")[2]
+    sizes = [f"{v} {k}" for k, v in (("layers", model.get("n_layers")), ("wide", model.get("d_model"))) if v]
+    return ", ".join([name, *sizes])

@@ -1,0 +1,132 @@
+"""The commands besides train and resume: plan, prepare, sample."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llmexp.config import Config, ConfigError, build
+
+
+def plan(arguments: list[str]) -> int:
+    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
+    from llmexp import folder, launch
+    from llmexp.sweep import expand, load_points, master
+
+    args = launch.parse(arguments)
+    launch.check_overrides(args.overrides)
+    with launch.hydra_app(args.config_dir) as hydra:
+        cfg = launch.compose(hydra, args.overrides)
+        if args.multirun or cfg.hydra.mode is not None and cfg.hydra.mode.name == "MULTIRUN":
+            base = master(hydra, args.overrides)
+            points = load_points(hydra.config_loader, base, expand(hydra, cfg, args.overrides), 0)
+            return plan_sweep([(p.path.name, p.config) for p in points])
+        config, wanted = launch.typed(cfg), Path(cfg.hydra.run.dir)
+    folder.check_writable(wanted)
+    from llmexp.assemble import assemble
+    from llmexp.metrics.console import banner
+    from llmexp.run import banner_sections
+
+    print(banner(banner_sections(assemble(config, write=False).run, str(wanted))))
+    return 0
+
+
+def plan_sweep(points: list[tuple[str, Config]]) -> int:
+    """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmexp.assemble import assemble
+
+    table = Table(box=None)
+    for name in (
+        "run",
+        "micro_batch",
+        "accumulation",
+        "dp",
+        "real_batch",
+        "length",
+        "steps",
+        "tokens",
+        "epochs",
+    ):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    refused = []
+    for name, config in points:
+        try:
+            run = assemble(config, write=False).run
+        except ConfigError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        table.add_row(
+            name,
+            *(f"{n:,}" for n in (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size)),
+            *(f"{n:,}" for n in (run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens)),
+            f"{run.max_epochs:.4g}",
+        )
+    if table.rows:
+        Console().print(table)
+    for line in refused:
+        print(f"refused: {line}", file=sys.stderr)
+    return 2 if refused else 0
+
+
+def prepare(arguments: list[str]) -> int:
+    """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
+    from llmexp import launch
+    from llmexp.data.stream import as_corpus
+    from llmexp.targets import bind
+
+    args = launch.parse(arguments)
+    launch.check_overrides(args.overrides)
+    with launch.hydra_app(args.config_dir) as hydra:
+        config = launch.typed(launch.compose(hydra, args.overrides))
+    tokenizer = bind("tokenizer", config.tokenizer, {})()
+    knobs = {k: v for k, v in config.data.items() if k not in ("shuffle", "ignore_id")}
+    offered = {
+        "tokenizer": tokenizer,
+        "vocab_size": config.model.get("vocab_size") or tokenizer.n_vocab,
+        "sequence_length": config.batch.sequence_length,
+        "write": True,
+    }
+    corpus = as_corpus(bind("data", knobs, offered)())
+    print(f"{corpus.description}; tokenizer {tokenizer.name}")
+    print(f"train {len(corpus.train):,} tokens, validation {len(corpus.val) if corpus.val is not None else 0:,} tokens")
+    return 0
+
+
+def sample(arguments: list[str]) -> int:
+    """`llmexp sample RUN_DIR --prompt TEXT`: text from the newest checkpoint of a run."""
+    from llmexp import folder, launch
+
+    parser = argparse.ArgumentParser(prog="llmexp sample", description="Generate text from a run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--allow", action="append", default=[], help="allow the run's own parts from this package")
+    args = parser.parse_args(arguments)
+    for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
+        if not getattr(args, name) >= low:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+    for package in args.allow:
+        launch.allow(package)
+    config = build(folder.read_config(args.run_dir))
+    from llmexp import checkpoint
+    from llmexp.sample import load_for_sampling
+    from llmexp.sample import sample as sample_text
+
+    try:
+        loaded = checkpoint.latest(args.run_dir / folder.CHECKPOINTS, lambda text: print(text, file=sys.stderr))
+        if loaded is None:
+            raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
+        recorded = folder.read_json(args.run_dir / folder.RUN)
+        tokenizer, model, length = load_for_sampling(config, recorded, loaded)
+    except checkpoint.CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    print(sample_text(tokenizer, model, length, config.precision.kind, args.prompt, args.tokens, **knobs))
+    return 0

@@ -1,0 +1,222 @@
+"""The typed configuration: closed sections as frozen dataclasses, one line of documentation per field.
+
+Values live in conf/ (every knob is listed there), never here. `build` turns the mapping that Hydra composed, or
+that a run's config.yaml holds, into a `Config`; it is strict about keys and types and explains what it refuses.
+This file imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Something that the user asked for is refused before training starts; the text is for the user."""
+
+
+def knob(
+    doc: str,
+    example: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A documented field: `doc` with its unit, a valid `example`, and the range that is checked."""
+    meta = {"doc": doc, "example": example, "at_least": at_least, "above": above, "choices": choices}
+    return dataclasses.field(metadata=meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    micro_batch_size: int | None = knob("sequences in one forward/backward on one rank", 8, at_least=1)
+    gradient_accumulation_steps: int | None = knob("micro-batches per rank per optimizer step", 4, at_least=1)
+    real_batch_size: int | None = knob("sequences per optimizer step over all ranks", 32, at_least=1)
+    sequence_length: int = knob("tokens per sequence", 128, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    max_steps: int | None = knob("budget in optimizer steps (give one budget)", 300, at_least=1)
+    max_epochs: float | None = knob("budget in passes over the training sequences", 1.5, above=0)
+    max_tokens: int | None = knob("budget in target tokens", 1_000_000, at_least=1)
+    tail: str = knob("what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"))
+    seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0)
+    device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"))
+    log_every: int = knob("optimizer steps between rows", 10, at_least=1)
+    eval_every: int | None = knob("optimizer steps between evaluations; null: only at the end", 50, at_least=1)
+    eval_tokens: int | None = knob("validation tokens per evaluation; null: all of them", 65536, at_least=1)
+    sample_every: int | None = knob("optimizer steps between text samples; null: only at the end", 100, at_least=1)
+    sample_tokens: int = knob("tokens per text sample; 0: no sample", 120, at_least=0)
+    compile: bool = knob("compile the model with torch.compile", True)
+    data_digest: bool = knob("put a digest of each window's tokens into its row", True)
+    max_consecutive_skips: int = knob("stop after more skipped updates in a row than this", 50, at_least=0)
+    profile_start: int | None = knob("first step of a torch.profiler trace; null: no trace", 10, at_least=1)
+    profile_steps: int = knob("steps in the trace", 3, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    kind: str = knob("how gradients are clipped, once per step", "norm", choices=("norm", "value", "none"))
+    max_norm: float | None = knob("limit of the global gradient norm; null: no limit", 1.0, above=0)
+    max_value: float | None = knob("limit of each gradient entry; null: no limit", 0.5, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    kind: str = knob(
+        "arithmetic of the forward and backward pass",
+        "bf16",
+        choices=("auto", "fp32", "tf32", "bf16", "fp16", "fp64"),
+    )
+    init_scale: float = knob("first loss scale (fp16 only)", 65536.0, above=0)
+    growth_interval: int = knob("steps without overflow before the scale doubles (fp16 only)", 2000, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    kind: str = knob("how ranks share the work", "ddp", choices=("single", "ddp"))
+    nproc_per_node: int | None = knob("ranks on this machine; null: every CUDA device, else 1", 2, at_least=1)
+    timeout_s: float = knob("seconds that a rank waits for the others before it gives up", 600.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    kind: str = knob("where rows are mirrored to", "wandb", choices=("wandb", "none"))
+    project: str = knob("wandb project", "llmexp")
+    name: str | None = knob("name of the run; null: made from the overrides", "my-run")
+    group: str | None = knob("group of the run; null: the sweep's folder", "my-group")
+    tags: list[str] = knob("tags, cut at 64 characters", ["baseline"])
+    notes: str | None = knob("free text", "first try")
+    mode: str = knob("auto: online when a login is there", "offline", choices=("auto", "online", "offline"))
+    start_timeout_s: float = knob("seconds for the tracker to start before the run goes on offline", 10.0, above=0)
+    finish_timeout_s: float = knob("seconds for the tracker to finish", 15.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    every: int | None = knob("optimizer steps between checkpoints; null: only at the end", 100, at_least=1)
+    keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
+    resume: str = knob("what to do with a folder that holds a run", "auto", choices=("auto", "never", "must"))
+    save_initial: bool = knob("also save step 0, before any update", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on. The open sections (dicts) name a function in `_target_` and its arguments."""
+
+    name: str = knob("first part of the run folder: outputs/<name>/<stamp>", "default")
+    batch: Batch
+    train: Train
+    model: dict[str, Any]
+    data: dict[str, Any]
+    tokenizer: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    clip: Clip
+    precision: Precision
+    parallelism: Parallelism
+    tracker: Tracker
+    checkpoint: Checkpoint
+    hooks: list[str] = knob("your own functions, called at step start and end, after evaluation, after a save", [])
+
+
+OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule")
+
+
+def conf_dir() -> Path:
+    """conf/ of the source tree, or the copy inside an installed wheel."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def nearest(word: str, known: Iterable[str], n: int = 1) -> str:
+    """' Did you mean ...?' for the closest known words, or the empty string."""
+    close = difflib.get_close_matches(word, list(known), n=n, cutoff=0.5)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
+    """The one form of a refusal: key, value, reason, a valid example."""
+    shown = "null" if value is None else value
+    tail = f"; for example {key}={example}" if example is not None else ""
+    return ConfigError(f"{key}={shown}: {why}{tail}")
+
+
+def build(mapping: Mapping[str, Any]) -> Config:
+    """A `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types and ranges."""
+    return _build(Config, mapping, "")
+
+
+def _build(cls: type, mapping: Any, prefix: str) -> Any:
+    if not isinstance(mapping, Mapping):
+        raise refuse(prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in mapping:
+        if key not in fields:
+            hint = nearest(str(key), fields)
+            raise ConfigError(f"{prefix}{key}: there is no such key.{hint} Known: {', '.join(fields)}")
+    values = {}
+    for name, f in fields.items():
+        if name not in mapping:
+            raise ConfigError(f"{prefix}{name}: this key is missing ({f.metadata.get('doc', 'a section')})")
+        values[name] = _convert(hints[name], mapping[name], prefix + name, f.metadata)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, key: str, meta: Mapping[str, Any]) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, key + ".")
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise refuse(key, value, "a section of keys is needed here, with `_target_` naming a function")
+        return dict(value)
+    example = meta.get("example")
+    if typing.get_origin(hint) is types.UnionType:
+        if value is None:
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise refuse(key, value, "a list of texts is needed", "[one,two]")
+        return list(value)
+    value = _scalar(hint, value, key, example)
+    choices, low, above = meta["choices"], meta["at_least"], meta["above"]
+    if choices and value not in choices:
+        hint_text = nearest(str(value), choices)
+        raise refuse(key, value, f"must be one of {', '.join(choices)}.{hint_text}")
+    if low is not None and value < low:
+        raise refuse(key, value, f"must be at least {low:g} ({meta['doc']})", example)
+    if above is not None and not value > above:
+        raise refuse(key, value, f"must be above {above:g} ({meta['doc']})", example)
+    return value
+
+
+def _scalar(kind: type, value: Any, key: str, example: Any) -> Any:
+    """`value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float, False no text."""
+    if kind is bool and not isinstance(value, bool):
+        raise refuse(key, value, "true or false is needed", "true")
+    if kind is str and not isinstance(value, str):
+        yaml = " (YAML reads off, no, on, yes without quotes as true or false)" if isinstance(value, bool) else ""
+        raise refuse(key, value, f"a text is needed, not {type(value).__name__}{yaml}", example)
+    if kind is int:
+        whole = isinstance(value, float) and math.isfinite(value) and value == int(value)  # 1e6 is meant as an int
+        if isinstance(value, bool) or not (isinstance(value, int) or whole):
+            raise refuse(key, value, "a whole number is needed", example)
+        return int(value)
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise refuse(key, value, "a number is needed", example)
+        if not math.isfinite(value):
+            raise refuse(key, value, "a finite number is needed", example)
+        return float(value)
+    return value

@@ -1,0 +1,111 @@
+"""Files that a data source reads: found by glob, identified by content, remembered in the cache folder."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """`data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here."""
+    return Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp").expanduser().absolute()
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def match_files(key: str, patterns: Any) -> list[Path]:
+    """The readable files that a glob, or a list of globs, names: sorted per glob, each file once.
+
+    Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming `key`, for a glob
+    without a match and for what is no readable file.
+    """
+    wanted = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(wanted, (list, tuple)) or not wanted or not all(isinstance(p, str) and p for p in wanted):
+        given = "null" if patterns is None else patterns
+        raise ValueError(f"{key}={given}: a glob or a list of globs is needed; for example {key}=corpus/**/*.txt")
+    found: dict[Path, None] = {}
+    for pattern in wanted:
+        expanded = os.path.expanduser(pattern)
+        # A name that exists is meant as it stands, also with brackets in it.
+        names = [expanded] if os.path.lexists(expanded) else sorted(glob.glob(expanded, recursive=True))
+        if not names:
+            raise ValueError(f"{key}={pattern}: no file matches (looked in {os.path.abspath(os.curdir)})")
+        paths = [Path(name) for name in names if not os.path.isdir(name)]
+        if not paths:
+            raise ValueError(f"{key}={pattern}: {names[0]} is a folder; for its files write {key}={names[0]}/*")
+        for path in paths:
+            try:
+                with open(path, "rb") as file:
+                    file.read(1)
+            except OSError as error:
+                raise ValueError(f"{key}={pattern}: {path} cannot be read: {error.strerror}") from None
+            found[path] = None
+    return list(found)
+
+
+def sha256_of(paths: Sequence[Path]) -> list[str]:
+    """Of each file's bytes."""
+
+    def one(path: Path) -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(8, cpu_count())) as pool:
+        return list(pool.map(one, paths))
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Names that do not change when the files move together: relative to the folder that holds them all."""
+    if not paths:
+        return []
+    full = [os.path.abspath(p) for p in paths]
+    root = os.path.commonpath([os.path.dirname(p) for p in full])
+    return [os.path.relpath(p, root) for p in full]
+
+
+def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str, str]:
+    """Name -> digest of the content; one digest of all where there are many files."""
+    pairs = list(zip(names_of(paths), digests, strict=True))
+    if len(pairs) <= NAMED_FILES:
+        return dict(pairs)
+    return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
+
+
+def remembered(
+    cache: Path, what: str, settings: Any, paths: Sequence[Path], compute: Callable[[], Any], write: bool
+) -> Any:
+    """`compute()`, or what it returned (plain values) when the files had the same sizes and times of change.
+
+    A note that cannot be written or read is no error: the value is computed again.
+    """
+    states = [(os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)]
+    key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
+    note = cache / "notes" / f"{what}-{key[:32]}.json"
+    try:
+        return json.loads(note.read_text())["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        value = compute()
+    # A file that changed just now can change again within one tick of its clock without a new time.
+    settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
+    unchanged = all(p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True))
+    if write and settled and unchanged:
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"value": value}))
+            temporary.replace(note)
+        except OSError:
+            pass
+    return value

@@ -1,0 +1,57 @@
+"""The order of sequences: a pure function of (seed, position), with O(1) memory for a corpus of any size.
+
+A keyed permutation of [0, n): an unbalanced Feistel network on the smallest power of two that holds n, and cycle
+walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") for the values that fall outside [0, n).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROUNDS = 10  # half-rounds; four pairs already pass for random (Luby and Rackoff 1988), small domains get one more
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of uint64 that spreads every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
+    """A bijection of [0, 2**bits) per key, elementwise; x and key are uint64 [m]."""
+    low_bits = np.uint64(bits - bits // 2)
+    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
+    high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
+    high, low = x >> low_bits, x & low_mask
+    for i in range(ROUNDS):
+        round_key = key + np.uint64(((i + 1) * 0x9E3779B97F4A7C15) & _MASK)
+        if i % 2 == 0:
+            low = low ^ (_mix(_mix(high + round_key) ^ key) & low_mask)
+        else:
+            high = high ^ (_mix(_mix(low + round_key) ^ key) & high_mask)
+    return (high << low_bits) | low
+
+
+def sequence_index(seed: int, k: np.ndarray, n: int, shuffle: bool) -> np.ndarray:
+    """Which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless stream of sequences.
+
+    Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in file order.
+    Returns int64 [m]. The result may never change between versions: runs are resumed by it.
+    """
+    if n < 1:
+        raise ValueError(f"a stream of {n} sequences has no order; at least one sequence is needed")
+    k = np.asarray(k, dtype=np.int64)
+    position = (k % n).astype(np.uint64)
+    if not shuffle:
+        return position.astype(np.int64)
+    start = np.array([int(seed) & _MASK], dtype=np.uint64)
+    key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) + (k // n).astype(np.uint64))
+    bits = max(1, (n - 1).bit_length())
+    x = _feistel(position, key, bits)
+    outside = np.flatnonzero(x >= n)
+    while outside.size:  # ends: the walk stays on a cycle that holds its start, which is inside
+        x[outside] = _feistel(x[outside], key[outside], bits)
+        outside = outside[x[outside] >= n]
+    return x.astype(np.int64)

@@ -1,0 +1,169 @@
+"""The run folder: claiming and locking it, and its small files, each written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from llmexp.config import ConfigError
+
+CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
+    "config.yaml",
+    "run.json",
+    "status.json",
+    "metrics.jsonl",
+    "train.log",
+    "checkpoints",
+)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes under a temporary name, flushes to disk, renames."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The resolved config of a run folder as plain values. Raises ConfigError when there is none."""
+    if not is_run(path):
+        raise ConfigError(f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like outputs/default/...")
+    try:
+        config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path / CONFIG}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path / CONFIG}: holds no config")
+    return config
+
+
+def check_writable(wanted: Path) -> None:
+    """Raises ConfigError when a folder cannot be made at `wanted`; makes nothing."""
+    existing = wanted
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"hydra.run.dir={wanted}: {existing} is not a folder; for example hydra.run.dir=outputs/try1")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"hydra.run.dir={wanted}: {existing} cannot be written; for example hydra.run.dir=/tmp/try1")
+
+
+def claim(wanted: Path, fixed: bool) -> Path:
+    """Makes the run folder and returns it. A folder that exists is shared by nobody: unless the user fixed the name,
+    the next free `-2`, `-3`, ... is taken instead.
+    """
+    check_writable(wanted)
+    try:
+        if fixed:
+            wanted.mkdir(parents=True, exist_ok=True)
+            return wanted
+        for number in range(1, 10_000):
+            path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path
+    except OSError as error:
+        raise ConfigError(f"hydra.run.dir={wanted}: cannot be made: {error.strerror}") from None
+    raise ConfigError(f"hydra.run.dir={wanted}: 9999 folders of that name exist")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
+    with open(path / ".lock", "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{path}: another process is training in this folder") from None
+        yield
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """status.json, or an empty dict where there is none that can be read."""
+    with contextlib.suppress(ConfigError):
+        return dict(read_json(path / STATUS))
+    return {}
+
+
+def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
+    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest."""
+    status = {**read_status(path), "state": state, "updated": time.time(), **more}
+    write_json(path / STATUS, status)
+    return status
+
+
+class Rows:
+    """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once."""
+
+    def __init__(self, path: Path, keep_up_to_step: int) -> None:
+        """Opens for appending; rows after `keep_up_to_step`, and a torn last line, are removed first."""
+        kept = [row for row in read_rows(path) if row["step"] <= keep_up_to_step]
+        if path.exists():
+            write_whole(path, "".join(_line(row) for row in kept))
+        self.rows = kept
+        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._file.write(_line(row))
+        self._file.flush()
+        self.rows.append(row)
+
+    def sync(self) -> None:
+        """To the disk; called before a checkpoint is committed, so that no checkpoint is ahead of its rows."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file in order; a torn last line is left out. Raises ConfigError for damage."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was never finished
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: line {number} is not a row of metrics: {line[:60]!r}") from None
+        rows.append(row)
+    return rows

@@ -1,0 +1,97 @@
+"""`llmexp train --help`: the groups with their options, then the most used knobs with units. No torch, no Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from llmexp import config
+from llmexp.config import conf_dir
+
+MOST_USED = {
+    "batch": ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size", "sequence_length"),
+    "train": ("max_steps", "max_epochs", "max_tokens", "seed", "log_every", "eval_every", "compile"),
+    "clip": ("max_norm",),
+    "checkpoint": ("every", "resume"),
+    "tracker": ("project", "name", "tags", "mode"),
+}
+OPEN_KNOBS = {
+    "model": ("n_layers", "n_heads", "d_model", "dropout"),
+    "data": ("train_files", "val_files", "val_ratio", "max_tokens"),
+    "optimizer": ("lr", "weight_decay"),
+    "schedule": ("warmup_steps", "warmup_ratio", "end_ratio"),
+}
+EXAMPLES = """\
+llmexp train model=gpt_tiny data=text 'data.train_files=[book.txt]' train.max_epochs=2
+llmexp train batch.real_batch_size=32 batch.gradient_accumulation_steps=4
+llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
+llmexp train experiment=shakespeare_nanogpt_cpu 'data.train_files=[tinyshakespeare.txt]'"""
+
+
+def groups(extra: str | None) -> dict[str, list[str]]:
+    """Config groups with their options, of conf/ and of the user's --config-dir."""
+    found: dict[str, set[str]] = {}
+    for root in filter(None, (conf_dir(), Path(extra) if extra else None)):
+        for file in sorted(root.glob("*/*.yaml")):
+            found.setdefault(file.parent.name, set()).add(file.stem)
+    return {name: sorted(options) for name, options in sorted(found.items()) if name != "hydra"}
+
+
+def comments(group: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(key=value, comment) of the knobs as the group's default option documents them."""
+    files = sorted((conf_dir() / group).glob("*.yaml"))
+    found: dict[str, tuple[str, str]] = {}
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            key, _, rest = line.partition(":")
+            if key in keys and "#" in rest:
+                found.setdefault(key, (f"{group}.{key}", rest.partition("#")[2].strip()))
+    return [found[k] for k in keys if k in found]
+
+
+def print_help(command: str, arguments: list[str]) -> None:
+    width = min(100, shutil.get_terminal_size((100, 20)).columns)
+    extra = None
+    for flag, value in zip(arguments, arguments[1:], strict=False):
+        extra = value if flag in ("--config-dir", "-cd") else extra
+    print(f"usage: llmexp {command} [-m] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]\n")
+    print("GROUPS (one option each)")
+    for name, options in groups(extra).items():
+        table(name, ", ".join(options), 14, width)
+    print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
+    sections: dict[str, Any] = get_type_hints(config.Config)
+    for section, names in MOST_USED.items():
+        fields = {f.name: f.metadata for f in dataclasses.fields(sections[section])}
+        for name in names:
+            choices = f" ({' | '.join(fields[name]['choices'])})" if fields[name]["choices"] else ""
+            table(f"{section}.{name}", fields[name]["doc"] + choices, 38, width)
+    for section, names in OPEN_KNOBS.items():
+        for key, text in comments(section, names):
+            table(key, text, 38, width)
+    print("\nFLAGS")
+    for flag, text in (
+        ("-m, --multirun", "a sweep: every combination of comma-separated values"),
+        ("--cfg job", "print the composed config and stop (--resolve: with interpolations resolved)"),
+        ("--info", "where the config comes from: all, defaults, searchpath, ..."),
+        ("--config-dir DIR", "your own config files: DIR/model/mine.yaml becomes model=mine"),
+        ("--allow PACKAGE", "allow _target_ and hooks in your package (looked for in this folder too)"),
+        ("--hydra-help", "Hydra's own flags"),
+    ):
+        table(flag, text, 38, width)
+    print(
+        "\nFOLDER\n  hydra.run.dir=DIR (a run) and hydra.sweep.dir=DIR (a sweep) choose it; default outputs/<name>/<stamp>"
+    )
+    print("\nEXAMPLES\n" + textwrap.indent(EXAMPLES, "  "))
+
+
+def table(name: str, text: str, column: int, width: int) -> None:
+    lines = textwrap.wrap(text, max(24, width - column - 2)) or [""]
+    if len(name) >= column:
+        print(f"  {name}")
+        name = ""
+    print(f"  {name:<{column}}{lines[0]}")
+    for line in lines[1:]:
+        print(" " * (column + 2) + line)

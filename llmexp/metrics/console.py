@@ -1,0 +1,269 @@
+"""What a run shows: lines to the terminal and to train.log, and a live bar where there is a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+REFRESH_INTERVAL_S = 0.2
+# Escape sequences (CSI, OSC, two-character ones), then every control character but tab and newline.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+class Console:
+    """Lines above a progress bar. Nothing here raises: a dead terminal or a full disk must not stop a run.
+
+    `log_path` is appended to (UTF-8); None keeps no log. `total_steps` and `first_step` are optimizer steps.
+    The bar appears with the first `progress` call, and only if `stream` is a terminal that can move its
+    cursor. `failure` holds the first error of opening or writing the log, for the caller to act on.
+    """
+
+    def __init__(
+        self, log_path: Path | None, total_steps: int, first_step: int = 0, stream: TextIO | None = None
+    ) -> None:
+        self.failure: OSError | None = None
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._stream: TextIO | None = sys.stdout if stream is None else stream
+        self._live = _is_live_terminal(self._stream)
+        self._bar: Progress | None = None
+        self._last_refresh = -math.inf
+        self._lock = threading.RLock()  # the tracker's thread says its lines here too
+        self._log: BinaryIO | None = None
+        if log_path is not None:
+            try:
+                # Unbuffered: what could not be written must not come back as an error at a later line.
+                self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
+            except OSError as error:
+                self.failure = error
+
+    def line(self, text: str) -> None:
+        """Print `text` (one or more lines) above the bar and append it to the log, without escape codes."""
+        text = _CONTROL.sub("", text)
+        with self._lock:
+            self._write_log(text + "\n")
+            self._guard(lambda: self._print(text))
+
+    def progress(
+        self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
+    ) -> None:
+        """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its own."""
+        if not self._live:
+            return
+        now = time.monotonic()
+        if now - self._last_refresh < REFRESH_INTERVAL_S and step < self._total_steps:
+            return
+        with self._lock:
+            self._last_refresh = now
+            self._guard(lambda: self._draw(step, loss, tokens_per_sec, eta_s))
+
+    def close(self) -> None:
+        """Take the bar away and close the log; `line` still prints to the terminal afterwards."""
+        with self._lock:
+            self._guard(self._remove_bar)
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        left = memoryview(text.encode("utf-8", "replace"))
+        try:
+            while left:
+                left = left[self._log.write(left) :]
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        if self._bar is None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _draw(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
+        bar = self._bar or self._make_bar()
+        parts = [f"step {step}/{self._total_steps}"]
+        if loss is not None:
+            parts.append(f"loss {_loss(loss)}")
+        if eta_s is not None:
+            parts.append(f"eta {format_duration(eta_s)}")
+        if tokens_per_sec is not None:
+            parts.insert(-1, f"{tokens_per_sec:,.0f} tokens/s")
+        # A narrow terminal loses figures, never its line: the bar keeps at least ten columns.
+        room = bar.console.width - 12
+        while len(parts) > 1 and len("  ".join(parts)) > room:
+            parts.pop(2 if len(parts) > 3 else -1)
+        bar.update(bar.task_ids[0], completed=step - self._first_step, text="  ".join(parts))
+        if self._bar is None:
+            bar.start()
+            bar.console.show_cursor(True)  # a killed run must not leave a terminal without its cursor
+            self._bar = bar
+        else:
+            bar.refresh()
+
+    def _make_bar(self) -> Progress:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        bar = Progress(
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
+            console=RichConsole(file=self._stream),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+            # A proxy in the place of sys.stdout could raise in other people's print calls.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        bar.add_task("", total=max(self._total_steps - self._first_step, 1), text="")
+        return bar
+
+    def _remove_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        self._live = False
+        if bar is not None:
+            bar.stop()
+
+    def _guard(self, write: Callable[[], None]) -> None:
+        """Run `write`; when the terminal is gone, do without it from now on."""
+        try:
+            write()
+        except (OSError, ValueError):  # closed pipe, hung-up terminal, full disk; ValueError: closed stream
+            dead, self._stream, self._bar, self._live = self._stream, None, None, False
+            _silence(dead)
+
+
+def format_row(row: dict[str, Any], total_steps: int) -> str:
+    """One line for a row of metrics.jsonl; keys that are absent or None are left out.
+
+    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual range breaks
+    its column rather than lose digits.
+    """
+
+    def of(key: str, show: Callable[[Any], str]) -> str | None:
+        return None if row.get(key) is None else show(row[key])
+
+    cells = [
+        of("epoch", lambda v: f"epoch {_epoch(v):>6}"),
+        of("step", lambda v: f"step {v:>{len(str(total_steps))}}/{total_steps}"),
+        of("lr", lambda v: f"lr {v:.3e}"),
+        of("step_time", lambda v: f"step_time {_significant(v, 3):>7} s"),
+        of("tokens_per_sec", lambda v: f"tokens/s {v:>9,.0f}"),
+        of("grad_norm", lambda v: f"grad_norm {_significant(v, 4):>8}"),
+        of("train/loss", lambda v: f"train loss {_loss(v):>7}"),
+        of("val/loss", lambda v: f"val loss {_loss(v):>7}"),
+        of("val/ppl", lambda v: f"val ppl {_significant(v, 4):>7}"),
+        of("eta", lambda v: f"eta {format_duration(v):>7}"),
+        of("amp", lambda v: f"amp {int(v)}"),
+        "skipped" if row.get("skipped") else None,
+    ]
+    return " | ".join(cell for cell in cells if cell is not None)
+
+
+def format_duration(seconds: float) -> str:
+    """`3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    if seconds < 9.95:  # above, one decimal would round to 10.0
+        return f"{seconds:.1f}s"
+    minutes, s = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{s}s"
+    if minutes < 60:
+        return f"{minutes}m {s:02d}s"
+    hours, m = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours}h {m:02d}m"
+    days, h = divmod(round(seconds / 3600), 24)
+    return f"{days}d {h:02d}h"
+
+
+def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
+    """Aligned `label  text` lines, the text wrapped to `width` columns (default: the terminal's, else 100).
+
+    Words longer than a line (paths) stay whole, so that they can be copied.
+    """
+    if width is None:
+        width = shutil.get_terminal_size((100, 24)).columns
+    label_width = max((len(label) for label, _ in sections), default=0)
+    lines: list[str] = []
+    for label, text in sections:
+        wrapped = [
+            part
+            for paragraph in text.splitlines() or [""]
+            for part in textwrap.wrap(
+                paragraph,
+                max(width - label_width - 2, 20),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            or [""]
+        ]
+        lines += [
+            f"{label if i == 0 else '':<{label_width}}  {part}".rstrip() for i, part in enumerate(wrapped)
+        ]
+    return "\n".join(lines)
+
+
+def _significant(value: float, digits: int) -> str:
+    """`value` with `digits` significant digits, in plain notation while that stays short."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return f"{0:.{digits - 1}f}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.9996 is 10.00
+    if -3 <= exponent < 6:
+        return f"{value:.{max(digits - 1 - exponent, 0)}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.4e}"
+
+
+def _epoch(value: float) -> str:
+    return f"{value:.4f}" if 0 < value < 0.1 else f"{value:.2f}"
+
+
+def _is_live_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    except ValueError:  # a closed stream
+        return False
+
+
+def _silence(stream: TextIO | None) -> None:
+    """Point a dead stream at the null device.
+
+    Otherwise the interpreter flushes what is left in its buffer at exit, fails, and exits with code 120.
+    """
+    if stream is None:
+        return
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # not a stream with a descriptor: nothing is flushed at exit either
+        pass

@@ -1,0 +1,89 @@
+"""What the machine is: names, memory, and the peak rates that mfu divides by. Unknown hardware has no peak."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+# Dense peak TFLOP/s from the makers' data sheets, by a part of the CUDA device name; first match wins.
+_PEAK_TFLOPS: list[tuple[str, dict[str, float]]] = [
+    ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
+    ("H200", {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
+    ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ("H100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
+    ("H100 80GB HBM3", {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
+    ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ("A10G", {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
+    ("V100", {"fp16": 125, "fp32": 15.7}),
+    ("T4", {"fp16": 65, "fp32": 8.1}),
+]
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of one device in this arithmetic, or None where it is not known for sure."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).split()
+    for part, rates in _PEAK_TFLOPS:
+        wanted = part.split()
+        if any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words))):
+            return rates[precision] * 1e12 if precision in rates else None
+    return None
+
+
+def _same(words: list[str], wanted: list[str]) -> bool:
+    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match 'A100'."""
+    return len(words) == len(wanted) and words[1:] == wanted[1:] and words[0].split("-")[0] == wanted[0]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far in GiB: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")
+    found = {"python": platform.python_version()}
+    for name in ("llmexp", *names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        out = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()

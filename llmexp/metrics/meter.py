@@ -1,0 +1,66 @@
+"""What happened since the last row. Counts stay on the device until a row is due; clocks run on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Meter:
+    """Counts target tokens and clipped steps, and times training steps; evaluation and saving are not timed."""
+
+    def __init__(self, device: torch.device, tokens_seen: int, clipped: int, steps: int) -> None:
+        self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)  # exact to 2**53
+        self._clipped = torch.tensor(float(clipped), device=device)
+        self._steps = steps  # since the last row, as are the clipped ones; a resume may lie in between
+        self._timed_from = tokens_seen
+        self._timed_steps = 0
+        self._step_time = self._data_time = 0.0
+        self.train_time = 0.0
+
+    def add(self, target_tokens: Tensor, clipped: Tensor) -> None:
+        """Counts one step, without a host wait."""
+        self._tokens += target_tokens
+        self._clipped += clipped
+        self._steps += 1
+        self._timed_steps += 1
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around everything that belongs to a training step, its wait for data included."""
+        start = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - start
+        self._step_time += elapsed
+        self.train_time += elapsed
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._data_time += time.perf_counter() - start
+
+    def counts(self) -> tuple[int, int, int]:
+        """(tokens seen in all, steps clipped since the last row, steps since the last row); the host waits."""
+        return round(float(self._tokens)), round(float(self._clipped)), self._steps
+
+    def take(self, dp_size: int) -> dict[str, float]:
+        """The counts and rates since the last row, and starts over. The host waits."""
+        tokens_seen, clipped, steps = self.counts()
+        rate = (tokens_seen - self._timed_from) / self._step_time
+        found = {
+            "clipped_share": clipped / steps,
+            "step_time": self._step_time / self._timed_steps,
+            "data_time": self._data_time / self._timed_steps,
+            "tokens_per_sec": rate,
+            "tokens_per_sec_per_rank": rate / dp_size,
+        }
+        self._clipped.zero_()
+        self._steps = self._timed_steps = 0
+        self._step_time = self._data_time = 0.0
+        self._timed_from = tokens_seen
+        return found

@@ -1,0 +1,121 @@
+"""The picture of a run: losses, learning rate and gradient norm over the tokens seen."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TRAIN, VAL, LR, NORM = "#4C72B0", "#DD6B20", "#2F855A", "#805AD5"
+SMOOTH_ABOVE_POINTS = 50
+
+Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
+
+
+def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Write a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over `tokens_seen`.
+
+    A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None or not
+    finite are left out; with no loss at all nothing is written. Raises OSError if `path` cannot be written.
+    """
+    train_x, train_y = _series(rows, "train/loss")
+    val_x, val_y = _series(rows, "val/loss")
+    lr_x, lr_y = _series(rows, "lr")
+    norm_x, norm_y = _series(rows, "grad_norm")
+    if not len(train_x) and not len(val_x):
+        return
+
+    # Figure without pyplot: no global state, no choice of a window system.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    two_panels = len(lr_x) > 0 or len(norm_x) > 0
+    figure = Figure(figsize=(8, 5.6 if two_panels else 4.2), dpi=150, layout="constrained")
+    if two_panels:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.1])
+        _draw_settings(bottom, (lr_x, lr_y), (norm_x, norm_y))
+    else:
+        top = bottom = figure.subplots()
+
+    if len(train_x) > SMOOTH_ABOVE_POINTS:
+        window = max(5, len(train_x) // 40) | 1
+        top.plot(train_x, train_y, color=TRAIN, linewidth=0.6, alpha=0.45)
+        label = f"train (mean of {window} rows)"
+        top.plot(train_x, _running_mean(train_y, window), color=TRAIN, linewidth=1.6, label=label)
+    elif len(train_x):
+        marker = "." if len(train_x) <= 20 else None
+        top.plot(train_x, train_y, color=TRAIN, linewidth=1.2, marker=marker, label="train")
+    if len(val_x):
+        label = f"validation (last {val_y[-1]:.4f})"
+        size = 4.5 if len(val_x) <= 60 else 2.5
+        top.plot(val_x, val_y, color=VAL, marker="o", markersize=size, linewidth=1.0, label=label)
+    top.set_title(
+        textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False
+    )  # a $ in a name is no formula
+    top.set_ylabel("loss (nats per token)")
+    top.legend(frameon=False, fontsize=9)
+    _clean(top)
+    bottom.set_xlabel("tokens seen")
+    bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a title in any script is fine
+            figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _draw_settings(
+    axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]
+) -> None:
+    if len(lr[0]):
+        axes.plot(*lr, color=LR, linewidth=1.3)
+        axes.set_ylabel("lr", color=LR)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        axes.set_ylim(bottom=0)
+        _clean(axes)
+    if len(norm[0]):
+        right = axes.twinx() if len(lr[0]) else axes
+        right.plot(*norm, color=NORM, linewidth=0.7, alpha=0.8)
+        right.set_ylabel("grad_norm", color=NORM)
+        if norm[1].min() > 0 and norm[1].max() > 10 * norm[1].min():
+            right.set_yscale("log")
+        right.spines["top"].set_visible(False)
+
+
+def _clean(axes: Axes) -> None:
+    axes.grid(True, linewidth=0.4, alpha=0.5)
+    axes.spines["top"].set_visible(False)
+    axes.spines["right"].set_visible(False)
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> Series:
+    """`tokens_seen` and `key` of the rows that have both as finite numbers, in the order of tokens."""
+    pairs = [
+        (row["tokens_seen"], row[key])
+        for row in rows
+        if all(isinstance(row.get(k), int | float) and math.isfinite(row[k]) for k in ("tokens_seen", key))
+    ]
+    values = np.asarray(sorted(pairs), dtype=float).reshape(-1, 2)
+    return values[:, 0], values[:, 1]
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred mean over `window` (odd) values, over what there is at the ends: it lags neither way."""
+    half = window // 2
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    # The same number on both sides, or a steep start would be pulled down.
+    reach = np.minimum(np.minimum(index, len(values) - 1 - index), half)
+    return np.asarray((total[index + reach + 1] - total[index - reach]) / (2 * reach + 1))

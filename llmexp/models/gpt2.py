@@ -1,0 +1,158 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, k head width,
+v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with biases."""
+
+    def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = d_model // n_heads
+        self.dropout = dropout
+        # Three matrices instead of one: each can be split over ranks by its output rows, that is by heads.
+        self.q_proj = nn.Linear(d_model, d_model)
+        self.k_proj = nn.Linear(d_model, d_model)
+        self.v_proj = nn.Linear(d_model, d_model)
+        self.out_proj = nn.Linear(d_model, d_model)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        b, t, _ = x_btd.shape
+        # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
+        q_bhtk = self.q_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
+        k_bhtk = self.k_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
+        v_bhtk = self.v_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        y_bhtk = F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout, is_causal=True)
+        return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
+
+
+class MLP(nn.Module):
+    """Two linear layers around the tanh approximation of GELU."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(d_model, d_ff)
+        self.down_proj = nn.Linear(d_ff, d_model)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_btd), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; dropout on what each branch adds to the residual stream."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.attention = Attention(d_model, n_heads, dropout)
+        self.mlp_norm = nn.LayerNorm(d_model)
+        self.mlp = MLP(d_model, d_ff)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h_btd: Tensor) -> Tensor:
+        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd)))
+        return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
+
+
+class GPT2(nn.Module):
+    """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
+
+    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is the
+    probability used on the embedding, on the attention weights and on each residual branch.
+    Raises ValueError for sizes that do not fit together.
+    """
+
+    flops_formula = "6 x matmul parameters + 12 x layers x length x width"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_position_embeddings: int,
+        n_layers: int,
+        n_heads: int,
+        d_model: int,
+        d_ff: int,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_sizes(
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            d_model=d_model,
+            d_ff=d_ff,
+        )
+        check_divides("n_heads", n_heads, "d_model", d_model)
+        check_dropout(dropout)
+        self.vocab_size = vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers))
+        self.final_norm = nn.LayerNorm(d_model)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all parameters anew from the global generator (needed after `to_empty`).
+
+        Weights N(0, 0.02^2), biases 0, norms 1 and 0; the two projections of a block that end on the
+        residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.endswith(("out_proj", "down_proj"))
+                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+            if isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+            if isinstance(module, nn.LayerNorm | nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Output projection (v, d), a Parameter: the token embedding's weight."""
+        return self.token_embedding.weight
+
+    def features(self, tokens_bt: Tensor) -> Tensor:
+        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a sequence."""
+        t = tokens_bt.shape[1]
+        check_length(t, self.max_position_embeddings)
+        positions_t = torch.arange(t, device=tokens_bt.device)
+        h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions_t))
+        for block in self.blocks:
+            h_btd = block(h_btd)
+        return self.final_norm(h_btd)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Logits (b, t, v) of the next token."""
+        return F.linear(self.features(tokens_bt), self.head_weight)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
+
+        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not) and
+        12 x layers x length x width for attention, counted as the full square as is usual although half of
+        it is masked (PaLM, Chowdhery et al. 2022, appendix B).
+        """
+        linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
+        matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()
+        d_model = self.head_weight.shape[1]
+        return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * d_model

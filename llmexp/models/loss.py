@@ -1,0 +1,258 @@
+"""The loss end: from hidden states and targets to a summed cross-entropy, without ever holding all logits.
+
+Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model width,
+v vocabulary (or a tile of it), i tiles, 1 a dimension kept for broadcasting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+KERNELS = ("auto", "chunked", "plain")
+
+# Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
+MIN_CHUNKED_VOCAB = 4096
+
+
+def _chunk_sizes(device: torch.device) -> tuple[int, int]:
+    """Rows per chunk, which bounds the memory for logits, and vocabulary per tile.
+
+    On a CPU a tile of logits (512 x 1024 fp32, 2 MiB) stays in the cache between its product and its sums.
+    On an accelerator large products and few launches count.
+    """
+    return (512, 1024) if device.type == "cpu" else (4096, 1 << 30)
+
+
+def _compute_dtypes(h_nd: Tensor, weight_vd: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Dtype that the head's operands are rounded to, and dtype that its products are computed in.
+
+    They differ on a CPU without instructions for the first: rounding the operands and multiplying in fp32
+    gives what the instructions would, and is many times faster than torch's loops in plain C++.
+    """
+    device_type = h_nd.device.type
+    if torch.is_autocast_enabled(device_type) and h_nd.dtype != torch.float64:
+        operand_dtype = torch.get_autocast_dtype(device_type)
+    else:
+        operand_dtype = torch.promote_types(h_nd.dtype, weight_vd.dtype)
+    if device_type == "cpu" and operand_dtype.itemsize == 2:
+        native = operand_dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return operand_dtype, operand_dtype if native else torch.float32
+    return operand_dtype, operand_dtype
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b with the result in `dtype`; on an accelerator never rounded to the operands' dtype between."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def _chunked_nll(
+    h_nd: Tensor,
+    weight_vd: Tensor,
+    targets_n: Tensor,
+    needs_h: bool,
+    needs_weight: bool,
+    operand_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`, in one pass.
+
+    Rows are taken in chunks and the vocabulary in tiles. Of each tile of logits z only e = exp(z - m) is
+    kept, m being the tile's row maximum. When a chunk has seen all tiles, softmax = e * c with
+    c = exp(m - logsumexp) per row and tile, so that the scaling goes onto the small matrices and the tiles
+    themselves need no further pass:
+        dh = sum over tiles (e @ W) * c - W[target],   dW = e^T @ (h * c) - one_hot(target)^T @ h.
+    """
+    sum_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    # softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal range.
+    scale = 256.0 if compute_dtype == torch.float16 else 1.0
+    rows_per_chunk, tile_size = _chunk_sizes(h_nd.device)
+    n_vocab = weight_vd.shape[0]
+    starts = range(0, n_vocab, tile_size)
+
+    nll = torch.zeros((), dtype=sum_dtype, device=h_nd.device)
+    grad_h_nd = torch.zeros_like(h_nd, dtype=sum_dtype) if needs_h else None
+    grad_weight_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if needs_weight else None
+
+    def weight_tile(start: int) -> Tensor:
+        return weight_vd[start : start + tile_size].to(operand_dtype).to(compute_dtype)
+
+    for first in range(0, h_nd.shape[0], rows_per_chunk):
+        chunk = slice(first, first + rows_per_chunk)
+        chunk_nd = h_nd[chunk].to(operand_dtype).to(compute_dtype)
+        valid_n1 = (targets_n[chunk] != IGNORE_INDEX)[:, None]
+        # A masked row is computed with target 0 and multiplied away: its place is not known on the host.
+        target_n1 = targets_n[chunk][:, None].masked_fill(~valid_n1, 0)
+
+        # nan, so that a target that is in no tile spoils the loss instead of passing unseen.
+        target_logit_n1 = torch.full_like(target_n1, torch.nan, dtype=sum_dtype)
+        tiles: list[Tensor] = []
+        maxima: list[Tensor] = []
+        sums: list[Tensor] = []
+        for start in starts:
+            z_nv = (chunk_nd @ weight_tile(start).T).to(sum_dtype)
+            column_n1 = target_n1 - start
+            clamped_n1 = column_n1.clamp(0, z_nv.shape[1] - 1)
+            here_n1 = column_n1 == clamped_n1
+            target_logit_n1 = torch.where(here_n1, z_nv.gather(1, clamped_n1), target_logit_n1)
+            maxima.append(z_nv.amax(1, keepdim=True))
+            e_nv = z_nv.sub_(maxima[-1]).exp_()
+            sums.append(e_nv.sum(1, keepdim=True))
+            if needs_h or needs_weight:
+                tiles.append(e_nv.to(compute_dtype))
+        max_ni = torch.cat(maxima, 1)
+        max_n1 = max_ni.amax(1, keepdim=True)
+        relative_ni = (max_ni - max_n1).exp()
+        total_n1 = (relative_ni * torch.cat(sums, 1)).sum(1, keepdim=True)
+        # Both terms are relative to the maximum, so that a loss far below 1 keeps its digits.
+        nll_n1 = total_n1.log() - (target_logit_n1 - max_n1)
+        nll += nll_n1.masked_fill(~valid_n1, 0).sum()
+
+        if grad_h_nd is None and grad_weight_vd is None:
+            continue
+        c_ni = (relative_ni / total_n1).masked_fill(~valid_n1, 0)
+        for i, (start, e_nv) in enumerate(zip(starts, tiles, strict=True)):
+            c_n1 = c_ni[:, i : i + 1]
+            if grad_h_nd is not None:
+                grad_h_nd[chunk].addcmul_(_matmul(e_nv, weight_tile(start), sum_dtype), c_n1)
+            if grad_weight_vd is not None:
+                scaled_nd = (chunk_nd * (c_n1 * scale)).to(compute_dtype)
+                grad_tile_vd = grad_weight_vd[start : start + tile_size]
+                if compute_dtype == sum_dtype:
+                    grad_tile_vd.addmm_(e_nv.T, scaled_nd)
+                else:
+                    grad_tile_vd.add_(_matmul(e_nv.T, scaled_nd, sum_dtype), alpha=1 / scale)
+        if grad_h_nd is not None:
+            target_weight_nd = weight_vd[target_n1[:, 0]].to(operand_dtype)
+            grad_h_nd[chunk].sub_(target_weight_nd * valid_n1)
+        if grad_weight_vd is not None:
+            _subtract_rows(grad_weight_vd, target_n1[:, 0], (chunk_nd * valid_n1).to(sum_dtype))
+    return nll, grad_h_nd, grad_weight_vd
+
+
+def _subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:
+    """out[index] -= rows, repeated indices included, in an order that is the same each time."""
+    if out_vd.device.type == "cpu":
+        out_vd.index_add_(0, index_n, rows_nd, alpha=-1)
+    else:
+        # index_add_ would add atomically, in any order; this one sorts.
+        out_vd.index_put_((index_n,), -rows_nd, accumulate=True)
+
+
+class _ChunkedNLL(torch.autograd.Function):
+    """`_chunked_nll` as a differentiable function; its gradients are made on the way forward."""
+
+    @staticmethod
+    def forward(ctx: Any, h_nd: Tensor, weight_vd: Tensor, *arguments: Any) -> Tensor:
+        nll, *ctx.gradients = _chunked_nll(h_nd, weight_vd, *arguments)
+        ctx.dtypes = h_nd.dtype, weight_vd.dtype
+        ctx.n_arguments = len(arguments)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("second backward through the same loss: its gradients were given away")
+        # In place and only once: a copy of the weight's gradient would be the largest tensor of the step.
+        scaled = [
+            None if gradient is None else gradient.mul_(grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return (*scaled, *[None] * ctx.n_arguments)
+
+
+def chunked_cross_entropy_sum(h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor) -> Tensor:
+    """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64 in fp64).
+
+    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v. Under autocast the operands are
+    rounded to its dtype. It never holds more than 512 (on an accelerator 4096) rows of logits, and does no
+    gradient work without grad mode. The gradient can be taken once, and not differentiated again.
+    """
+    grad_mode = torch.is_grad_enabled()
+    needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
+    dtypes = _compute_dtypes(h_btd, weight_vd)
+    with torch.autocast(h_btd.device.type, enabled=False):
+        return _ChunkedNLL.apply(
+            h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes
+        )
+
+
+def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in fp64)."""
+    logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
+    return F.cross_entropy(
+        logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+
+
+class WindowLoss(nn.Module):
+    """Summed cross-entropy of a model over the valid targets of one micro-batch: all that a step calls.
+
+    `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d) and
+    `head_weight` (v, d), whose product the logits are, the logits are never held as a whole. Its parameters
+    are the model's, without copies. `kernel`: "chunked", "plain", or "auto", which takes "chunked" where the
+    model allows it and the vocabulary is large enough to gain.
+    """
+
+    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+        super().__init__()
+        if kernel not in KERNELS:
+            raise ValueError(f"loss kernel {kernel!r}: must be one of {', '.join(KERNELS)}")
+        has_head = hasattr(model, "features") and hasattr(model, "head_weight")
+        if kernel == "chunked" and not has_head:
+            raise ValueError(
+                f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; use 'plain'"
+            )
+        self.model = model
+        self.chunked = kernel == "chunked" or (
+            kernel == "auto" and has_head and model.head_weight.shape[0] >= MIN_CHUNKED_VOCAB
+        )
+        self._trunk: Callable[[Tensor], Tensor] = self._features if self.chunked else self._logits
+
+    def _features(self, tokens_bt: Tensor) -> Tensor:
+        return self.model.features(tokens_bt)
+
+    def _logits(self, tokens_bt: Tensor) -> Tensor:
+        return self.model(tokens_bt)
+
+    @property
+    def loss_kernel(self) -> str:
+        """Which kernel runs, with its sizes on the parameters' device, e.g. "chunked(rows=512, vocab=1024)"."""
+        if not self.chunked:
+            return "plain"
+        rows, tile = _chunk_sizes(self.model.head_weight.device)
+        return f"chunked(rows={rows}, vocab={min(tile, self.model.head_weight.shape[0])})"
+
+    def compile_trunk(self) -> None:
+        """Run the trunk through torch.compile from now on; parameters and their names stay as they are.
+
+        The trunk is all before the chunked loss, or the whole model before the plain one.
+        """
+        self._trunk = torch.compile(self._features if self.chunked else self._logits, dynamic=False)
+
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than -100.
+
+        `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of 0.
+        Raises ValueError where a model's own logits do not have the shape (b, t, v).
+        """
+        out = self._trunk(tokens_bt)
+        if self.chunked:
+            return chunked_cross_entropy_sum(out, self.model.head_weight, targets_bt)
+        if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"model._target_: {type(self.model).__name__} returned {got} for tokens of shape "
+                f"{tuple(tokens_bt.shape)}: it must return logits (batch, time, vocabulary)"
+            )
+        return plain_cross_entropy_sum(out, targets_bt)

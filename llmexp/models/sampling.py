@@ -1,0 +1,71 @@
+"""Text from a model, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def generate(
+    model: nn.Module,
+    prompt_tokens: list[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+    context_length: int,
+    n_vocab: int | None = None,
+) -> Iterator[int]:
+    """Yield `max_new_tokens` token ids that continue `prompt_tokens`.
+
+    The model sees the last `context_length` tokens, on the generator's device. `temperature` 0 takes the
+    most likely token; `top_k` keeps the k most likely ones (None: all). Ids from `n_vocab` on are rows that
+    only pad the vocabulary and never come out. The generator is the only source of randomness. For each
+    token the model is put into eval mode and back into the mode it was in.
+    Raises ValueError, at the call, for an empty prompt or a setting out of range.
+    """
+    if not prompt_tokens:
+        raise ValueError("empty prompt: at least one token is needed to continue from")
+    minima = {"max_new_tokens": (max_new_tokens, 0), "context_length": (context_length, 1)}
+    minima |= {"top_k": (1 if top_k is None else top_k, 1), "n_vocab": (1 if n_vocab is None else n_vocab, 1)}
+    for name, (value, minimum) in minima.items():
+        if value < minimum:
+            raise ValueError(f"{name}={value}: must be at least {minimum}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature}: must be a finite number, 0 (the most likely token) or above"
+        )
+
+    def continuation() -> Iterator[int]:
+        tokens = list(prompt_tokens)
+        for _ in range(max_new_tokens):
+            logits_v = _last_logits(model, tokens[-context_length:], generator.device)[:n_vocab]
+            tokens.append(_draw(logits_v, temperature, top_k, generator))
+            yield tokens[-1]
+
+    return continuation()
+
+
+@torch.no_grad()
+def _last_logits(model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
+    """Logits (v,) of the token after `tokens`, in eval mode, which is then undone module by module."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        return model(torch.tensor([tokens], device=device))[0, -1].float()
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _draw(logits_v: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_v.argmax())
+    k = len(logits_v) if top_k is None else min(top_k, len(logits_v))
+    largest_k, ids_k = logits_v.topk(k)
+    # Relative to the largest before the division, so that no temperature overflows.
+    probabilities_k = ((largest_k - largest_k[0]) / temperature).softmax(-1)
+    return int(ids_k[torch.multinomial(probabilities_k, 1, generator=generator)])

@@ -1,0 +1,147 @@
+"""Optimizers and the guarded update.
+
+An optimizer function takes the model and its knobs and returns one torch optimizer or a list of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def _rate(key: str, value: float, *, zero: bool = True) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"optimizer.{key}={value}: a finite number from 0 is needed; for example optimizer.{key}=3e-4")
+    if not zero and value == 0:
+        raise ValueError(f"optimizer.{key}=0: a number above 0 is needed; for example optimizer.{key}=3e-4")
+    return float(value)
+
+
+def _fused(parameters: list[nn.Parameter]) -> bool:
+    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+
+
+def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Decay on matrices only: gains, biases and other vectors are left alone."""
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": _rate("weight_decay", weight_decay)},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def adamw(
+    model: nn.Module,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019), fused where torch has the kernel, decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        _decay_groups(parameters, weight_decay),
+        lr=_rate("lr", lr, zero=False),
+        betas=(_rate("beta1", beta1), _rate("beta2", beta2)),
+        eps=_rate("eps", eps),
+        fused=_fused(parameters),
+    )
+
+
+def sgd(
+    model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
+) -> Optimizer:
+    """Stochastic gradient descent with momentum, decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(
+        _decay_groups(parameters, weight_decay),
+        lr=_rate("lr", lr, zero=False),
+        momentum=_rate("momentum", momentum),
+        nesterov=nesterov,
+        fused=_fused(parameters),
+    )
+
+
+def muon(
+    model: nn.Module,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    weight_decay: float = 0.1,
+    adjust_lr: str = "match_rms_adamw",
+    adamw_lr: float | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, head and vectors.
+
+    `adjust_lr=match_rms_adamw` (Liu et al. 2025) gives both the same update size, so one `lr` serves both.
+    """
+    outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    outer.add(id(getattr(model, "head_weight", None)))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
+    rest = [p for p in parameters if not (p.ndim == 2 and id(p) not in outer)]
+    if not hidden:
+        raise ValueError("optimizer=muon: the model has no hidden matrices; for example optimizer=adamw")
+    return [
+        torch.optim.Muon(
+            hidden,
+            lr=_rate("lr", lr, zero=False),
+            momentum=_rate("momentum", momentum),
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            weight_decay=_rate("weight_decay", weight_decay),
+            adjust_lr_fn=adjust_lr,
+        ),
+        torch.optim.AdamW(
+            _decay_groups(rest, weight_decay),
+            lr=_rate("lr", lr) if adamw_lr is None else _rate("adamw_lr", adamw_lr),
+            betas=(_rate("beta1", beta1), _rate("beta2", beta2)),
+            eps=_rate("eps", eps),
+            fused=_fused(rest),
+        ),
+    ]
+
+
+def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers with their base rates noted, so that a schedule can scale each group."""
+    optimizers = [built] if isinstance(built, Optimizer) else list(built)
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise ValueError("optimizer: the function must return a torch optimizer or a list of them")
+    for group in (g for o in optimizers for g in o.param_groups):
+        group.setdefault("initial_lr", group["lr"])
+    return optimizers
+
+
+def set_rate(optimizers: list[Optimizer], factor: float) -> float:
+    """Sets every group to its base rate x factor; returns the rate of the first group."""
+    for group in (g for o in optimizers for g in o.param_groups):
+        group["lr"] = group["initial_lr"] * factor
+    return optimizers[0].param_groups[0]["lr"]
+
+
+def update(optimizers: list[Optimizer], skip: Tensor) -> None:
+    """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true.
+
+    Kernels that support it decide on the device (parameters, moments and step counts then stay bit-identical),
+    so the host does not wait; with any other optimizer in the list the host reads `skip` first.
+    """
+    guarded = all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+    if not guarded and bool(skip):
+        return
+    found_inf = skip.to(torch.float32)
+    for optimizer in optimizers:
+        if guarded:
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.step()

@@ -1,0 +1,57 @@
+"""What a worker process needs before torch is imported: signals, its parent, exit codes. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+
+DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+class Stop:
+    """A request to stop, set by a signal. Before training starts a signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.signal_name = ""
+        self.training = False
+        self._count = 0
+
+    def install(self) -> Stop:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self.requested = True
+        self.signal_name = signal.Signals(number).name
+        if not self.training:
+            raise SystemExit(128 + number)
+        if self._count >= 3:  # somebody insists; checkpoints are whole or absent, so this loses at most the save
+            os._exit(128 + number)
+
+
+STOP = Stop()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def leave(code: int) -> None:
+    """Flushes and ends the process without the interpreter's finalisation, where gloo and wandb threads abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

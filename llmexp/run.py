@@ -1,0 +1,247 @@
+"""`Run`: every derived number of a run, computed and checked in one place, saved as run.json.
+
+Nothing is rounded silently: what does not multiply out is refused with the nearest totals that would.
+This file imports the standard library and `config` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from llmexp.config import Batch, Config, ConfigError, Train, refuse
+
+DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
+DEFAULT_MAX_STEPS = 300  # used when no budget is given
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be looked up before a run can be solved: the data, the model, the device."""
+
+    dp_size: int
+    train_tokens: int
+    val_tokens: int
+    data: str
+    model: str
+    parameters: int
+    max_position_embeddings: int | None
+    flops_per_token: int | None
+    flops_formula: str | None
+    loss_kernel: str
+    tokenizer: str
+    tokenizer_vocab_size: int
+    vocab_size: int | None
+    device: str
+    device_name: str
+    precision: str
+    precision_reason: str
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A solved run. Sizes are in sequences, tokens or optimizer steps, as the names say."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    dp_size: int
+    real_batch_size: int
+    sequence_length: int
+    tokens_per_step: int
+    max_steps: int
+    max_tokens: int
+    max_epochs: float
+    total_sequences: int  # sequences that the run trains on, all epochs
+    tail_sequences: int  # sequences in the last window when it is short, else 0
+    dropped_sequences: int  # sequences of the budget left out by train.tail=drop
+    train_sequences: int
+    val_sequences: int
+    eval_sequences: int
+    warmup_updates: int
+    total_flops: int | None
+    facts: Facts
+    versions: dict[str, str]
+    commit: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat and plain, for run.json and the tracker."""
+        flat = asdict(self)
+        return {**flat.pop("facts"), **flat}
+
+
+def solve_batch(batch: Batch, dp_size: int) -> Batch:
+    """micro_batch_size x gradient_accumulation_steps x dp_size = real_batch_size, solved for what is missing.
+
+    Raises ConfigError for what does not divide, with the nearest totals, or contradicts, with the product.
+    """
+    micro, accum, real = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.real_batch_size
+    if real is None:
+        micro = DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        accum = 1 if accum is None else accum
+        real = micro * accum * dp_size
+    elif micro is None:
+        accum = 1 if accum is None else accum
+        micro = _divide(real, accum * dp_size, f"gradient_accumulation_steps {accum} x dp_size {dp_size}")
+    elif accum is None:
+        accum = _divide(real, micro * dp_size, f"micro_batch_size {micro} x dp_size {dp_size}")
+    elif micro * accum * dp_size != real:
+        raise refuse(
+            "batch.real_batch_size",
+            real,
+            f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
+            f"{micro * accum * dp_size}; set one of the three to null to have it solved",
+            micro * accum * dp_size,
+        )
+    return replace(batch, micro_batch_size=micro, gradient_accumulation_steps=accum, real_batch_size=real)
+
+
+def _divide(real: int, by: int, what: str) -> int:
+    if real % by == 0:
+        return real // by
+    below, above = real - real % by, real - real % by + by
+    near = f"{below} or {above}" if below else f"{above}"
+    raise refuse("batch.real_batch_size", real, f"is not a multiple of {what} = {by}; the nearest are {near}", above)
+
+
+@dataclass(frozen=True)
+class Budget:
+    total_sequences: int
+    max_steps: int
+    tail_sequences: int
+    dropped_sequences: int
+
+
+def solve_budget(train: Train, real_batch_size: int, sequence_length: int, train_sequences: int) -> Budget:
+    """Exactly one of the three budgets, in sequences and optimizer steps. Raises ConfigError."""
+    given = {
+        f"train.{key}": getattr(train, key)
+        for key in ("max_steps", "max_epochs", "max_tokens")
+        if getattr(train, key) is not None
+    }
+    if len(given) > 1:
+        named = ", ".join(f"{k}={v}" for k, v in given.items())
+        raise ConfigError(f"{named}: one budget is needed, not {len(given)}; set the others to null")
+    if train.max_epochs is not None:
+        total = int(Fraction(str(train.max_epochs)) * train_sequences)
+    elif train.max_tokens is not None:
+        total = train.max_tokens // sequence_length
+    else:
+        total = (train.max_steps or DEFAULT_MAX_STEPS) * real_batch_size
+    key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+    if total < 1:
+        raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
+    steps, rest = divmod(total, real_batch_size)
+    if rest and train.tail == "drop":
+        if not steps:
+            raise refuse(
+                key,
+                value,
+                f"with train.tail=drop no window of {real_batch_size} sequences is full ({total} there)",
+            )
+        return Budget(total - rest, steps, 0, rest)
+    return Budget(total, steps + bool(rest), rest, 0)
+
+
+def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str, str], commit: str | None) -> Run:
+    """The whole run from the config and the facts. `warmup_updates`: function of the total number of updates.
+
+    Raises ConfigError for everything that does not fit together.
+    """
+    batch = solve_batch(config.batch, facts.dp_size)
+    micro, accum, real = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.real_batch_size
+    assert micro is not None
+    assert accum is not None
+    assert real is not None
+    length = batch.sequence_length
+    positions = facts.max_position_embeddings
+    if positions is not None and length > positions:
+        raise refuse("batch.sequence_length", length, f"the model has {positions} positions", positions)
+    if facts.vocab_size is not None and facts.vocab_size < facts.tokenizer_vocab_size:
+        raise refuse(
+            "model.vocab_size",
+            facts.vocab_size,
+            f"is smaller than the tokenizer {facts.tokenizer} with {facts.tokenizer_vocab_size} tokens",
+            -(-facts.tokenizer_vocab_size // 64) * 64,
+        )
+    train_sequences = max(0, facts.train_tokens - 1) // length
+    val_sequences = max(0, facts.val_tokens - 1) // length
+    if train_sequences < 1:
+        raise refuse(
+            "batch.sequence_length",
+            length,
+            f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} ({facts.data})",
+        )
+    if real > train_sequences:
+        raise refuse(
+            "batch.real_batch_size",
+            real,
+            f"is more than the {train_sequences} training sequences of {length} tokens; more data, a shorter "
+            "batch.sequence_length or a smaller batch is needed",
+            train_sequences,
+        )
+    budget = solve_budget(config.train, real, length, train_sequences)
+    eval_tokens = config.train.eval_tokens
+    tokens = budget.total_sequences * length
+    return Run(
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accum,
+        dp_size=facts.dp_size,
+        real_batch_size=real,
+        sequence_length=length,
+        tokens_per_step=real * length,
+        max_steps=budget.max_steps,
+        max_tokens=tokens,
+        max_epochs=budget.total_sequences / train_sequences,
+        total_sequences=budget.total_sequences,
+        tail_sequences=budget.tail_sequences,
+        dropped_sequences=budget.dropped_sequences,
+        train_sequences=train_sequences,
+        val_sequences=val_sequences,
+        eval_sequences=min(val_sequences, -(-eval_tokens // length)) if eval_tokens else val_sequences,
+        warmup_updates=warmup_updates(budget.max_steps),
+        total_flops=facts.flops_per_token * tokens if facts.flops_per_token else None,
+        facts=facts,
+        versions=versions,
+        commit=commit,
+    )
+
+
+def batch_equation(run: Run) -> str:
+    """The batch arithmetic with its numbers, as the banner and plan print it."""
+    return (
+        f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps {run.gradient_accumulation_steps} "
+        f"x dp_size {run.dp_size} = real_batch_size {run.real_batch_size} sequences "
+        f"x sequence_length {run.sequence_length} = {run.tokens_per_step:,} tokens per step"
+    )
+
+
+def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
+    """(label, text) pairs that say in plain words what is about to happen."""
+    f = run.facts
+    budget = f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} epochs"
+    if run.tail_sequences:
+        budget += f"; the last window has {run.tail_sequences} of {run.real_batch_size} sequences"
+    if run.dropped_sequences:
+        budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
+    val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
+    if run.val_sequences and run.eval_sequences < run.val_sequences:
+        val += f", the first {run.eval_sequences:,} of them per evaluation"
+    rows = [
+        ("data", f"{f.data}; tokenizer {f.tokenizer}"),
+        ("train", f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length}"),
+        ("validation", val if run.val_sequences else "none"),
+        ("model", f"{f.model}, {f.parameters:,} parameters"),
+        ("batch", batch_equation(run)),
+        ("budget", budget),
+        ("warm-up", f"{run.warmup_updates:,} optimizer steps"),
+    ]
+    if run.total_flops is not None and f.flops_per_token is not None:
+        rows.append(("FLOPs", f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x tokens ({f.flops_formula})"))
+    rows += [
+        ("device", f"{f.device_name} ({f.device})"),
+        ("precision", f"{f.precision} ({f.precision_reason})"),
+        ("folder", folder),
+    ]
+    return rows + [("warning", text) for text in f.warnings]

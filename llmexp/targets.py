@@ -1,0 +1,94 @@
+"""`_target_`: from a dotted name in a config to a function, and its arguments checked against its signature.
+
+Only callables under `llmexp.` or under packages that the user named with --allow or LLMEXP_ALLOW are found: a
+config file alone cannot run arbitrary code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmexp.config import ConfigError, nearest, refuse
+
+
+def allowed_packages() -> list[str]:
+    """`llmexp` and the user's packages from LLMEXP_ALLOW (comma-separated; --allow adds to it)."""
+    extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
+    return ["llmexp", *(name for name in extra if name)]
+
+
+def _inside(module: str, packages: list[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def locate(key: str, dotted: Any) -> Callable[..., Any]:
+    """The callable that `dotted` names. Raises ConfigError for anything outside the allowed packages."""
+    if not isinstance(dotted, str) or "." not in dotted:
+        raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
+    packages = allowed_packages()
+    module_name, _, name = dotted.rpartition(".")
+    not_allowed = refuse(
+        key,
+        dotted,
+        f"is outside the allowed packages ({', '.join(packages)}); to allow your own, name its package on the "
+        f"command line: --allow {dotted.split('.')[0]}",
+    )
+    if not _inside(module_name, packages):
+        raise not_allowed
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(f"{key}={dotted}: importing {module_name} failed: {error}") from error
+        raise refuse(
+            key, dotted, f"there is no module {error.name} on the path (looked in the current folder too)"
+        ) from None
+    except AttributeError:
+        known = [n for n in dir(importlib.import_module(module_name)) if not n.startswith("_")]
+        raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}") from None
+    # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
+    if not callable(found) or not _inside(getattr(found, "__module__", None) or "", packages):
+        raise not_allowed
+    return found
+
+
+def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
+
+    Raises ConfigError for knobs that the signature does not have (with the nearest one) or that are missing.
+    """
+    if "_target_" not in values:
+        raise ConfigError(
+            f"{section}._target_: this key is missing; it names the function, for example "
+            f"{section}._target_=llmexp.optim.adamw"
+        )
+    target = locate(f"{section}._target_", values["_target_"])
+    knobs = {k: v for k, v in values.items() if k != "_target_"}
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in knobs:
+        if name not in parameters and not takes_any:
+            names = [n for n in parameters if n not in offered]
+            raise ConfigError(
+                f"{section}.{name}: {values['_target_']} has no such argument.{nearest(name, names)} "
+                f"Known: {', '.join(names)}"
+            )
+    extra = {k: v for k, v in offered.items() if k in parameters and k not in knobs}
+
+    def call(*args: Any) -> Any:
+        try:
+            inspect.signature(target).bind(*args, **knobs, **extra)
+        except TypeError as error:
+            raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
+        try:
+            return target(*args, **knobs, **extra)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    return call

@@ -1,0 +1,297 @@
+"""The loop around the step: rows, evaluation, checkpoints, hooks, skipped updates, signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp import checkpoint, folder, mesh
+from llmexp.data.reader import Window, read_windows
+from llmexp.metrics import hardware
+from llmexp.metrics.console import Console, format_row
+from llmexp.metrics.meter import Meter
+from llmexp.metrics.tracker import Tracker
+from llmexp.process import STOP
+from llmexp.run import Run
+from llmexp.sample import sample
+from llmexp.train.step import (
+    BAD_LOSS,
+    BAD_NORM,
+    EMPTY,
+    OK,
+    Setup,
+    Step,
+    TrainingFailed,
+    Verdict,
+    evaluate,
+    seed_step,
+    train_step,
+)
+
+
+@dataclass
+class Progress:
+    """Where the run is: everything besides tensors that a checkpoint has to restore."""
+
+    step: int = 0  # windows consumed
+    updates: int = 0  # applied updates: the schedule's position
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+    best_val_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a run writes to. Only rank 0 writes."""
+
+    path: Path
+    main: bool
+    console: Console
+    tracker: Tracker
+    rows: folder.Rows | None
+
+
+@dataclass
+class Loop:
+    """The state of the loop on this rank."""
+
+    s: Setup
+    out: Outputs
+    p: Progress
+    meter: Meter
+    byte_lengths: Tensor
+    peak_flops: float | None
+    pending: Verdict | None = None  # verdict on the last step, not yet looked at
+    shown: tuple[float | None, float | None, float | None] = (
+        None,
+        None,
+        None,
+    )  # loss, tokens/s, eta of the bar
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due."""
+
+    step: int
+    model: nn.Module
+    optimizers: list[Optimizer]
+    run: Run
+    row: dict[str, Any] | None
+
+
+def train(loop: Loop) -> str:
+    """Trains to the end ("finished") or to a signal ("preempted", with a checkpoint). Raises TrainingFailed."""
+    s, p, meter, config = loop.s, loop.p, loop.meter, loop.s.parts.config
+    max_steps, log_every, every = s.parts.run.max_steps, config.train.log_every, config.checkpoint.every
+    eval_every, sample_every = config.train.eval_every, config.train.sample_every
+    if p.step == 0 and config.checkpoint.save_initial:
+        save(loop)
+    s.model.train()
+    reader = read_ahead(s, p.step)
+    profiler = start_profiler(loop)
+    while p.step < max_steps:
+        if mesh.any_rank(s.mesh, STOP.requested):
+            save(loop)
+            return "preempted"
+        call_hooks(loop, "step_start", p.step + 1)
+        with meter.stepping():
+            with meter.waiting_for_data():
+                window = next(reader)
+            seed_step(config.train.seed, p.step, s.mesh.dp_rank)
+            step = train_step(s, window, lambda: settle(loop))
+            p.step += 1
+            loop.pending = step.verdict
+            meter.add(step.target_tokens, step.clipped)
+            last = p.step == max_steps
+            due_eval = last or (eval_every is not None and p.step % eval_every == 0)
+            due_row = due_eval or p.step % log_every == 0
+            if due_row:
+                settle(loop)  # the host waits for the device here, and only here
+        if due_row:
+            report(loop, step, window, due_eval)
+        else:
+            call_hooks(loop, "step_end", p.step)
+        loop.out.console.progress(p.step, *loop.shown)
+        if profiler is not None:
+            profiler.step()
+        if last or (every is not None and p.step % every == 0):
+            save(loop)
+        if sample_every is not None and not last and p.step % sample_every == 0 and loop.out.main:
+            loop.out.console.line(f"sample: {sample_text(loop)}")
+    return "finished"
+
+
+def settle(loop: Loop) -> int:
+    """Looks at the verdict on the last step; the number of applied updates. Raises TrainingFailed."""
+    p, s = loop.p, loop.s
+    if loop.pending is None:
+        return p.updates
+    code, loop.pending = loop.pending.read(), None
+    if code == OK:
+        p.updates += 1
+        p.consecutive_skips = 0
+        return p.updates
+    what = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[code]
+    if code != EMPTY and not s.scaler.is_enabled():
+        raise TrainingFailed(
+            f"step {p.step} has {what} that is not finite (seen on rank {s.mesh.rank}); the update was not applied"
+        )
+    p.skipped_steps += 1
+    p.consecutive_skips += 1
+    limit = s.parts.config.train.max_consecutive_skips
+    if code != EMPTY and s.scaler.get_scale() < 1:
+        raise TrainingFailed(f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16")
+    if p.consecutive_skips > limit:
+        raise TrainingFailed(
+            f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} ({what}); "
+            f"train.max_consecutive_skips={limit}"
+        )
+    return p.updates
+
+
+def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
+    """Evaluates when due and writes the step's row; the host reads the device here."""
+    s, p, run, out = loop.s, loop.p, loop.s.parts.run, loop.out
+    code = step.verdict.read()
+    row: dict[str, Any] = {"step": p.step, "tokens_seen": loop.meter.counts()[0]}
+    row["epoch"] = min(p.step * run.real_batch_size, run.total_sequences) / run.train_sequences
+    if code in (OK, BAD_NORM):
+        row["train/loss"] = float(step.loss)
+    row["lr"] = step.lr
+    if code == OK:
+        row["grad_norm"] = float(step.grad_norm)
+        row["grad_norm_post_clip"] = float(step.grad_norm_post_clip)
+    row["weight_norm"] = float(torch.nn.utils.get_total_norm([q.detach() for q in s.parameters]))
+    if step.loss_scale is not None:
+        row["loss_scale"] = step.loss_scale
+    row |= {"skipped": code != OK, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
+    if s.parts.config.train.data_digest:
+        digest = int(mesh.total(s.mesh, torch.tensor(window.digest)))
+        row["data_digest"] = f"{digest % 2**63:016x}"
+    row |= loop.meter.take(s.mesh.dp_size)
+    if run.facts.flops_per_token is not None:
+        flops_per_sec = run.facts.flops_per_token * row["tokens_per_sec_per_rank"]
+        row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
+        if loop.peak_flops is not None:
+            row["mfu"] = flops_per_sec / loop.peak_flops
+    row["peak_memory_gib"] = hardware.peak_memory_gib(s.mesh.device)
+    row["amp"] = int(s.parts.precision in ("bf16", "fp16"))
+    row["eta"] = (run.max_steps - p.step) * row["step_time"]
+    figures = call_hooks(loop, "step_end", p.step, row)
+    if due_eval:
+        row |= evaluate(s, loop.byte_lengths)
+        if "val/loss" in row:
+            p.best_val_loss = min(row["val/loss"], math.inf if p.best_val_loss is None else p.best_val_loss)
+        figures |= call_hooks(loop, "evaluated", p.step, row)
+    if clash := sorted(figures.keys() & row.keys()):
+        raise TrainingFailed(f"a hook returned {', '.join(clash)}, which the row has already; choose another name")
+    row |= figures
+    if out.rows is not None:
+        out.rows.append(row)
+        out.tracker.log(row)
+        out.console.line(format_row(row, run.max_steps))
+        loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
+
+
+def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None) -> dict[str, float]:
+    """Calls the user's functions, here and nowhere else; the figures that they return, as floats."""
+    figures: dict[str, float] = {}
+    for name, hook in loop.s.parts.hooks:
+        context = HookContext(
+            step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
+        )
+        try:
+            figures |= {str(k): float(v) for k, v in (hook(event, context) or {}).items()}
+        except Exception as error:
+            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r}") from error
+    return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
+
+
+def save(loop: Loop) -> None:
+    """Commits a checkpoint of the current step; its rows reach the disk first."""
+    s, p = loop.s, loop.p
+    settle(loop)
+    tokens_seen, clipped, steps = loop.meter.counts()
+    if loop.out.rows is not None:
+        loop.out.rows.sync()
+        run = s.parts.run
+        meta = {
+            "tokens_seen": tokens_seen,
+            "geometry": {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size")},
+        }
+        state = {
+            "progress": dataclasses.asdict(p),
+            "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+            "optimizers": [o.state_dict() for o in s.optimizers],
+            "scaler": s.scaler.state_dict(),
+        }
+        keep = s.parts.config.checkpoint.keep
+        checkpoint.save(loop.out.path / folder.CHECKPOINTS, p.step, s.model, state, meta, keep)
+    mesh.barrier(s.mesh)
+    call_hooks(loop, "saved", p.step)
+
+
+def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter]:
+    """Puts a checkpoint back: parameters, moments, scaler, counters. (The RNG and the data position follow from the
+    step number.)"""
+    checkpoint.load_model(s.model, loaded.tensors)
+    for optimizer, state in zip(s.optimizers, loaded.state["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    s.scaler.load_state_dict(loaded.state["scaler"])
+    return Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
+
+
+def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
+    """This rank's windows from `start_step` on, read ahead in the background."""
+    run, config = s.parts.run, s.parts.config
+    return read_windows(
+        s.parts.corpus.train,
+        sequence_length=run.sequence_length,
+        real_batch_size=run.real_batch_size,
+        micro_batch_size=run.micro_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        rank=s.mesh.dp_rank,
+        dp_size=s.mesh.dp_size,
+        seed=config.train.seed,
+        shuffle=config.data.get("shuffle", True),
+        ignore_id=config.data.get("ignore_id"),
+        start_step=start_step,
+        max_steps=run.max_steps,
+        total_sequences=run.total_sequences,
+        digest=config.train.data_digest,
+        pin_memory=s.mesh.device.type == "cuda",
+    )
+
+
+def sample_text(loop: Loop) -> str:
+    """A sampled text from the start of a document, on one line."""
+    parts, run = loop.s.parts, loop.s.parts.run
+    length = run.facts.max_position_embeddings or run.sequence_length
+    tokens = parts.config.train.sample_tokens
+    return " ".join(sample(parts.tokenizer, loop.s.model, length, parts.precision, "", tokens).split())
+
+
+def start_profiler(loop: Loop) -> torch.profiler.profile | None:
+    """A torch.profiler trace of steps profile_start .. profile_start+profile_steps-1 into the run folder."""
+    train_config = loop.s.parts.config.train
+    first = train_config.profile_start
+    if first is None or not loop.out.main or first <= loop.p.step:
+        return None
+    target = loop.out.path / f"trace_step_{first:08d}.json"
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=first - 1 - loop.p.step, warmup=0, active=train_config.profile_steps, repeat=1
+        ),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(target)),
+    )
+    profiler.start()
+    return profiler

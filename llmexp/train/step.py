@@ -1,0 +1,178 @@
+"""One optimizer step and one evaluation, and the live parts that they work on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp import clip as clipping
+from llmexp import mesh, optim, precision
+from llmexp.assemble import Parts
+from llmexp.config import Clip
+from llmexp.data.reader import Window, eval_batches
+from llmexp.models.loss import WindowLoss
+
+OK, EMPTY, BAD_LOSS, BAD_NORM = range(4)  # verdicts on a window; anything but OK skips the update
+
+
+class TrainingFailed(RuntimeError):
+    """Training cannot go on; the text says what, where, and what is intact."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The live parts of a worker."""
+
+    parts: Parts
+    mesh: mesh.Mesh
+    model: nn.Module
+    loss: WindowLoss  # model + loss, unwrapped: evaluation and compile
+    module: nn.Module  # the same, wrapped for the mesh: training
+    parameters: list[nn.Parameter]
+    optimizers: list[Optimizer]
+    scaler: torch.amp.GradScaler
+    clip: Clip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, as 0-dim tensors on the device; reading one makes the host wait."""
+
+    loss: Tensor
+    target_tokens: Tensor
+    grad_norm: Tensor
+    grad_norm_post_clip: Tensor
+    clipped: Tensor
+    verdict: Verdict
+    lr: float
+    loss_scale: float | None
+
+
+class Verdict:
+    """A window's verdict on its way to the host. `read` waits for that copy alone, not for work queued after it."""
+
+    def __init__(self, code: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._code = code
+        if code.device.type == "cuda":
+            self._code = torch.empty((), dtype=code.dtype, pin_memory=True).copy_(code, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._code)
+
+
+def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step:
+    """One optimizer step in execution order: accumulate, reduce, measure, clip, update.
+
+    The gradient is that of the summed loss of all valid targets of all ranks over their number. `settle_last`
+    returns the number of applied updates; it is asked as late as possible, because it needs the verdict on the
+    step before, which by then the device has long passed.
+    """
+    device, kind = s.mesh.device, s.parts.precision
+    dtype = precision.parameter_dtype(kind)
+    count = mesh.total(s.mesh, torch.tensor(window.target_count, dtype=dtype).to(device, non_blocking=True))
+    weight = s.mesh.dp_size / count.clamp(min=1)  # times dp_size because DDP averages what is to be summed
+    nll = torch.zeros((), dtype=dtype, device=device)
+    for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
+        with mesh.no_sync(s.mesh, s.module, last=i == len(window.micro_batches)):
+            with precision.autocast(kind, device):
+                micro_nll = s.module(tokens_bt.to(device, non_blocking=True), targets_bt.to(device, non_blocking=True))
+            s.scaler.scale(micro_nll * weight).backward()
+        nll += micro_nll.detach()
+    loss = mesh.total(s.mesh, nll) / count.clamp(min=1)
+
+    for optimizer in s.optimizers:
+        s.scaler.unscale_(optimizer)
+    norm = clipping.global_norm(s.parameters)
+    code = torch.where(norm.isfinite(), OK, BAD_NORM)
+    code = torch.where(loss.isfinite(), code, BAD_LOSS)
+    code = torch.where(count > 0, code, EMPTY)
+    norm_after, clipped = clipping.clip(s.clip.kind, s.parameters, norm, s.clip.max_norm, s.clip.max_value)
+
+    lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
+    scale = s.scaler.get_scale() if s.scaler.is_enabled() else None
+    optim.update(s.optimizers, skip=code != OK)
+    if s.scaler.is_enabled():
+        s.scaler.update()
+    for optimizer in s.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return Step(loss, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
+
+
+@torch.no_grad()
+def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
+    """Token-weighted validation loss over all ranks, summed in float64; the training RNG is not touched."""
+    run, val = s.parts.run, s.parts.corpus.val
+    if val is None or not run.eval_sequences:
+        return {}
+    sums = torch.zeros(3, dtype=torch.float64, device=s.mesh.device)  # nll, targets, bytes
+    was_training = s.model.training
+    s.model.eval()
+    for tokens_bt, targets_bt in eval_batches(
+        val,
+        sequence_length=run.sequence_length,
+        micro_batch_size=run.micro_batch_size,
+        max_sequences=run.eval_sequences,
+        rank=s.mesh.dp_rank,
+        dp_size=s.mesh.dp_size,
+    ):
+        valid = targets_bt >= 0
+        with precision.autocast(s.parts.precision, s.mesh.device):
+            sums[0] += s.loss(tokens_bt.to(s.mesh.device), targets_bt.to(s.mesh.device))
+        sums[1] += int(valid.sum())
+        sums[2] += int(byte_lengths[targets_bt[valid]].sum())
+    s.model.train(was_training)
+    nll, targets, count_bytes = mesh.total(s.mesh, sums).tolist()
+    if not math.isfinite(nll):
+        raise TrainingFailed("the validation loss is not finite")
+    found = {"val/loss": nll / targets}
+    if found["val/loss"] < 700:  # beyond that exp overflows
+        found["val/ppl"] = math.exp(found["val/loss"])
+    if count_bytes:
+        found["val/bits_per_byte"] = nll / math.log(2) / count_bytes
+    return found
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """The RNG of a window is a pure function of (seed, step, rank): nothing that happens between two windows can
+    disturb it, and a resumed run needs no RNG state."""
+    number = int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest())
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
+    """Model, loss, wrapping, optimizers and scaler on this rank's device."""
+    config = parts.config
+    precision.apply(parts.precision)
+    model = parts.build_model().to(joined.device)
+    loss = WindowLoss(model)
+    if config.train.compile:
+        loss.compile_trunk()
+    module = mesh.wrap(joined, loss)
+    return Setup(
+        parts=parts,
+        mesh=joined,
+        model=model,
+        loss=loss,
+        module=module,
+        parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizers=parts.build_optimizers(model),
+        scaler=precision.grad_scaler(
+            parts.precision, joined.device, config.precision.init_scale, config.precision.growth_interval
+        ),
+        clip=config.clip,
+    )

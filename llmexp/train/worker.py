@@ -1,0 +1,284 @@
+"""One worker process: from a request or a run folder to a trained run, a status and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import yaml
+
+from llmexp import checkpoint, folder, mesh
+from llmexp.assemble import Parts, assemble
+from llmexp.config import ConfigError, build
+from llmexp.data.tokenizers import token_byte_lengths
+from llmexp.metrics import hardware
+from llmexp.metrics.console import Console, banner, format_duration
+from llmexp.metrics.meter import Meter
+from llmexp.metrics.plot import plot_losses
+from llmexp.metrics.tracker import open_tracker
+from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
+from llmexp.run import banner_sections
+from llmexp.train.loop import Loop, Outputs, Progress, resume, sample_text, train
+from llmexp.train.step import TrainingFailed, set_up
+
+# What may differ when a run is resumed in its folder: nothing here changes what is computed.
+EXECUTION_KEYS = (
+    "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
+    "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every", "train.eval_tokens",
+    "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.profile_start",
+    "train.profile_steps", "train.max_consecutive_skips", "data.cache_dir",
+)  # fmt: skip
+
+
+def main(argument: str) -> int:
+    """Runs one worker; returns its exit code. `argument` is a run folder, or - for a request on standard input."""
+    path: Path | None = None
+    try:
+        if argument == "-":
+            request = json.load(sys.stdin)
+            parts = assemble(build(request["config"]), write=True)
+            path, fresh = open_folder(parts, request)
+            if not fresh and folder.read_status(path).get("state") == "finished":
+                print(f"{path}: this run is finished; nothing to do")
+                return DONE
+        else:
+            path = Path(argument)
+            parts = assemble(build(folder.read_config(path)), write=True)
+            request = {"overrides": folder.read_json(path / folder.RUN).get("overrides", [])}
+        group = int(os.environ.get("WORLD_SIZE", "1"))
+        if parts.run.dp_size > 1 and group == 1:
+            with folder.locked(path):
+                record(path, parts, request)
+                return launch_group(path, parts)
+        joined = mesh.join(parts.device.type, parts.run.dp_size, parts.config.parallelism.timeout_s)
+        with folder.locked(path) if group == 1 else contextlib.nullcontext():
+            if group == 1:
+                record(path, parts, request)
+            return work(path, parts, joined)
+    except ConfigError as error:
+        print(f"llmexp: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
+    """The run's folder, made now, or found with a run to go on with: (path, is new). Raises ConfigError."""
+    wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
+    there = request["fixed"] and folder.is_run(wanted)
+    if there and mode == "never":
+        state = folder.read_status(wanted).get("state", "unknown")
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: llmexp resume {wanted}"
+        )
+    if not there and mode == "must":
+        raise ConfigError(f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume")
+    if there:
+        refuse_other_run(wanted, parts)
+        path = wanted
+    else:
+        path = folder.claim(wanted, request["fixed"])
+    if "report_fd" in request:
+        with os.fdopen(request["report_fd"], "w") as report:
+            report.write(str(path))
+    return path, not there
+
+
+def refuse_other_run(path: Path, parts: Parts) -> None:
+    """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
+    old, new = _flat(folder.read_config(path)), _flat(dataclasses.asdict(parts.config))
+    differing = [
+        f"{key} ({old.get(key)} there, {new.get(key)} here)"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(key == k or key.startswith(k + ".") for k in EXECUTION_KEYS)
+    ]
+    if differing:
+        raise ConfigError(f"{path}: is another run; differing keys: {', '.join(differing)}")
+    recorded = folder.read_json(path / folder.RUN).get("data_fingerprint")
+    if recorded is not None and recorded != json.loads(json.dumps(parts.corpus.fingerprint)):
+        raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def record(path: Path, parts: Parts, request: dict[str, Any]) -> None:
+    """config.yaml with every derived value written back, run.json, and the status "running"."""
+    folder.write_whole(path / folder.CONFIG, yaml.safe_dump(dataclasses.asdict(parts.config), sort_keys=False))
+    run = parts.run.as_dict() | {
+        "overrides": request.get("overrides", []),
+        "label": request.get("label"),
+        "group": request.get("group"),
+        "data_fingerprint": parts.corpus.fingerprint,
+    }
+    folder.write_json(path / folder.RUN, run)
+    folder.write_status(path, "running", started=time.time(), pid=os.getpid(), error=None, exit_code=None)
+
+
+def launch_group(path: Path, parts: Parts) -> int:
+    """Starts one worker a rank and waits; the exit code comes from status.json, because torchrun flattens it."""
+    threads = max(1, (os.cpu_count() or 1) // parts.run.dp_size)
+    with contextlib.suppress(Exception):  # what failed is in the workers' logs and in status.json
+        mesh.launch_ranks(str(path), parts.run.dp_size, threads)
+    status = folder.read_status(path)
+    if status["state"] == "running":  # every rank died without a word
+        fail(path, f"a worker died; the logs of all ranks are in {path / 'logs'}")
+        return FAILED
+    return int(status["exit_code"])
+
+
+def fail(path: Path, text: str, trace: str = "") -> None:
+    """Says and records that training failed."""
+    safe = checkpoint.steps(path / folder.CHECKPOINTS)
+    intact = f"the last checkpoint is {safe[-1].name}; to go on: llmexp resume {path}" if safe else "no checkpoint yet"
+    message = f"training failed: {text}; {intact}"
+    print(f"{trace}llmexp: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
+        log.write(f"{trace}{message}\n")
+    folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
+
+
+def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
+    """Trains (this rank's part of) the run in the folder; returns the exit code."""
+    main_rank = joined.rank == 0
+    try:
+        code = run_training(path, parts, joined)
+    except (TrainingFailed, OSError, checkpoint.CheckpointError) as error:
+        fail(path, str(error))
+        return FAILED
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            folder.write_status(path, "preempted", exit_code=error.code, error="stopped before the first step")
+            raise
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
+            run = parts.run
+            text = (
+                f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
+                f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
+            )
+        fail(path, text, traceback.format_exc())
+        return FAILED
+    finally:
+        gc.collect()
+        mesh.leave(joined)
+    return code if main_rank else DONE
+
+
+def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
+    config, run, main_rank = parts.config, parts.run, joined.rank == 0
+    console = Console(
+        path / folder.LOG if main_rank else None,
+        run.max_steps,
+        stream=sys.stdout if main_rank else open(os.devnull, "w"),
+    )  # noqa: SIM115
+    console.line(banner(banner_sections(run, str(path))))
+    loaded = checkpoint.latest(path / folder.CHECKPOINTS, console.line)
+    s = set_up(parts, joined)
+    p, meter = resume(s, loaded) if loaded else (Progress(), Meter(joined.device, 0, 0, 0))
+    if loaded:
+        console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
+    rows = folder.Rows(path / folder.METRICS, p.step) if main_rank else None
+    recorded = folder.read_json(path / folder.RUN)
+    tracker = open_tracker(
+        cast(Any, config.tracker.kind if main_rank else "none"),
+        run_dir=path,
+        project=config.tracker.project,
+        name=config.tracker.name or recorded["label"] or ",".join(recorded["overrides"]) or path.name,
+        group=config.tracker.group or recorded["group"],
+        tags=config.tracker.tags,
+        notes=config.tracker.notes,
+        config=dataclasses.asdict(config) | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
+        run_id=hashlib.sha256(f"{config.tracker.project}/{path.resolve()}".encode()).hexdigest()[:12],
+        mode=cast(Any, config.tracker.mode),
+        start_timeout_s=config.tracker.start_timeout_s,
+        finish_timeout_s=config.tracker.finish_timeout_s,
+        say=console.line,
+    )
+    lengths = token_byte_lengths(parts.tokenizer)
+    missing = max(0, (run.facts.vocab_size or 0) - len(lengths))
+    loop = Loop(
+        s=s,
+        out=Outputs(path, main_rank, console, tracker, rows),
+        p=p,
+        meter=meter,
+        byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
+        peak_flops=hardware.peak_flops(joined.device, parts.precision),
+    )
+    gc.collect()
+    gc.freeze()  # what lives now lives to the end; collections need not walk it again
+    STOP.training = True
+    state, error = "failed", None
+    try:
+        state = train(loop)
+    finally:
+        STOP.training = state == "preempted"
+        code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
+        summary = summarise(loop)
+        if rows is not None:
+            rows.close()
+        tracker.finish(summary, code)
+        if state == "failed":
+            console.close()
+    if main_rank:
+        finish(loop, state, summary, code)
+    console.close()
+    return code
+
+
+def summarise(loop: Loop) -> dict[str, Any]:
+    """The figures that status.json and the tracker's summary end with; what is not known is absent."""
+    rows = loop.out.rows.rows if loop.out.rows is not None else []
+    last = rows[-1] if rows else {}
+    found: dict[str, Any] = {"steps": loop.p.step}
+    if rows:
+        found["tokens_seen"] = last["tokens_seen"]
+    for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
+        with contextlib.suppress(StopIteration):
+            found[f"final {key}"] = next(row[key] for row in reversed(rows) if key in row)
+    if loop.p.best_val_loss is not None:
+        found["best val/loss"] = loop.p.best_val_loss
+    found["train_time"] = loop.meter.train_time
+    found |= {k: last[k] for k in ("tokens_per_sec", "mfu", "peak_memory_gib", "skipped_steps") if k in last}
+    return found
+
+
+def finish(loop: Loop, state: str, summary: dict[str, Any], code: int) -> None:
+    """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
+    console, path, parts = loop.out.console, loop.out.path, loop.s.parts
+    folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary)
+    sections = [
+        ("result", f"{state} at step {loop.p.step:,} of {parts.run.max_steps:,}"),
+        *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
+    ]
+    if state == "finished" and parts.config.train.sample_tokens:
+        sections.append(("sample", sample_text(loop)))
+    if loop.out.rows is not None:
+        plot_losses(loop.out.rows.rows, path / "loss.png", path.name)
+        if (path / "loss.png").exists():
+            sections.append(("picture", str(path / "loss.png")))
+    sections.append(("folder", str(path)))
+    again = f"llmexp resume {path}" if state == "preempted" else f'llmexp sample {path} --prompt "def "'
+    sections.append(("next", again))
+    console.line(banner(sections))
+
+
+def _figure(key: str, value: Any) -> str:
+    if key == "train_time":
+        return format_duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

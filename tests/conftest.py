@@ -1,0 +1,80 @@
+"""What the tests share: the command line as a process, runs made once, the project's data where it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+# A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
+TINY = [
+    "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
+    "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def json(self, name: str) -> dict:
+        return json.loads((self.folder / name).read_text())
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step:08d}"
+
+
+def environment(**more: str) -> dict[str, str]:
+    hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
+    return {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache, **more}
+
+
+def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """`llmexp ARGUMENTS` as a process of its own group."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "llmexp", *arguments],
+        cwd=cwd, env=environment(PYTHONPATH=str(ROOT), **env), text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def llmexp(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> Result:
+    """Runs `llmexp ARGUMENTS` to its end; `folder` is that of hydra.run.dir, or cwd."""
+    process = start(*arguments, cwd=cwd, **env)
+    out, err = process.communicate(timeout=timeout)
+    chosen = [a.partition("=")[2] for a in arguments if a.startswith("hydra.run.dir=")]
+    return Result(process.returncode, out, err, cwd / chosen[0] if chosen else cwd)
+
+
+def train(cwd: Path, name: str, *overrides: str, **env: str) -> Result:
+    """A tiny run into cwd/name that has to succeed."""
+    result = llmexp("train", *TINY, f"hydra.run.dir={name}", *overrides, cwd=cwd, **env)
+    assert result.code == 0, result.err + result.out
+    return result
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as the one to ignore."""
+    path = tmp_path_factory.mktemp("tokens") / "train.npy"
+    rng = np.random.default_rng(0)
+    ids = (np.cumsum(rng.integers(0, 3, 12 * 50 + 1)) * 5) % 60
+    np.save(path, ids.astype(np.uint16))
+    return path

@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import fcntl
+import io
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llmexp.metrics.console import Console, banner, format_duration, format_row
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+ROW = {
+    "step": 10,
+    "tokens_seen": 20480,
+    "epoch": 0.12,
+    "lr": 3e-5,
+    "step_time": 0.1234,
+    "tokens_per_sec": 8312.4,
+    "grad_norm": 1.23449,
+    "train/loss": 4.98761,
+    "val/loss": 5.01234,
+    "val/ppl": 150.26,
+    "eta": 83.4,
+    "amp": 0,
+}
+
+
+def run_python(
+    code: str, *, stdout: Any = subprocess.PIPE, before: list[str] | None = None, **env: str
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*(before or []), sys.executable, "-c", code],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | env,
+        timeout=60,
+        check=False,
+    )
+
+
+def on_terminal(code: str, columns: int, **env: str) -> str:
+    """What `code` sends to a terminal of that width, which is its stdin, stdout and stderr."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=clean | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | env,
+        start_new_session=True,
+    )
+    os.close(slave)
+    out = b""
+    while True:
+        try:
+            data = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        out += data
+    os.close(master)
+    assert process.wait(60) == 0, out
+    return out.decode()
+
+
+def screen(text: str) -> list[str]:
+    """The lines that a terminal shows in the end, for the few controls that the bar uses."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\s\S]", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif re.fullmatch(r"\x1b\[\d*A", token):
+            row -= int(token[2:-1] or 1)
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+# format_row
+
+
+def test_row_has_the_issue_s_order_and_labels() -> None:
+    got = re.sub(" +", " ", format_row(ROW, 300))
+    assert got == (
+        "epoch 0.12 | step 10/300 | lr 3.000e-05 | step_time 0.123 s | tokens/s 8,312 | grad_norm 1.234 | "
+        "train loss 4.9876 | val loss 5.0123 | val ppl 150.3 | eta 1m 23s | amp 0"
+    )
+
+
+def test_absent_and_none_are_left_out_and_skipped_is_shown() -> None:
+    row = {"step": 1, "epoch": None, "skipped": True, "amp": 1, "mfu": 0.4}
+    assert re.sub(" +", " ", format_row(row, 9)) == "step 1/9 | amp 1 | skipped"
+    assert "skipped" not in format_row(ROW | {"skipped": False}, 300)
+    assert format_row({}, 300) == ""
+
+
+def rows_with(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "epoch": st.floats(0, 99),
+            "step": st.integers(1, 12345),
+            "lr": st.floats(1e-8, 1),
+            "step_time": st.floats(1e-3, 999),
+            "tokens_per_sec": st.floats(0, 9_999_999),
+            "eta": st.floats(0, 8e6),
+            "amp": st.sampled_from([0, 1]),
+        }
+        | values
+    )
+
+
+usual_rows = rows_with(
+    **{
+        "grad_norm": st.floats(1e-3, 1e5),
+        "train/loss": st.floats(1e-3, 99),
+        "val/loss": st.floats(1e-3, 99),
+        "val/ppl": st.floats(1, 1e5),
+    }
+)
+wide = st.floats(1e-9, 1e9)
+any_rows = rows_with(**dict.fromkeys(("grad_norm", "train/loss", "val/loss", "val/ppl"), wide))
+
+
+@given(usual_rows, usual_rows)
+def test_rows_stand_in_columns(a: dict[str, Any], b: dict[str, Any]) -> None:
+    bars_a, bars_b = ([m.start() for m in re.finditer(r"\|", format_row(row, 12345))] for row in (a, b))
+    assert bars_a == bars_b
+
+
+@given(any_rows)
+@example({"grad_norm": 9.9996, "val/ppl": 999999.6, "train/loss": 1e-3, "lr": 3e-5, "step_time": 0.09996})
+def test_rounding_hides_nothing(row: dict[str, Any]) -> None:
+    shown = {}
+    for cell in format_row(row, 12345).split(" | "):
+        label, value = re.fullmatch(r"([a-z_/ ]*[a-z_]) +(.*)", cell).groups()  # type: ignore[union-attr]
+        shown[label] = value.removesuffix(" s").replace(",", "")
+    # Half a unit of the last digit shown: 4 significant digits, 3 for the time, 4 decimals of a loss.
+    for label, key, relative in (
+        ("lr", "lr", 5e-4),
+        ("grad_norm", "grad_norm", 5e-4),
+        ("val ppl", "val/ppl", 5e-4),
+    ):
+        if key in row:
+            assert float(shown[label]) == pytest.approx(row[key], rel=relative * (1 + 1e-9))
+    if "step_time" in row:
+        assert float(shown["step_time"]) == pytest.approx(row["step_time"], rel=5e-3 * (1 + 1e-9))
+    for label, key in (("train loss", "train/loss"), ("val loss", "val/loss")):
+        if key in row:
+            assert float(shown[label]) == pytest.approx(row[key], abs=5e-5 * (1 + 1e-9), rel=5e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
+def test_odd_values_are_shown(value: float) -> None:
+    line = format_row(dict.fromkeys(ROW, value) | {"step": 3, "amp": 1}, 10)
+    assert line.count("|") == 10
+    if value != 0:
+        assert str(value) in line
+
+
+# format_duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0s"),
+        (3.21, "3.2s"),
+        (9.949, "9.9s"),
+        (9.96, "10s"),
+        (59.4, "59s"),
+        (59.6, "1m 00s"),
+        (83, "1m 23s"),
+        (3599.4, "59m 59s"),
+        (3599.6, "1h 00m"),
+        (86369, "23h 59m"),
+        (86371, "1d 00h"),
+        (273600, "3d 04h"),
+        (math.nan, "?"),
+        (math.inf, "?"),
+        (-1, "?"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@given(st.floats(0, 1e9))
+def test_duration_is_near_and_short(seconds: float) -> None:
+    text = format_duration(seconds)
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    parts = re.findall(r"([\d.]+)([smhd])", text)
+    value = sum(float(number) * unit[letter] for number, letter in parts)
+    last = 0.1 if "." in text else unit[parts[-1][1]]
+    assert abs(value - seconds) <= last / 2 + 1e-6
+    assert all(float(number) < {"s": 60, "m": 60, "h": 24}.get(letter, math.inf) for number, letter in parts)
+
+
+# banner
+
+
+def test_banner_aligns_and_wraps() -> None:
+    path = "/a/path/that/is/longer/than/the/whole/line/and/must/stay/in/one-piece"
+    text = banner(
+        [("model", "gpt"), ("real batch", "8 x 4 x 2 = 64 sequences, which is 65536 tokens"), ("dir", path)],
+        40,
+    )
+    assert text.splitlines() == [
+        "model       gpt",
+        "real batch  8 x 4 x 2 = 64 sequences,",
+        "            which is 65536 tokens",
+        f"dir         {path}",
+    ]
+    assert banner([("a", "one\n\ntwo"), ("b", "")], 40) == "a  one\n\n   two\nb"
+    assert banner([]) == ""
+
+
+def test_banner_default_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [("label", "word " * 100)]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, banner(words).splitlines())) in range(55, 61)
+    assert banner(words) == banner(words, 60)
+
+
+# Console
+
+
+def test_plain_stream_and_log_get_the_same_lines_without_escapes(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    console = Console(tmp_path / "train.log", 10, stream=stream)
+    console.line("start\n  second line")
+    console.progress(1, 2.0, 3.0, 4.0)
+    console.line("\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x07 bell\x07 back\rward [bold]kept[/bold] é")
+    console.close()
+    console.close()
+    expected = "start\n  second line\nred link bell backward [bold]kept[/bold] é\n"
+    assert stream.getvalue() == expected
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == expected
+    assert console.failure is None
+
+    again = Console(tmp_path / "train.log", 10, first_step=5, stream=io.StringIO())
+    again.line("resumed")
+    again.close()
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == expected + "resumed\n"
+
+
+BAR = """
+import time
+from llmexp.metrics.console import Console
+console = Console(None, 300, first_step=100)
+console.line("before")
+for step in (101, 150, 200, 300):
+    console.progress(step, 4.98761, 8312.4, 83)
+    time.sleep(0.21)
+    console.line(f"row {step} " + "x" * 30)
+console.close()
+console.line("after")
+"""
+
+
+@pytest.mark.parametrize("columns", [100, 40, 12])
+def test_bar_on_a_terminal(columns: int) -> None:
+    out = on_terminal(BAR, columns)
+    drawn = [ESCAPE.sub("", part) for line in out.split("\n") for part in line.split("\r")]
+    bars = [text for text in drawn if "/300" in text]
+    assert len(bars) >= 4
+    assert all(len(bar) <= columns for bar in bars), bars  # a line that is full would wrap
+    assert all(f"step {step}/300" in out for step in (101, 150, 200, 300))
+    if columns == 100:
+        assert "loss 4.9876  8,312 tokens/s  eta 1m 23s" in bars[0]
+        assert all("━" * 10 in bar for bar in bars)
+    # In the end the lines stand above each other and the bar is gone.
+    lines = [line for line in screen(out) if line]
+    assert lines == ["before", *(f"row {step} " + "x" * 30 for step in (101, 150, 200, 300)), "after"]
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")  # the cursor is visible
+
+
+def test_no_color_and_dumb_terminals() -> None:
+    colored = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m")
+    assert colored.search(on_terminal(BAR, 80))
+    without = on_terminal(BAR, 80, NO_COLOR="1")
+    assert "step 150/300" in without
+    assert not colored.search(without)
+    dumb = on_terminal(BAR, 80, TERM="dumb")
+    assert "\x1b" not in dumb
+    assert "/300" not in dumb
+    assert "row 150" in dumb
+
+
+def test_bar_is_throttled_and_starts_no_thread() -> None:
+    code = """
+import threading, time
+from llmexp.metrics.console import Console
+console = Console(None, 10**9)
+start = time.monotonic()
+calls = 0
+while time.monotonic() - start < 1.0:
+    calls += 1
+    console.progress(calls, 1.0, 1.0, 1.0)
+assert threading.active_count() == 1, threading.enumerate()
+assert calls > 1000, calls
+"""
+    drawn = on_terminal(code, 80).count("/1000000000")
+    assert 1 <= drawn <= 6  # at 0, 0.2, ... 1.0 s
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ascii_streams_print_replacements(tmp_path: Path, terminal: bool) -> None:
+    code = f"""
+from llmexp.metrics.console import Console
+from pathlib import Path
+console = Console(Path({str(tmp_path / "log")!r}), 10)
+console.progress(1, 1.0, 1.0, 1.0)
+console.line("naïve 实验 \\udc80 end")
+console.close()
+"""
+    if terminal:
+        out = on_terminal(code, 80, PYTHONIOENCODING="ascii")
+    else:
+        out = run_python(code, PYTHONIOENCODING="ascii").stdout.decode("ascii")
+    assert "na?ve ?? ? end" in out
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "naïve 实验 ? end\n"
+
+
+@pytest.mark.parametrize("kind", ["closed pipe", "full disk", "closed stdout"])
+def test_dead_stdout_leaves_training_unaffected(tmp_path: Path, kind: str) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from llmexp.metrics.console import Console
+console = Console(Path({str(tmp_path / "log")!r}), 10)
+for i in range(2000):
+    console.line(f"line {{i}} " + "x" * 100)
+    console.progress(i, 1.0, 1.0, 1.0)
+console.close()
+print("x" * 100000)
+Path({str(tmp_path / "done")!r}).touch()
+"""
+    if kind == "closed pipe":
+        read_end, stdout = os.pipe()
+        os.close(read_end)
+    elif kind == "full disk":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        stdout = os.open(os.devnull, os.O_WRONLY)
+    before = ["sh", "-c", 'exec "$0" "$@" >&-'] if kind == "closed stdout" else []
+    done = run_python(code, stdout=stdout, before=before)
+    os.close(stdout)
+    assert (tmp_path / "done").exists(), done.stderr
+    assert done.stderr == b""
+    assert done.returncode == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 2000
+
+
+def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as under pythonw or some daemons
+    console = Console(None, 10)
+    console.line("x")
+    console.progress(1, 1.0, 1.0, 1.0)
+    console.close()
+
+
+def test_full_disk_on_the_log_is_kept_for_the_caller(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    console = Console(Path("/dev/full"), 10, stream=stream)
+    assert console.failure is None
+    console.line("one")
+    first = console.failure
+    assert isinstance(first, OSError)
+    console.line("two")
+    assert console.failure is first
+    console.close()
+    assert stream.getvalue() == "one\ntwo\n"
+
+    console = Console(tmp_path / "missing" / "train.log", 10, stream=stream)
+    assert isinstance(console.failure, FileNotFoundError)
+    console.line("three")
+    assert stream.getvalue().endswith("three\n")
+
+
+def test_lines_from_another_thread_do_not_mix(tmp_path: Path) -> None:
+    import threading
+
+    stream = io.StringIO()
+    console = Console(tmp_path / "log", 10, stream=stream)
+    texts = [f"thread {i} " + "y" * 50 for i in range(4)]
+    threads = [threading.Thread(target=lambda text=text: [console.line(text) for _ in range(200)]) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for lines in (stream.getvalue().splitlines(), (tmp_path / "log").read_text().splitlines()):
+        assert sorted(lines) == sorted(texts * 200)
+
+
+def test_a_line_costs_little(tmp_path: Path) -> None:
+    console = Console(tmp_path / "log", 10**6, stream=io.StringIO())
+    line = format_row(ROW, 10**6)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        console.line(line)
+        console.progress(1, 1.0, 1.0, 1.0)
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[100] < 2e-3  # about 20 us here; a log row comes with tens of ms of training

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.metrics.plot import _running_mean, _series, plot_losses
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert data[-8:-4] == b"IEND"  # whole
+    return struct.unpack(">II", data[16:24])  # type: ignore[return-value]
+
+
+def make_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
+    return [{"step": i, "tokens_seen": i * 1000, "train/loss": 9 / i + 3} | extra for i in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "height"),
+    [
+        (make_rows(3), 630),
+        (make_rows(200, lr=3e-4, grad_norm=1.5), 840),
+        (make_rows(60, grad_norm=0.0), 840),
+        (make_rows(2, lr=0.0), 840),
+        ([{"step": 5, "tokens_seen": 5000, "val/loss": 3.0}], 630),
+        ([*make_rows(4), {"step": 9, "tokens_seen": 9, "val/loss": None, "train/loss": math.nan}], 630),
+        (make_rows(1), 630),
+        (make_rows(2, grad_norm=math.inf, lr=None), 630),
+    ],
+    ids=["few", "all keys", "zero norm", "zero lr", "val only", "None and nan", "one row", "nothing finite"],
+)
+def test_a_whole_png_at_150_dpi(tmp_path: Path, rows: list[dict[str, Any]], height: int) -> None:
+    # 8 inches wide, 4.2 high or 5.6 with the lower panel, at 150 dpi.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_losses(rows, tmp_path / "losses.png", "a $title_with^odd signs\\frac · 实验 " + "x" * 200)
+    assert png_size(tmp_path / "losses.png") == (1200, height)
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]])
+def test_nothing_to_plot_writes_nothing(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    plot_losses(rows, tmp_path / "losses.png", "none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_picture_survives_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "losses.png").mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError, match=r"losses\.png"):
+        plot_losses(make_rows(3), tmp_path / "losses.png", "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
+
+
+def test_series_are_ordered_by_tokens_and_finite() -> None:
+    rows = [
+        {"tokens_seen": 20, "lr": 2},
+        {"tokens_seen": 10, "lr": 1.5},
+        {"tokens_seen": 30, "lr": None},
+        {"tokens_seen": 40},
+        {"lr": 7.0},
+        {"tokens_seen": 50, "lr": math.inf},
+    ]
+    x, y = _series(rows, "lr")
+    assert x.tolist() == [10, 20]
+    assert y.tolist() == [1.5, 2]
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=60), st.sampled_from([1, 3, 5, 15]))
+def test_running_mean_is_the_mean_of_a_symmetric_window(values: list[float], window: int) -> None:
+    smooth = _running_mean(np.array(values), window)
+    for i, got in enumerate(smooth):
+        reach = min(i, len(values) - 1 - i, window // 2)
+        expected = math.fsum(values[i - reach : i + reach + 1]) / (2 * reach + 1)
+        # 60 values up to 100: partial sums below 6000, each of at most 61 roundings off by 6000 * 2^-53.
+        assert abs(got - expected) <= 2 * 61 * 6000 * 2.0**-53
+
+
+def test_a_straight_line_stays_straight() -> None:
+    line = np.linspace(10, 2, 101)
+    np.testing.assert_allclose(_running_mean(line, 21), line, rtol=1e-12)

@@ -1,0 +1,523 @@
+"""wandb runs for real here, each time in a process of its own, as in a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from fake_wandb import FakeWandb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.metrics.tracker import NoTracker, _has_login, _Plan, _read_position, _safe_id, open_tracker
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
+
+# What a worker does with its tracker. Prints JSON lines: what was said, and what things cost.
+WORKER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from llmexp.metrics.tracker import open_tracker
+
+spec = json.loads(sys.argv[1])
+run_dir = Path(spec["run_dir"])
+say = lambda text: print(json.dumps({"said": text}), flush=True)
+start = time.perf_counter()
+tracker = open_tracker("wandb", run_dir=run_dir, say=say, **spec["options"])
+opened = time.perf_counter() - start
+slowest = 0.0
+for number, row in enumerate(spec["rows"]):
+    if number in (spec["kill_core_at"], spec["die_at"]):
+        position = run_dir / "tracker.json"
+        while not (position.exists() and json.loads(position.read_text())["step"] == number):
+            time.sleep(0.05)
+        time.sleep(0.3)  # and wandb-core has written what it got
+        command = ["pgrep", "-P", str(os.getpid()), "wandb-core"]
+        cores = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        assert len(cores) == 1, cores
+        os.kill(os.getpid() if number == spec["die_at"] else int(cores[0]), signal.SIGKILL)
+    start = time.perf_counter()
+    tracker.log(row)
+    slowest = max(slowest, time.perf_counter() - start)
+    time.sleep(spec["pause"])
+start = time.perf_counter()
+tracker.finish({"final/loss": 1.25}, 0)
+finish = time.perf_counter() - start
+print(json.dumps({"open": opened, "log": slowest, "finish": finish, "at": time.time(),
+                  "where": tracker.url_or_path}), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    said: list[str]
+    costs: dict[str, Any]  # empty if the process died
+    code: int
+    stderr: str
+    exit_s: float  # from the end of finish to the end of the process
+
+
+def make_rows(first: int, last: int) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    rows = [
+        {
+            "step": step,
+            "tokens_seen": step * 524_288,
+            "epoch": step / 7,
+            "train/loss": generator.gauss(3, 1),
+            "lr": generator.random() * 10.0 ** -generator.randrange(3, 12),
+            "skipped": step % 3 == 0,
+            "amp": 1,
+        }
+        | ({"val/loss": generator.expovariate(1)} if step % 5 == 0 else {})
+        for step in range(1, last + 1)
+    ]
+    return rows[first - 1 :]
+
+
+def run_worker(
+    run_dir: Path,
+    rows: list[dict[str, Any]],
+    *,
+    env: dict[str, str] | None = None,
+    pause: float = 0.0,
+    kill_core_at: int | None = None,
+    die_at: int | None = None,
+    terminal: bool = False,
+    **options: Any,
+) -> Outcome:
+    run_dir.mkdir(exist_ok=True)
+    defaults: dict[str, Any] = {
+        "project": "a-project",
+        "name": "lr=3e-4",
+        "group": "a-sweep",
+        "tags": ["gpt", "t" * 80],
+        "notes": "some notes",
+        "config": {"optimizer": {"lr": 3e-4}},
+        "run_id": "run-1",
+        "mode": "auto",
+        "start_timeout_s": 2,
+    }
+    spec = {
+        "run_dir": str(run_dir),
+        "rows": rows,
+        "options": defaults | options,
+        "pause": pause,
+        "kill_core_at": kill_core_at,
+        "die_at": die_at,
+    }
+    # No login and no settings of whoever runs this test.
+    home = run_dir.parent / "home"
+    home.mkdir(exist_ok=True)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    clean |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    master, slave = pty.openpty() if terminal else (None, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, json.dumps(spec)],
+        stdin=slave if terminal else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean | (env or {}),
+        cwd=run_dir.parent,
+    )
+    out, err = process.communicate(timeout=60)
+    ended = time.time()
+    for end in (master, slave):
+        if end is not None:
+            os.close(end)
+    said, costs = [], {}
+    for line in map(json.loads, out.splitlines()):  # anything else on stdout would be an error here
+        if "said" in line:
+            said.append(line["said"])
+        else:
+            costs = line
+    return Outcome(said, costs, process.returncode, err, ended - costs.get("at", ended))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """All records of all wandb logs under `run_dir`, the logs in the order in which they were started."""
+    found = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found += [json.loads(line) for line in out.splitlines()]
+    return found
+
+
+def history(run_dir: Path, log: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The rows in the wandb logs, without what wandb adds to them."""
+    log = records(run_dir) if log is None else log
+    items = [record["history"]["item"] for record in log if record["type"] == "history"]
+    return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
+
+
+def assert_cost_nothing(outcome: Outcome) -> None:
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == ""
+    assert outcome.costs["open"] < 0.5
+    assert outcome.costs["log"] < 0.5  # the slowest; one that waited for wandb to start would take over 1 s
+
+
+def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run, 实验"
+    rows = make_rows(1, 200)
+    outcome = run_worker(run_dir, rows, env={"WANDB_API_KEY": FAKE_KEY}, mode="offline")
+    assert_cost_nothing(outcome)
+    assert outcome.said == []
+    assert outcome.exit_s < 1.5
+    log = records(run_dir)
+    assert history(run_dir, log) == rows  # every float bit for bit: JSON keeps doubles
+    (run,) = [record["run"] for record in log if record["type"] == "run"]
+    assert run["run_id"] == "run-1"
+    assert run["project"] == "a-project"
+    assert run["display_name"] == "lr=3e-4"
+    assert run["run_group"] == "a-sweep"
+    assert run["tags"] == ["gpt", "t" * 64]
+    assert run["notes"] == "some notes"
+    assert run["config"]["update"]["optimizer"] == {"lr": 3e-4}
+    metrics = [record["metric"] for record in log if record["type"] == "metric"]
+    assert {"tokens_seen"} <= {metric.get("name") for metric in metrics}
+    assert {("*", "tokens_seen")} <= {(metric.get("glob_name"), metric.get("step_metric")) for metric in metrics}
+    summary: dict[str, Any] = {}
+    for record in log:
+        if record["type"] == "summary":
+            summary |= record["summary"].get("update", {})
+    assert summary["final/loss"] == 1.25
+    assert summary["train/loss"] == rows[-1]["train/loss"]
+
+    # wandb's files are in the run folder and nowhere else, and none of them has the key or the command line.
+    assert outcome.costs["where"].startswith(str(run_dir / "wandb"))
+    assert {path.name for path in run_dir.iterdir()} == {"wandb", "tracker.json"}
+    assert {path.name for path in tmp_path.iterdir()} <= {run_dir.name, "home"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 3
+    for path in written:
+        data = path.read_bytes()
+        assert FAKE_KEY.encode() not in data, path
+        assert b"open_tracker" not in data, path
+    position = json.loads((run_dir / "tracker.json").read_text())
+    assert position == {"run_id": "run-1", "tokens_seen": 200 * 524_288, "step": 200}
+
+
+def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    rows = make_rows(1, 30)
+    # Killed after step 20; resumed from a checkpoint at step 15, then once more from the end.
+    first = run_worker(run_dir, rows[:20] + rows[:1], die_at=20)
+    assert first.code == -9
+    second = run_worker(run_dir, rows[15:25])
+    third = run_worker(run_dir, rows[20:])
+    assert second.said == third.said == []
+    log = records(run_dir)
+    assert history(run_dir, log) == rows
+    assert [record["run"]["run_id"] for record in log if record["type"] == "run"] == ["run-1"] * 3
+    # wandb's own counter goes on too, or a sync of the parts would lay them over each other.
+    steps = [int(record["history"]["item"]["_step"]) for record in log if record["type"] == "history"]
+    assert steps == [row["step"] for row in rows]
+
+
+def plan(run_dir: Path, run_id: str = "r") -> _Plan:
+    return _Plan(run_dir, "p", "n", None, [], None, {}, run_id, "offline", 1, 1, print)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}', "\udcff"],
+)
+def test_a_damaged_position_means_send_all(tmp_path: Path, text: str) -> None:
+    assert _read_position(plan(tmp_path)) == (-1, -1)
+    (tmp_path / "tracker.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert _read_position(plan(tmp_path)) == (-1, -1)
+
+
+def test_the_position_belongs_to_one_run_id(tmp_path: Path) -> None:
+    (tmp_path / "tracker.json").write_text('{"run_id": "r", "tokens_seen": 5, "step": 2}')
+    assert _read_position(plan(tmp_path)) == (5, 2)
+    assert _read_position(plan(tmp_path, "other")) == (-1, -1)
+
+
+def test_online_rows_arrive(tmp_path: Path) -> None:
+    rows = make_rows(1, 50)
+    with FakeWandb() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        outcome = run_worker(tmp_path / "run", rows, env=env, start_timeout_s=20)
+    assert_cost_nothing(outcome)
+    assert outcome.said == []
+    assert [{k: v for k, v in row.items() if not k.startswith("_")} for row in server.rows] == rows
+    assert server.summary["final/loss"] == 1.25
+    assert outcome.costs["where"] == f"{server.url}/someone/a-project/runs/run-1"
+    assert not list((tmp_path / "run" / "wandb").glob("offline-*"))
+
+
+@contextlib.contextmanager
+def dead_server(kind: str) -> Iterator[str]:
+    if kind == "rate limited":
+        with FakeWandb("rate limited") as server:
+            yield server.url
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if kind == "closed port":
+            listener.close()
+            yield url
+            return
+        listener.listen(64)
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(listener.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield url
+        for connection in taken:
+            connection.close()
+
+
+@pytest.mark.parametrize("kind", ["closed port", "silent", "rate limited"])
+def test_a_dead_server_costs_seconds_and_no_row(tmp_path: Path, kind: str) -> None:
+    run_dir = tmp_path / "run"
+    rows = make_rows(1, 100)
+    with dead_server(kind) as url:
+        outcome = run_worker(run_dir, rows, env={"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY})
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == 1
+    assert url in outcome.said[0]
+    assert "offline" in outcome.said[0]
+    assert "\n" not in outcome.said[0]
+    # The start may take its 2 s; import, two starts and the end of wandb about 2 s. With the default of
+    # 10 s this leaves the 15 s that a dead server may cost.
+    assert outcome.costs["finish"] < 2 + 5
+    assert outcome.exit_s < 2  # no exit hook of wandb waits again
+    assert history(run_dir) == rows
+    assert outcome.costs["where"].startswith(str(run_dir))
+    for path in run_dir.rglob("*"):
+        assert not path.is_file() or FAKE_KEY.encode() not in path.read_bytes()
+
+
+def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:
+    with FakeWandb("hangs after start") as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=6)
+    assert_cost_nothing(outcome)
+    assert outcome.costs["finish"] < 6 + 0.5
+    assert outcome.exit_s < 2
+    (said,) = outcome.said
+    folder = re.search(r"`wandb sync (.*)`", said)
+    assert folder is not None, said
+    assert list(Path(folder[1]).glob("*.wandb"))
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("auto", 0), ("online", 1)])
+def test_without_a_login_it_is_offline_and_never_asks(tmp_path: Path, mode: str, lines: int) -> None:
+    rows = make_rows(1, 3)
+    outcome = run_worker(tmp_path / "run", rows, mode=mode, terminal=True)
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == lines
+    assert all("WANDB_API_KEY" in text for text in outcome.said)
+    assert history(tmp_path / "run") == rows
+
+
+def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
+    outcome = run_worker(tmp_path / "run", make_rows(1, 3), env={"WANDB_MODE": "disabled", "WANDB_API_KEY": FAKE_KEY})
+    assert_cost_nothing(outcome)
+    assert outcome.said == []
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_wandb_mode_offline_needs_no_server(tmp_path: Path) -> None:
+    with dead_server("closed port") as url:
+        env = {"WANDB_MODE": "offline", "WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
+        outcome = run_worker(tmp_path / "run", make_rows(1, 3), env=env)
+    assert_cost_nothing(outcome)
+    assert outcome.said == []
+    assert history(tmp_path / "run") == make_rows(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("raise ImportError('no wandb here')", "no wandb here"),
+        ("raise RuntimeError('broken\\ninstallation')", "broken installation"),
+        ("import time; time.sleep(60)", "not done after 1 s"),
+    ],
+    ids=["missing", "broken", "hangs"],
+)
+def test_a_bad_wandb_is_one_line(tmp_path: Path, module: str, expected: str) -> None:
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "wandb.py").write_text(module)
+    env = {"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}"}
+    outcome = run_worker(tmp_path / "run", make_rows(1, 50), env=env, finish_timeout_s=1)
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == 1
+    assert expected in outcome.said[0]
+    assert outcome.costs["finish"] < 1.5
+    assert outcome.exit_s < 1.5
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb").touch()
+    outcome = run_worker(tmp_path / "run", make_rows(1, 5))
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == 1
+    assert outcome.exit_s < 2
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tracker.json.tmp").symlink_to("/dev/full")
+    outcome = run_worker(tmp_path / "run", make_rows(1, 5))
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == 1
+    assert "No space left" in outcome.said[0]
+    assert not (tmp_path / "run" / "tracker.json").exists()
+
+
+def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
+    rows = make_rows(1, 60)
+    outcome = run_worker(tmp_path / "run", rows, kill_core_at=40, pause=0.01)
+    assert_cost_nothing(outcome)
+    assert len(outcome.said) == 1
+    assert outcome.costs["finish"] < 2
+    assert outcome.exit_s < 2
+    # What it had got 0.3 s before its end is on disk.
+    assert history(tmp_path / "run") == rows[:40]
+
+
+def test_finish_twice_and_log_after_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "wandb").touch()
+    tracker = open_tracker(
+        "none",
+        run_dir=tmp_path,
+        project="p",
+        name="n",
+        group=None,
+        tags=[],
+        notes=None,
+        config={},
+        run_id="r",
+        mode="auto",
+        say=said.append,
+    )
+    assert isinstance(tracker, NoTracker)
+    tracker.log({"step": 1})
+    tracker.finish({}, 0)
+    tracker.finish({}, 0)
+    assert tracker.url_or_path is None
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "mlflow"}, "tracker.kind='mlflow'.*wandb or none"),
+        ({"mode": "on"}, "tracker.mode='on'.*offline"),
+    ],
+)
+def test_unknown_kind_and_mode_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "kind": "none",
+        "run_dir": tmp_path,
+        "project": "p",
+        "name": "n",
+        "group": None,
+        "tags": [],
+        "notes": None,
+        "config": {},
+        "run_id": "r",
+        "mode": "auto",
+        "say": print,
+    }
+    with pytest.raises(ValueError, match=message):
+        open_tracker(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("env", "netrc", "settings_key", "expected"),
+    [
+        ({}, None, None, False),
+        ({"WANDB_API_KEY": FAKE_KEY}, None, None, True),
+        ({"WANDB_API_KEY": ""}, None, None, False),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/token"}, None, None, True),
+        ({}, None, FAKE_KEY, True),
+        ({}, f"machine api.wandb.ai\n  login user\n  password {FAKE_KEY}\n", None, True),
+        ({}, f"machine other.host\n  login user\n  password {FAKE_KEY}\n", None, False),
+        ({}, "machine api.wandb.ai\n  login user\n", None, False),
+        ({}, "not a netrc file", None, False),
+    ],
+)
+def test_where_a_login_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    netrc: str | None,
+    settings_key: str | None,
+    expected: bool,
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if netrc is not None:
+        (tmp_path / ".netrc").write_text(netrc)
+    settings = SimpleNamespace(base_url="https://api.wandb.ai", api_key=settings_key)
+    assert _has_login(settings) is expected
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_run_ids_are_safe_and_stay_distinct(a: str, b: str) -> None:
+    safe_a, safe_b = _safe_id(a), _safe_id(b)
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", safe_a)
+    assert not safe_a.startswith("-")
+    assert _safe_id(safe_a) == safe_a
+    assert (safe_a == safe_b) == (a == b) or safe_a == b or safe_b == a
+
+
+def test_ordinary_run_ids_are_kept() -> None:
+    assert _safe_id("llmexp-0f3a") == "llmexp-0f3a"
+    assert _safe_id("A/B") != _safe_id("a-b")
+
+
+def test_importing_costs_no_heavy_library() -> None:
+    code = (
+        "import sys, llmexp.metrics.tracker, llmexp.metrics.console, llmexp.metrics.plot\n"
+        "print(sorted({'torch', 'wandb', 'rich', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_both_configs_have_the_same_keys() -> None:
+    texts = {kind: (ROOT / "conf/tracker" / f"{kind}.yaml").read_text() for kind in ("wandb", "none")}
+    configs = {kind: yaml.safe_load(text) for kind, text in texts.items()}
+    assert {kind: config.pop("kind") for kind, config in configs.items()} == {
+        "wandb": "wandb",
+        "none": "none",
+    }
+    assert configs["wandb"] == configs["none"]
+    for text in texts.values():
+        for line in text.splitlines()[1:]:
+            assert re.fullmatch(r"\w+: .*\S +# .+", line), f"a key without its comment: {line}"

@@ -1,0 +1,96 @@
+"""An independent training run in float64: one big batch in one go, every formula written out.
+
+It shares no code with llmexp: its own GPT-2 forward pass, cross-entropy, clipping, AdamW and cosine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def gpt2_logits(w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: int) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        var = ((x - mean) ** 2).mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt(var + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    b, t = tokens.shape
+    h = w["token_embedding.weight"][tokens] + w["position_embedding.weight"][:t]
+    causal = torch.ones(t, t, dtype=torch.bool).tril()
+    for i in range(n_layers):
+        x = norm(h, f"blocks.{i}.attention_norm")
+        q, k, v = (linear(x, f"blocks.{i}.attention.{p}_proj").view(b, t, n_heads, -1).transpose(1, 2) for p in "qkv")
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~causal, -math.inf)
+        y = (torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(b, t, -1)
+        h = h + linear(y, f"blocks.{i}.attention.out_proj")
+        x = linear(norm(h, f"blocks.{i}.mlp_norm"), f"blocks.{i}.mlp.up_proj")
+        gelu = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        h = h + linear(gelu, f"blocks.{i}.mlp.down_proj")
+    return norm(h, "final_norm") @ w["token_embedding.weight"].T
+
+
+@dataclass
+class Reference:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(
+    weights: dict[str, Tensor], stream: np.ndarray, *, real_batch: int, length: int, total_sequences: int, lr: float,
+    warmup: int, end_ratio: float, max_norm: float | None, ignore_id: int | None, n_layers: int, n_heads: int,
+    beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, decay: float = 0.1,
+) -> Reference:  # fmt: skip
+    """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been printed."""
+    w = {k: v.double().clone().requires_grad_() for k, v in weights.items()}
+    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in w.items()}
+    available, steps = (len(stream) - 1) // length, math.ceil(total_sequences / real_batch)
+    found, update = Reference(), 0
+    for step in range(steps):
+        ids = [k % available for k in range(step * real_batch, min((step + 1) * real_batch, total_sequences))]
+        rows = torch.tensor(np.stack([stream[i * length : i * length + length + 1] for i in ids]).astype(np.int64))
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        valid = targets != ignore_id if ignore_id is not None else torch.ones_like(targets, dtype=torch.bool)
+        found.counts.append(int(valid.sum()))
+        logits = gpt2_logits(w, tokens, n_layers, n_heads)
+        picked = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
+        peak = max(warmup - 1, 0)
+        if update < warmup:
+            factor = (update + 1) / warmup
+        else:
+            share = (update - peak) / max(1, steps - 1 - peak)
+            factor = end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * share))
+        found.rates.append(lr * factor)
+        if not valid.any():
+            found.losses.append(math.nan)
+            found.norms.append(math.nan)
+            continue
+        loss = -picked[valid].sum() / valid.sum()
+        gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        found.losses.append(float(loss))
+        found.norms.append(norm)
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        update += 1
+        with torch.no_grad():
+            for name, p in w.items():
+                g = gradients[name] * scale
+                first, second = moments[name]
+                first.mul_(beta1).add_((1 - beta1) * g)
+                second.mul_(beta2).add_((1 - beta2) * g * g)
+                if p.ndim >= 2:
+                    p.mul_(1 - lr * factor * decay)
+                corrected = second.div(1 - beta2**update).sqrt() + eps
+                p.sub_(lr * factor * first / (1 - beta1**update) / corrected)
+    found.weights = {k: v.detach() for k, v in w.items()}
+    return found

@@ -1,0 +1,55 @@
+"""Norm and clipping against numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.clip import clip, global_norm
+
+
+def parameters(seed: int, dtype=torch.float64) -> list[torch.nn.Parameter]:
+    rng = np.random.default_rng(seed)
+    made = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (5,), (2, 2, 2))]
+    for p in made:
+        p.grad = torch.tensor(rng.normal(size=p.shape) * 3, dtype=dtype)
+    return made
+
+
+def flat(made):
+    return np.concatenate([p.grad.double().numpy().ravel() for p in made])
+
+
+@given(st.integers(0, 50), st.floats(0.01, 100))
+def test_by_norm(seed, limit):
+    made = parameters(seed)
+    before = flat(made)
+    norm = global_norm(made)
+    after, clipped = clip("norm", made, norm, limit, None)
+    factor = min(1.0, limit / (np.linalg.norm(before) + 1e-6))
+    assert float(norm) == pytest.approx(np.linalg.norm(before), rel=1e-14)
+    np.testing.assert_allclose(flat(made), before * factor, rtol=1e-14)
+    assert float(after) == pytest.approx(np.linalg.norm(flat(made)), rel=1e-13)
+    assert float(after) <= limit
+    assert bool(clipped) == (factor < 1)
+
+
+@given(st.integers(0, 50), st.floats(0.01, 20))
+def test_by_value(seed, limit):
+    made = parameters(seed)
+    before = flat(made)
+    after, clipped = clip("value", made, global_norm(made), None, limit)
+    np.testing.assert_array_equal(flat(made), np.clip(before, -limit, limit))
+    assert float(after) == pytest.approx(np.linalg.norm(flat(made)), rel=1e-14)
+    assert bool(clipped) == bool((np.abs(before) > limit).any())
+
+
+@pytest.mark.parametrize("kind", ["none", "norm", "value"])
+def test_no_limit_measures_and_leaves_alone(kind):
+    made = parameters(1)
+    before = flat(made)
+    after, clipped = clip(kind, made, global_norm(made), None, None)
+    np.testing.assert_array_equal(flat(made), before)
+    assert float(after) == pytest.approx(np.linalg.norm(before), rel=1e-14)
+    assert not clipped
