@@ -11,6 +11,8 @@ from llmexp.config import Config, ConfigError, build
 
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
+    from hydra.types import RunMode
+
     from llmexp import folder, launch
     from llmexp.sweep import expand, load_points, master
 
@@ -18,7 +20,7 @@ def plan(arguments: list[str]) -> int:
     launch.check_overrides(args.overrides)
     with launch.hydra_app(args.config_dir) as hydra:
         cfg = launch.compose(hydra, args.overrides)
-        if args.multirun or cfg.hydra.mode is not None and cfg.hydra.mode.name == "MULTIRUN":
+        if args.multirun or cfg.hydra.mode == RunMode.MULTIRUN:
             base = master(hydra, args.overrides)
             points = load_points(hydra.config_loader, base, expand(hydra, cfg, args.overrides), 0)
             return plan_sweep([(p.path.name, p.config) for p in points])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import textwrap
 from pathlib import Path
@@ -55,7 +56,7 @@ def comments(group: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
 def print_help(command: str, arguments: list[str]) -> None:
     width = min(100, shutil.get_terminal_size((100, 20)).columns)
     extra = None
-    for flag, value in zip(arguments, arguments[1:], strict=False):
+    for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
     print(f"usage: llmexp {command} [-m] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]\n")
     print("GROUPS (one option each)")
@@ -81,9 +82,9 @@ def print_help(command: str, arguments: list[str]) -> None:
         ("--hydra-help", "Hydra's own flags"),
     ):
         table(flag, text, 38, width)
-    print(
-        "\nFOLDER\n  hydra.run.dir=DIR (a run) and hydra.sweep.dir=DIR (a sweep) choose it; default outputs/<name>/<stamp>"
-    )
+    print("\nFOLDER")
+    table("hydra.run.dir=DIR", "of a run; default outputs/<name>/<stamp>", 38, width)
+    table("hydra.sweep.dir=DIR", "of a sweep; a run is a folder in it", 38, width)
     print("\nEXAMPLES\n" + textwrap.indent(EXAMPLES, "  "))
 
 

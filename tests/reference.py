@@ -78,7 +78,7 @@ def train(
         loss = -picked[valid].sum() / valid.sum()
         gradients = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
-        found.losses.append(float(loss))
+        found.losses.append(loss.item())
         found.norms.append(norm)
         scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
         update += 1

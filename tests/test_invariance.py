@@ -7,17 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Result, train
+from tests.conftest import Result, train
 from safetensors.torch import load_file
 
 from tests import reference
+
+LIMIT = 1.5  # of the gradient norm; some steps are above it, some below
 
 # 50 sequences of 12 tokens, 65 of them in 5 windows of 16: the epoch ends inside a window, the last has one row.
 SETTINGS = [
     "data=tokens", "data.shuffle=false", "data.ignore_id=10", "train.max_epochs=1.3", "train.log_every=1",
     "train.eval_every=null", "batch.real_batch_size=16", "optimizer.lr=0.02", "schedule.warmup_steps=2",
-    "clip.max_norm=0.9", "checkpoint.save_initial=true", "checkpoint.keep=null", "train.data_digest=true",
-    "train.tail=keep", "data.val_ratio=0", "model.vocab_size=64", "tokenizer=bytes",
+    f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null", "train.data_digest=true",
+    "train.tail=keep", "data.val_ratio=0",
 ]  # fmt: skip
 CUTS = {"16x1": (16, 1), "4x4": (4, 4), "1x16": (1, 16)}
 
@@ -30,7 +32,7 @@ def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:
     settings = {
         "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2, "end_ratio": 0.1,
-        "max_norm": 0.9, "ignore_id": 10, "n_layers": 2, "n_heads": 2, **more,
+        "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, **more,
     }  # fmt: skip
     return reference.train(load_file(result.checkpoint(0) / "model.safetensors"), np.load(tokens), **settings)
 
@@ -43,15 +45,16 @@ def compare(result: Result, want: reference.Reference, loss: float, norm: float,
     np.testing.assert_allclose([r["lr"] for r in rows], want.rates, rtol=1e-14)
     np.testing.assert_allclose([r["train/loss"] for r in rows], want.losses, rtol=loss)
     np.testing.assert_allclose([r["grad_norm"] for r in rows], want.norms, rtol=norm)
-    clipped = [min(n, 0.9 * n / (n + 1e-6), 0.9) for n in want.norms]
-    np.testing.assert_allclose([r["grad_norm_post_clip"] for r in rows], clipped, rtol=max(norm, 2e-6))
-    assert [r["clipped_share"] for r in rows] == [float(n > 0.9) for n in want.norms]
-    assert 0 < sum(n > 0.9 for n in want.norms) < len(want.norms)  # the case must show both
+    clipped = [n * min(1.0, LIMIT / (n + 1e-6)) for n in want.norms]
+    np.testing.assert_allclose([r["grad_norm_post_clip"] for r in rows], clipped, rtol=norm)
+    assert [r["clipped_share"] for r in rows] == [float(n > LIMIT) for n in want.norms]
+    assert 0 < sum(n > LIMIT for n in want.norms) < len(want.norms)  # the case must show both
     final = load_file(result.checkpoint(len(rows)) / "model.safetensors")
     assert final.keys() == want.weights.keys()
-    for name, tensor in final.items():
-        error = (tensor.double() - want.weights[name]).abs().max() / want.weights[name].abs().max()
-        assert error < weights, f"{name}: {error:.2e}"
+    start = load_file(result.checkpoint(0) / "model.safetensors")
+    error = sum(float((w.double() - want.weights[k]).square().sum()) for k, w in final.items())
+    moved = sum(float((w.double() - want.weights[k]).square().sum()) for k, w in start.items())
+    assert (error / moved) ** 0.5 < weights
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +92,22 @@ def test_unmasked_and_unclipped(tmp_path, tokens):
     assert all(r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in result.rows())
 
 
-# Rounding in the lower precisions. Unit roundoffs: fp32 6e-8, fp16 5e-4, bf16 4e-3.
-#  loss    a mean of ~190 terms, each a dozen roundings deep whose errors are partly common: 16 u for fp32, about u for
-#          the autocast ones, where the residual stream and the sum are fp32 and only matmul inputs are rounded.
-#  norm    one more pass through the same roundings, no averaging over targets: 16 u fp32, 5 u with autocast.
-#  weights Adam divides each entry by its own size, so an entry whose gradient is at the noise level may move by lr in
-#          either direction: after five steps of at most lr = 0.02 on weights of size ~0.1 that bounds fp32 poorly, so
-#          what is asserted is 5 x lr x (relative norm error) x 1/u-free headroom 16 for fp32, and that no weight
-#          of the autocast runs strays by more than all updates together (5 x 0.02 on a largest weight of ~0.1).
-@pytest.mark.parametrize(
-    ("precision", "loss", "norm"),
-    [("fp32", 16 * 6e-8, 64 * 6e-8), ("bf16", 4e-3, 5 * 4e-3), ("fp16", 5e-4, 5 * 5e-4)],
-)
-def test_lower_precisions_stay_within_their_rounding(tmp_path, tokens, precision, loss, norm):
+# What rounding may do. With unit roundoff u (half an ulp) a value that went through D independent roundings is off by
+# about u sqrt(D). A gradient of this model has seen about 30 matmuls, norms and sums: g = 6 u. In fp32 the sums
+# themselves round too, over up to 192 rows: g = 6 u sqrt(192). Then
+#   gradient norm  off by at most the gradient's relative error, g;
+#   loss           a mean over at least 100 targets with independent errors, g / 10;
+#   displacement   of the parameters: eps = 0.01 keeps Adam close to linear in the gradient, and each of the 5 steps
+#                  adds its own g to what it inherits: 5 g.
+ROUNDOFF = {"fp32": 2**-24 * 192**0.5, "bf16": 2**-9, "fp16": 2**-12}
+
+
+@pytest.mark.parametrize("precision", ROUNDOFF)
+def test_lower_precisions_stay_within_their_rounding(tmp_path, tokens, precision):
+    g = 6 * ROUNDOFF[precision]
     for name in ("16x1", "4x4"):
         result = cut_run(tmp_path, tokens, name, *CUTS[name], f"precision={precision}", "optimizer.eps=1e-2")
-        want = expected(result, tokens, eps=1e-2)
-        compare(result, want, loss=loss, norm=norm, weights=4 * norm)
+        compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, weights=5 * g)
 
 
 def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
@@ -117,8 +119,8 @@ def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
     assert [r["loss_scale"] for r in rows[0]] == [16.0] * 5
     assert [r["loss_scale"] for r in rows[1]] == [1024.0] * 5
     for a, b in zip(*rows, strict=True):
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2.5e-3)
-        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=5e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2 * 6 * 2**-12)
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2 * 6 * 2**-12 / 10)
 
 
 def test_a_window_without_valid_targets_is_passed(tmp_path):

@@ -84,9 +84,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; dropout on what each branch adds to the residual stream."""
 
-    def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int, d_ff: int, dropout: float, norm_eps: float
-    ) -> None:
+    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int, d_ff: int, dropout: float, norm_eps: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.attention = Attention(d_model, n_heads, n_kv_heads, dropout)

@@ -182,17 +182,13 @@ def chunked_cross_entropy_sum(h_btd: Tensor, weight_vd: Tensor, targets_bt: Tens
     needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
     dtypes = _compute_dtypes(h_btd, weight_vd)
     with torch.autocast(h_btd.device.type, enabled=False):
-        return _ChunkedNLL.apply(
-            h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes
-        )
+        return _ChunkedNLL.apply(h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes)
 
 
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in fp64)."""
     logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
-    return F.cross_entropy(
-        logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class WindowLoss(nn.Module):
@@ -213,9 +209,9 @@ class WindowLoss(nn.Module):
             raise ValueError(
                 f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; use 'plain'"
             )
-        self.model = model
+        self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
         self.chunked = kernel == "chunked" or (
-            kernel == "auto" and has_head and model.head_weight.shape[0] >= MIN_CHUNKED_VOCAB
+            kernel == "auto" and has_head and self.model.head_weight.shape[0] >= MIN_CHUNKED_VOCAB
         )
         self._trunk: Callable[[Tensor], Tensor] = self._features if self.chunked else self._logits
 
@@ -227,7 +223,7 @@ class WindowLoss(nn.Module):
 
     @property
     def loss_kernel(self) -> str:
-        """Which kernel runs, with its sizes on the parameters' device, e.g. "chunked(rows=512, vocab=1024)"."""
+        """Which kernel runs, and its sizes on the parameters' device: "chunked(rows=512, vocab=1024)"."""
         if not self.chunked:
             return "plain"
         rows, tile = _chunk_sizes(self.model.head_weight.device)

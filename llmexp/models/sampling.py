@@ -35,9 +35,7 @@ def generate(
         if value < minimum:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
     if not 0 <= temperature < math.inf:
-        raise ValueError(
-            f"temperature={temperature}: must be a finite number, 0 (the most likely token) or above"
-        )
+        raise ValueError(f"temperature={temperature}: must be a finite number, 0 (the most likely token) or above")
 
     def continuation() -> Iterator[int]:
         tokens = list(prompt_tokens)

@@ -182,11 +182,8 @@ def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     config, run, main_rank = parts.config, parts.run, joined.rank == 0
-    console = Console(
-        path / folder.LOG if main_rank else None,
-        run.max_steps,
-        stream=sys.stdout if main_rank else open(os.devnull, "w"),
-    )  # noqa: SIM115
+    stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
+    console = Console(path / folder.LOG if main_rank else None, run.max_steps, stream=stream)
     console.line(banner(banner_sections(run, str(path))))
     loaded = checkpoint.latest(path / folder.CHECKPOINTS, console.line)
     s = set_up(parts, joined)
@@ -223,7 +220,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
     STOP.training = True
-    state, error = "failed", None
+    state = "failed"
     try:
         state = train(loop)
     finally:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +114,7 @@ def run_worker(
         "config": {"optimizer": {"lr": 3e-4}},
         "run_id": "run-1",
         "mode": "auto",
-        "start_timeout_s": 2,
+        "start_timeout_s": 1,
     }
     spec = {
         "run_dir": str(run_dir),
@@ -182,7 +183,7 @@ def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
     outcome = run_worker(run_dir, rows, env={"WANDB_API_KEY": FAKE_KEY}, mode="offline")
     assert_cost_nothing(outcome)
     assert outcome.said == []
-    assert outcome.exit_s < 1.5
+    assert outcome.exit_s < 5
     log = records(run_dir)
     assert history(run_dir, log) == rows  # every float bit for bit: JSON keeps doubles
     (run,) = [record["run"] for record in log if record["type"] == "run"]
@@ -267,6 +268,9 @@ def test_online_rows_arrive(tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "wandb").glob("offline-*"))
 
 
+DEAD_SERVERS = ("closed port", "silent", "rate limited")
+
+
 @contextlib.contextmanager
 def dead_server(kind: str) -> Iterator[str]:
     if kind == "rate limited":
@@ -294,34 +298,52 @@ def dead_server(kind: str) -> Iterator[str]:
             connection.close()
 
 
-@pytest.mark.parametrize("kind", ["closed port", "silent", "rate limited"])
-def test_a_dead_server_costs_seconds_and_no_row(tmp_path: Path, kind: str) -> None:
-    run_dir = tmp_path / "run"
-    rows = make_rows(1, 100)
-    with dead_server(kind) as url:
-        outcome = run_worker(run_dir, rows, env={"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY})
-    assert_cost_nothing(outcome)
-    assert len(outcome.said) == 1
-    assert url in outcome.said[0]
-    assert "offline" in outcome.said[0]
-    assert "\n" not in outcome.said[0]
-    # The start may take its 2 s; import, two starts and the end of wandb about 2 s. With the default of
-    # 10 s this leaves the 15 s that a dead server may cost.
-    assert outcome.costs["finish"] < 2 + 5
-    assert outcome.exit_s < 2  # no exit hook of wandb waits again
-    assert history(run_dir) == rows
-    assert outcome.costs["where"].startswith(str(run_dir))
-    for path in run_dir.rglob("*"):
+@dataclass(frozen=True)
+class DeadServerRun:
+    url: str
+    run_dir: Path
+    outcome: Outcome
+    history: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DeadServerRun]:
+    """All kinds at once: most of their time is waiting."""
+
+    def run(kind: str) -> DeadServerRun:
+        run_dir = tmp_path_factory.mktemp("dead", numbered=True) / "run"
+        with dead_server(kind) as url:
+            env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
+            outcome = run_worker(run_dir, make_rows(1, 100), env=env)
+        return DeadServerRun(url, run_dir, outcome, history(run_dir))
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(DEAD_SERVERS, pool.map(run, DEAD_SERVERS), strict=True))
+
+
+@pytest.mark.parametrize("kind", DEAD_SERVERS)
+def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, DeadServerRun], kind: str) -> None:
+    run = dead_server_runs[kind]
+    assert_cost_nothing(run.outcome)
+    (said,) = run.outcome.said
+    assert run.url in said
+    assert "offline" in said
+    assert "\n" not in said
+    assert run.outcome.costs["finish"] < 15.5  # about 3 s here on an idle machine, 11 s with the default start
+    assert run.outcome.exit_s < 5  # an exit hook of wandb would wait for 10 to 20 s
+    assert run.history == make_rows(1, 100)
+    assert run.outcome.costs["where"].startswith(str(run.run_dir))
+    for path in run.run_dir.rglob("*"):
         assert not path.is_file() or FAKE_KEY.encode() not in path.read_bytes()
 
 
 def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:
     with FakeWandb("hangs after start") as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=6)
+        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=5)
     assert_cost_nothing(outcome)
-    assert outcome.costs["finish"] < 6 + 0.5
-    assert outcome.exit_s < 2
+    assert outcome.costs["finish"] < 5 + 1
+    assert outcome.exit_s < 5
     (said,) = outcome.said
     folder = re.search(r"`wandb sync (.*)`", said)
     assert folder is not None, said
@@ -371,8 +393,8 @@ def test_a_bad_wandb_is_one_line(tmp_path: Path, module: str, expected: str) -> 
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
     assert expected in outcome.said[0]
-    assert outcome.costs["finish"] < 1.5
-    assert outcome.exit_s < 1.5
+    assert outcome.costs["finish"] < 2
+    assert outcome.exit_s < 5
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
@@ -381,7 +403,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     outcome = run_worker(tmp_path / "run", make_rows(1, 5))
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
-    assert outcome.exit_s < 2
+    assert outcome.exit_s < 5
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -399,8 +421,8 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
     outcome = run_worker(tmp_path / "run", rows, kill_core_at=40, pause=0.01)
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
-    assert outcome.costs["finish"] < 2
-    assert outcome.exit_s < 2
+    assert outcome.costs["finish"] < 5
+    assert outcome.exit_s < 5
     # What it had got 0.3 s before its end is on disk.
     assert history(tmp_path / "run") == rows[:40]
 

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+import tiktoken
+
+from .common import encoding
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
+    return encoding("gpt2", tmp_path_factory.getbasetemp() / "tiktoken")
+
+
+@pytest.fixture(scope="session", params=["gpt2", "cl100k_base", "o200k_base"])
+def bpe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
+    return encoding(request.param, tmp_path_factory.getbasetemp() / "tiktoken")

@@ -1,0 +1,138 @@
+"""A token stream is the concatenation of its arrays, wherever they lie and however it is read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.data.stream import Corpus, TokenStream, as_corpus, check_ids, sample_digest
+
+lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda x: sum(x) > 0)
+
+
+def _stream(folder: str, sizes: list[int]) -> tuple[TokenStream, np.ndarray]:
+    """Parts in memory, .npy maps and raw maps with an offset, in turn; and what they are together."""
+    whole = np.random.default_rng(len(sizes)).integers(0, 60_000, sum(sizes))
+    arrays = []
+    for i, ids in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):
+        path = Path(folder, f"{i}.npy")
+        if i % 3 == 0 or not len(ids):
+            arrays.append(ids.astype(np.int32))
+        elif i % 3 == 1:
+            np.save(path, ids.astype(np.uint16))
+            arrays.append(np.load(path, mmap_mode="r"))
+        else:
+            path.write_bytes(b"head" + ids.astype("<u4").tobytes())
+            arrays.append(np.memmap(path, "<u4", "r", 4))
+    return TokenStream(arrays), whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=lengths, data=st.data())
+def test_reads_across_borders_like_one_array(sizes: list[int], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stream, whole = _stream(folder, sizes)
+        assert len(stream) == len(whole)
+        low = data.draw(st.integers(0, len(whole)))
+        high = data.draw(st.integers(low, len(whole)))
+        part, expected = stream.part(low, high), whole[low:high]
+        assert len(part) == len(expected)
+        count = data.draw(st.integers(0, len(expected)))
+        starts = data.draw(st.lists(st.integers(0, len(expected) - count), max_size=5))
+        rows = part.gather(np.array(starts, dtype=np.int64), count)
+        assert rows.dtype == np.int64
+        assert rows.shape == (len(starts), count)
+        for row, start in zip(rows, starts, strict=True):
+            np.testing.assert_array_equal(row, expected[start : start + count])
+        np.testing.assert_array_equal(stream.read(low, high - low), expected)
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 11), (10, 1)])
+def test_nothing_outside_the_stream_is_read(start: int, count: int) -> None:
+    with pytest.raises(IndexError):
+        TokenStream([np.arange(10)]).read(start, count)
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 0), (1, 0), (5, 0), (6, 1), (10, 1), (11, 2)])
+def test_a_sequence_needs_one_token_more_than_its_length(tokens: int, sequences: int) -> None:
+    assert TokenStream([np.zeros(tokens, np.uint16)]).n_sequences(5) == sequences
+
+
+def test_a_file_cut_under_the_stream_is_an_error_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "shard.bin"
+    path.write_bytes(np.arange(100_000, dtype="<u2").tobytes())
+    mapped = np.memmap(path, "<u2", "r")
+    streams = [TokenStream([mapped]), TokenStream([mapped]).part(10, 90_000)]
+    assert streams[1].read(0, 3).tolist() == [10, 11, 12]
+    os.truncate(path, 1000)
+    for stream in streams:
+        with pytest.raises(ValueError, match=r"shard\.bin.*200,000 to 1,000 bytes"):
+            stream.read(80_000, 5)
+
+
+def test_counted_tokens_cannot_be_read() -> None:
+    stream = TokenStream.unprepared(100)
+    assert (len(stream), stream.n_sequences(9), len(stream.part(90, 200))) == (100, 11, 10)
+    with pytest.raises(ValueError, match="llmexp prepare"):
+        stream.read(0, 1)
+
+
+def test_a_users_arrays_become_a_corpus() -> None:
+    corpus = as_corpus((np.arange(50, dtype=np.uint16), np.arange(9)))
+    assert (len(corpus.train), len(corpus.val)) == (50, 9)
+    assert as_corpus(corpus) is corpus
+    assert as_corpus((np.arange(50), None)).val is None
+    again, other = as_corpus((np.arange(50), None)), as_corpus((np.arange(50)[::-1], None))
+    assert as_corpus((np.arange(50, dtype=np.uint8), None)).fingerprint == again.fingerprint
+    assert other.fingerprint != again.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "not a NoneType"),
+        ((np.arange(3),), "not a tuple of 1"),
+        ((None, None), "train is a NoneType"),
+        ((np.arange(3.0), None), "train is an array of 1 dimensions and type float64"),
+        ((np.arange(3), np.zeros((2, 2), int)), "val is an array of 2 dimensions"),
+        (([1, 2, 3], None), "train is a list of 3"),
+        ((np.zeros(0, int), None), "train is empty"),
+        ((np.array([1, 5, -1]), None), r"id -1 at position 2"),
+        ((np.array([1, 5]), np.array([10])), r"val: token id 10 at position 0"),
+    ],
+)
+def test_anything_else_is_refused(found: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        as_corpus(found, vocab_size=10)
+    assert "data._target_" in str(refusal.value)
+
+
+@pytest.mark.parametrize("position", [0, 1 << 20, (1 << 21) + 4])
+@pytest.mark.parametrize("dtype", ["u2", "i8"])
+def test_a_bad_id_is_found_wherever_it_is(position: int, dtype: str) -> None:
+    ids = np.zeros((1 << 21) + 5, dtype)
+    check_ids(ids, 100, "x")
+    ids[position] = 100
+    with pytest.raises(ValueError, match=rf"x: token id 100 at position {position:,} "):
+        check_ids(ids, 100, "x")
+
+
+def test_a_sample_sees_both_ends_and_the_length() -> None:
+    ids = np.arange(1 << 20, dtype=np.uint32)
+    seen = {sample_digest(TokenStream([ids]))}
+    for change in (0, (1 << 20) - 1):
+        other = ids.copy()
+        other[change] += 1
+        seen.add(sample_digest(TokenStream([other])))
+    seen.add(sample_digest(TokenStream([ids[:-1]])))
+    assert len(seen) == 4
+
+
+def test_a_corpus_without_fingerprint_is_allowed() -> None:
+    assert Corpus(TokenStream([np.arange(3)]), None, "three").fingerprint == {}
