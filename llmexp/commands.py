@@ -11,19 +11,16 @@ from llmexp.config import Config, ConfigError, build
 
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
-    from hydra.types import RunMode
-
     from llmexp import folder, launch
-    from llmexp.sweep import expand, load_points, master
+    from llmexp.sweep import expand, load_points
 
     args = launch.parse(arguments)
     launch.check_overrides(args.overrides)
     with launch.hydra_app(args.config_dir) as hydra:
-        cfg = launch.compose(hydra, args.overrides)
-        if args.multirun or cfg.hydra.mode == RunMode.MULTIRUN:
-            base = master(hydra, args.overrides)
-            points = load_points(hydra.config_loader, base, expand(hydra, cfg, args.overrides), 0)
-            return plan_sweep([(p.path.name, p.config) for p in points])
+        cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
+        if multirun:
+            points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, args.overrides), 0)
+            return plan_sweep([(p.path.name, p.config) for p in points], refused)
         config, wanted = launch.typed(cfg), Path(cfg.hydra.run.dir)
     folder.check_writable(wanted)
     from llmexp.assemble import assemble
@@ -34,7 +31,7 @@ def plan(arguments: list[str]) -> int:
     return 0
 
 
-def plan_sweep(points: list[tuple[str, Config]]) -> int:
+def plan_sweep(points: list[tuple[str, Config]], refused: list[str]) -> int:
     """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
     from rich.console import Console
     from rich.table import Table
@@ -54,7 +51,6 @@ def plan_sweep(points: list[tuple[str, Config]]) -> int:
         "epochs",
     ):
         table.add_column(name, justify="left" if name == "run" else "right")
-    refused = []
     for name, config in points:
         try:
             run = assemble(config, write=False).run
@@ -83,7 +79,7 @@ def prepare(arguments: list[str]) -> int:
     args = launch.parse(arguments)
     launch.check_overrides(args.overrides)
     with launch.hydra_app(args.config_dir) as hydra:
-        config = launch.typed(launch.compose(hydra, args.overrides))
+        config = launch.typed(launch.compose(hydra, args.overrides)[0])
     tokenizer = bind("tokenizer", config.tokenizer, {})()
     knobs = {k: v for k, v in config.data.items() if k not in ("shuffle", "ignore_id")}
     offered = {

@@ -54,14 +54,19 @@ def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
         GlobalHydra.instance().clear()
 
 
-def compose(hydra: Hydra, overrides: Sequence[str]) -> DictConfig:
-    """The composed config, its hydra section included. Raises ConfigError in the user's words."""
+def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> tuple[DictConfig, bool]:
+    """(composed config with its hydra section, whether it is a sweep). Raises ConfigError in the user's words.
+
+    A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points share.
+    """
     with user_errors(hydra):
-        cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.RUN)
+        multirun = multirun or hydra.get_mode(CONFIG_NAME, list(overrides)) == RunMode.MULTIRUN
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
         from hydra.core.hydra_config import HydraConfig
 
         HydraConfig.instance().set_config(cfg)
-        return cfg
+        return cfg, multirun
 
 
 @contextmanager
@@ -77,12 +82,16 @@ def explain(error: Exception, hydra: Hydra | None) -> str:
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
         text += "\n" + str(error.__cause__).strip()
+    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{found.group(1)}: several values are a sweep, which needs -m; a list is written key=[a,b]"
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found.group(1)
         known = known_keys(hydra) if hydra is not None else []
-        return f"{key}: there is no such key or group.{nearest(key, known)} See llmexp train --help."
+        section = key.rpartition(".")[0]
+        siblings = [k for k in known if k.rpartition(".")[0] == section]
+        return f"{key}: there is no such key or group.{nearest(key, siblings or known)} Known: {', '.join(siblings or known)}"
     if found := re.search(r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)", text, re.S):
-        choice, group, options = found.group(1), found.group(2), found.group(3).split()
+        choice, group, options = found.group(1), found.group(2), found.group(3).split("Config search")[0].split()
         word = choice.removeprefix(group + "/")
         return f"{group}={word}: there is no such option.{nearest(word, options)} Known: {', '.join(options)}."
     return " ".join(line.strip() for line in text.splitlines() if line.strip() and "full_key" not in line)
@@ -244,8 +253,8 @@ def train(arguments: list[str]) -> int:
     try:
         check_overrides(args.overrides)
         with hydra_app(args.config_dir) as hydra:
-            cfg = compose(hydra, args.overrides)
-            if args.multirun or cfg.hydra.mode == RunMode.MULTIRUN:
+            cfg, multirun = compose(hydra, args.overrides, args.multirun)
+            if multirun:
                 from llmexp.sweep import sweep
 
                 return sweep(hydra, cfg, args.overrides)

@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError
@@ -38,7 +38,9 @@ class LocalLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from llmexp.launch import Worker, visible
 
-        points = load_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
+        points, refused = load_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
+        if refused:
+            raise ConfigError("; ".join(refused))
         results = []
         for point in points:
             print(f"--- {point.path.name}: {' '.join(point.overrides)}", flush=True)
@@ -83,14 +85,17 @@ def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9._,+-]+", "_", text.replace("=", "_"))[:120].strip("._-") or "point"
 
 
-def load_points(loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first: int) -> list[Point]:
-    """Every point, composed and checked. Raises ConfigError naming the point that is refused."""
+def load_points(
+    loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
+) -> tuple[list[Point], list[str]]:
+    """Every point that composes and divides, and a line for each one that is refused."""
     from llmexp.launch import typed, user_errors
     from llmexp.run import solve_batch
 
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
     swept = [k for k in keys if len({o for job in job_overrides for o in job if o.partition("=")[0] == k}) > 1]
     points: list[Point] = []
+    refused: list[str] = []
     for number, overrides in enumerate(job_overrides, first):
         name = label(overrides, swept)
         try:
@@ -102,11 +107,12 @@ def load_points(loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[
             config = typed(cfg)
             solve_batch(config.batch, config.parallelism.nproc_per_node or 1)
         except ConfigError as error:
-            raise ConfigError(f"point {number} ({' '.join(overrides)}): {error}") from None
+            refused.append(f"point {number} ({' '.join(overrides)}): {error}")
+            continue
         if any(p.path == path for p in points):
-            raise ConfigError(f"hydra.sweep.subdir: two points resolve to the folder {path}")
+            refused.append(f"point {number}: hydra.sweep.subdir: two points resolve to the folder {path}")
         points.append(Point(list(overrides), cfg, config, name, path))
-    return points
+    return points, refused
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
@@ -114,8 +120,7 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    fixed = OmegaConf.to_container(cfg.hydra.sweeper.get("params") or {}, resolve=True)
-    assert isinstance(fixed, dict)
+    fixed = cfg.hydra.sweeper.get("params") or {}
     parser = OverridesParser.create(config_loader=hydra.config_loader)
     parsed = parser.parse_overrides([f"{k!s}={v}" for k, v in fixed.items()] + list(overrides))
     return BasicSweeper.split_arguments(parsed, None)[0]
@@ -126,9 +131,10 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> int:
     from llmexp.launch import CONFIG_NAME, user_errors
 
     if str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        base = master(hydra, overrides)
-        load_points(hydra.config_loader, base, expand(hydra, cfg, overrides), 0)  # all of them, before any starts
-        folder.check_writable(Path(base.hydra.sweep.dir))
+        _, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0)
+        if refused:  # all points are looked at before any starts
+            raise ConfigError("no point was started, because\n  " + "\n  ".join(refused))
+        folder.check_writable(Path(cfg.hydra.sweep.dir))
     FINISHED.clear()
     with user_errors(hydra):
         hydra.multirun(
@@ -136,16 +142,6 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> int:
         )
     print_table()
     return 0 if all(code == 0 for _, code in FINISHED) else 1
-
-
-def master(hydra: Hydra, overrides: Sequence[str]) -> DictConfig:
-    """The config of the sweep itself: what all points share."""
-    from hydra.types import RunMode
-
-    from llmexp.launch import CONFIG_NAME, user_errors
-
-    with user_errors(hydra):
-        return hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
 
 
 def objective(path: Path | None) -> float | None:

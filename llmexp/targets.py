@@ -34,8 +34,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     not_allowed = refuse(
         key,
         dotted,
-        f"is outside the allowed packages ({', '.join(packages)}); to allow your own, name its package on the "
-        f"command line: --allow {dotted.split('.')[0]}",
+        f"is outside the allowed packages ({', '.join(packages)}); a package of your own is allowed by its name on "
+        "the command line: --allow mypackage",
     )
     if not _inside(module_name, packages):
         raise not_allowed

@@ -1,15 +1,16 @@
 """From a token stream to the windows that a rank trains on, read ahead by a thread.
 
-Dimensions: b rows of a micro-batch, t positions, r rows of this rank in a window, s tokens of a row (t + 1).
+Dimensions: b rows of a micro-batch, t positions, n windows, r rows of this rank in a window, s tokens of a row (t + 1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 
 MASKED = -100  # cross_entropy's ignore_index
-_ORDER_BLOCK = 4096  # rows whose order is computed at once: the cost of a few numpy calls is shared by many windows
+# Small windows are made many at a time: the thread holds the interpreter lock for some microseconds per call of numpy
+# or torch, and waits for it after each, so calls are what the training loop pays for.
+_BLOCK_TOKENS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,28 @@ def read_windows(
         raise ValueError(f"batch.sequence_length={sequence_length}: {len(stream)} tokens do not fill one sequence")
     rows_per_rank = real_batch_size // dp_size
 
+    full_windows = total_sequences // real_batch_size
+
     def windows() -> Iterator[Window]:
-        steps_per_block = max(1, _ORDER_BLOCK // rows_per_rank)
-        for block in range(start_step, max_steps, steps_per_block):
-            steps = np.arange(block, min(block + steps_per_block, max_steps), dtype=np.int64)
-            first = steps * real_batch_size + rank * rows_per_rank
-            order = sequence_index(seed, (first[:, None] + np.arange(rows_per_rank)).ravel(), n, shuffle)
-            for step, mine in zip(steps.tolist(), order.reshape(-1, rows_per_rank), strict=True):
-                in_window = min(real_batch_size, total_sequences - step * real_batch_size)
-                rows = max(0, min(rows_per_rank, in_window - rank * rows_per_rank))
-                most = min(rows_per_rank, in_window)  # rank 0 has the most rows
-                tokens_rs = stream.gather(mine[:rows] * sequence_length, sequence_length + 1)
-                pairs, target_count = _micro_batches(
-                    tokens_rs, max(1, -(-most // micro_batch_size)), micro_batch_size, ignore_id, pin_memory
-                )
-                summed = _digest(tokens_rs, rank * rows_per_rank) if digest else 0
-                yield Window(step, pairs, target_count, summed)
+        step = start_step
+        while step < max_steps:
+            if step < full_windows:
+                count = max(1, _BLOCK_TOKENS // (rows_per_rank * sequence_length))
+                count = min(count, full_windows - step, max_steps - step)
+                rows = most = rows_per_rank
+            else:  # the tail window; rank 0 has the most rows
+                count, most = 1, min(rows_per_rank, total_sequences - step * real_batch_size)
+                rows = max(0, min(rows_per_rank, total_sequences - step * real_batch_size - rank * rows_per_rank))
+            first_row = rank * rows_per_rank
+            k_nr = (step + np.arange(count)[:, None]) * real_batch_size + first_row + np.arange(rows)
+            starts = sequence_index(seed, k_nr.ravel(), n, shuffle) * sequence_length
+            tokens_nrs = stream.gather(starts, sequence_length + 1).reshape(count, rows, sequence_length + 1)
+            micro_steps = max(1, -(-most // micro_batch_size))
+            batches, target_counts = _micro_batches(tokens_nrs, micro_steps, micro_batch_size, ignore_id, pin_memory)
+            for i in range(count):
+                digested = _digest(tokens_nrs[i], first_row) if digest else 0
+                yield Window(step + i, batches[i], target_counts[i], digested)
+            step += count
 
     return _read_ahead(windows(), prefetch, torch.cuda.current_device() if pin_memory else None)
 
@@ -108,74 +117,82 @@ def eval_batches(
         first = rank * per_rank + i * micro_batch_size
         index = np.arange(first, max(first, min(first + micro_batch_size, stop)), dtype=np.int64)
         tokens_rs = stream.gather(index * sequence_length, sequence_length + 1)
-        yield _micro_batches(tokens_rs, 1, micro_batch_size, None, False)[0][0]
+        yield _micro_batches(tokens_rs[None], 1, micro_batch_size, None, False)[0][0][0]
 
 
 def _micro_batches(
-    tokens_rs: np.ndarray, count: int, micro_batch_size: int, ignore_id: int | None, pin_memory: bool
-) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """`count` micro-batches of the rows, and the number of their valid targets.
+    tokens_nrs: np.ndarray, micro_steps: int, micro_batch_size: int, ignore_id: int | None, pin_memory: bool
+) -> tuple[list[list[tuple[Tensor, Tensor]]], list[int]]:
+    """Per window its micro-batches and the number of their valid targets.
 
     Filled through numpy: torch would start a team of threads of its own for the copies of this thread.
     """
-    rows, length = tokens_rs.shape[0], tokens_rs.shape[1] - 1
-    shape = (count * micro_batch_size, length)
+    windows, rows, length = tokens_nrs.shape[0], tokens_nrs.shape[1], tokens_nrs.shape[2] - 1
+    shape = (windows, micro_steps * micro_batch_size, length)
     tokens, targets = (torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2))
     filled_tokens, filled_targets = tokens.numpy(), targets.numpy()
-    filled_tokens[:rows], filled_tokens[rows:] = tokens_rs[:, :-1], 0
-    filled_targets[:rows], filled_targets[rows:] = tokens_rs[:, 1:], MASKED
-    valid = rows * length
+    filled_tokens[:, :rows], filled_tokens[:, rows:] = tokens_nrs[..., :-1], 0
+    filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], MASKED
+    valid = np.full(windows, rows * length)
     if ignore_id is not None:
         ignored = filled_targets == ignore_id
         filled_targets[ignored] = MASKED
-        valid -= int(ignored.sum())
-    return list(zip(tokens.split(micro_batch_size), targets.split(micro_batch_size), strict=True)), valid
+        valid -= ignored.sum((1, 2))
+    pairs = list(
+        zip(*(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True)  # type: ignore
+    )
+    return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
 
 
 def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
-    total = 0
-    for row, tokens in enumerate(tokens_rs.astype("<i8", copy=False), first_row):
-        hashed = hashlib.blake2b(row.to_bytes(8, "little"), digest_size=8)
-        hashed.update(tokens.data)
-        total += int.from_bytes(hashed.digest(), "little")
-    return total % 2**63
+    """The sum of the rows' blake2b digests (8 bytes), each over the row's place in the window and its ids."""
+    rows, width = tokens_rs.shape
+    message = np.empty((rows, width + 1), "<u4")
+    message[:, 0], message[:, 1:] = np.arange(first_row, first_row + rows), tokens_rs
+    digests = [hashlib.blake2b(row, digest_size=8).digest() for row in message]
+    return sum(int.from_bytes(digest, "little") for digest in digests) % 2**63
 
 
 def _read_ahead(windows: Iterator[Window], prefetch: int, cuda_device: int | None) -> Iterator[Window]:
-    """The same windows, produced by a daemon thread that lives as long as this generator."""
-    ready: queue.Queue[Window | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
-    stopped = threading.Event()
+    """The same windows, produced by a daemon thread that lives as long as this generator.
+
+    Two SimpleQueues, because taking from one that is not empty never lets go of the interpreter lock: with a bounded
+    Queue the thread would take the lock in the middle of `next` and make the loop wait for a whole window.
+    """
+    ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
+    room: SimpleQueue[bool] = SimpleQueue()  # a True for each window that may be produced; False ends the thread
+    for _ in range(max(1, prefetch)):
+        room.put(True)
     thread = threading.Thread(
-        target=_produce, args=(windows, ready, stopped, cuda_device), name="llmexp-reader", daemon=True
+        target=_produce, args=(windows, ready, room, cuda_device), name="llmexp-reader", daemon=True
     )
     thread.start()
     try:
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
+            room.put(True)
             yield item
     finally:
-        stopped.set()
-        while not ready.empty():  # makes room, so that a waiting put returns and the thread sees `stopped`
-            try:
-                ready.get_nowait()
-            except queue.Empty:
-                break
+        while not room.empty():  # what is still allowed is not wanted any more
+            with contextlib.suppress(Empty):
+                room.get_nowait()
+        room.put(False)
 
 
 def _produce(
     windows: Iterator[Window],
-    ready: queue.Queue[Window | BaseException | None],
-    stopped: threading.Event,
+    ready: SimpleQueue[Window | BaseException | None],
+    room: SimpleQueue[bool],
     cuda_device: int | None,
 ) -> None:
     try:
         if cuda_device is not None:
             torch.cuda.set_device(cuda_device)  # the device is per thread: pinning would start a context on device 0
-        for window in windows:
+        while room.get():
+            if (window := next(windows, None)) is None:
+                break
             ready.put(window)
-            if stopped.is_set():
-                return
         ready.put(None)
     except BaseException as error:
         ready.put(error)

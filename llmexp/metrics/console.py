@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 REFRESH_INTERVAL_S = 0.2
 # Escape sequences (CSI, OSC, two-character ones), then every control character but tab and newline.
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
@@ -58,9 +56,7 @@ class Console:
             self._write_log(text + "\n")
             self._guard(lambda: self._print(text))
 
-    def progress(
-        self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
-    ) -> None:
+    def progress(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
         """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its own."""
         if not self._live:
             return
@@ -102,18 +98,18 @@ class Console:
 
     def _draw(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
         bar = self._bar or self._make_bar()
-        parts = [f"step {step}/{self._total_steps}"]
+        parts = {"step": f"step {step}/{self._total_steps}"}
         if loss is not None:
-            parts.append(f"loss {_loss(loss)}")
-        if eta_s is not None:
-            parts.append(f"eta {format_duration(eta_s)}")
+            parts["loss"] = f"loss {_loss(loss)}"
         if tokens_per_sec is not None:
-            parts.insert(-1, f"{tokens_per_sec:,.0f} tokens/s")
+            parts["rate"] = f"{tokens_per_sec:,.0f} tokens/s"
+        if eta_s is not None:
+            parts["eta"] = f"eta {format_duration(eta_s)}"
         # A narrow terminal loses figures, never its line: the bar keeps at least ten columns.
-        room = bar.console.width - 12
-        while len(parts) > 1 and len("  ".join(parts)) > room:
-            parts.pop(2 if len(parts) > 3 else -1)
-        bar.update(bar.task_ids[0], completed=step - self._first_step, text="  ".join(parts))
+        for least_needed in ("rate", "eta", "loss"):
+            if len("  ".join(parts.values())) > bar.console.width - 12:
+                parts.pop(least_needed, None)
+        bar.update(bar.task_ids[0], completed=step - self._first_step, text="  ".join(parts.values()))
         if self._bar is None:
             bar.start()
             bar.console.show_cursor(True)  # a killed run must not leave a terminal without its cursor
@@ -221,9 +217,7 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
             )
             or [""]
         ]
-        lines += [
-            f"{label if i == 0 else '':<{label_width}}  {part}".rstrip() for i, part in enumerate(wrapped)
-        ]
+        lines += [f"{label if i == 0 else '':<{label_width}}  {part}".rstrip() for i, part in enumerate(wrapped)]
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ class Meter:
         self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)  # exact to 2**53
         self._clipped = torch.tensor(float(clipped), device=device)
         self._steps = steps  # since the last row, as are the clipped ones; a resume may lie in between
-        self._timed_from = tokens_seen
+        self._timed_from = self._began_at = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
         self.train_time = 0.0
@@ -47,6 +47,10 @@ class Meter:
     def counts(self) -> tuple[int, int, int]:
         """(tokens seen in all, steps clipped since the last row, steps since the last row); the host waits."""
         return round(float(self._tokens)), round(float(self._clipped)), self._steps
+
+    def tokens_per_sec(self) -> float:
+        """Mean rate over all training steps of this attempt; the host waits."""
+        return (self.counts()[0] - self._began_at) / self.train_time
 
     def take(self, dp_size: int) -> dict[str, float]:
         """The counts and rates since the last row, and starts over. The host waits."""

@@ -57,9 +57,7 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         label = f"validation (last {val_y[-1]:.4f})"
         size = 4.5 if len(val_x) <= 60 else 2.5
         top.plot(val_x, val_y, color=VAL, marker="o", markersize=size, linewidth=1.0, label=label)
-    top.set_title(
-        textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False
-    )  # a $ in a name is no formula
+    top.set_title(textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False)  # a $ in a name is no formula
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False, fontsize=9)
     _clean(top)
@@ -76,9 +74,7 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _draw_settings(
-    axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]
-) -> None:
+def _draw_settings(axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]) -> None:
     if len(lr[0]):
         axes.plot(*lr, color=LR, linewidth=1.3)
         axes.set_ylabel("lr", color=LR)

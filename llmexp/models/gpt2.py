@@ -102,11 +102,15 @@ class GPT2(nn.Module):
         check_dropout(dropout)
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
-        self.token_embedding = nn.Embedding(vocab_size, d_model)
-        self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers))
-        self.final_norm = nn.LayerNorm(d_model)
+        # Without torch's own initial values: init_weights alone draws random numbers, once per weight.
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.token_embedding = nn.Embedding(vocab_size, d_model)
+            self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
+            self.dropout = nn.Dropout(dropout)
+            self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers))
+            self.final_norm = nn.LayerNorm(d_model)
+        self.to_empty(device=device)
         self.init_weights()
 
     @torch.no_grad()

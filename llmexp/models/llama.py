@@ -146,13 +146,17 @@ class Llama(nn.Module):
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.rope_theta = float(rope_theta)
-        self.token_embedding = nn.Embedding(vocab_size, d_model)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(d_model, n_heads, n_kv_heads, d_ff, dropout, norm_eps) for _ in range(n_layers)
-        )
-        self.final_norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
+        # Without torch's own initial values: init_weights alone draws random numbers, once per weight.
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.token_embedding = nn.Embedding(vocab_size, d_model)
+            self.dropout = nn.Dropout(dropout)
+            self.blocks = nn.ModuleList(
+                Block(d_model, n_heads, n_kv_heads, d_ff, dropout, norm_eps) for _ in range(n_layers)
+            )
+            self.final_norm = nn.RMSNorm(d_model, eps=norm_eps)
+            self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
+        self.to_empty(device=device)
         self.init_weights()
 
     @torch.no_grad()

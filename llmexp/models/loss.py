@@ -17,16 +17,16 @@ IGNORE_INDEX = -100
 KERNELS = ("auto", "chunked", "plain")
 
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
-MIN_CHUNKED_VOCAB = 4096
+MIN_CHUNKED_VOCAB = 2048
 
 
 def _chunk_sizes(device: torch.device) -> tuple[int, int]:
     """Rows per chunk, which bounds the memory for logits, and vocabulary per tile.
 
-    On a CPU a tile of logits (512 x 1024 fp32, 2 MiB) stays in the cache between its product and its sums.
+    On a CPU a tile of logits (512 x 2048 fp32, 4 MiB) stays in the cache between its product and its sums.
     On an accelerator large products and few launches count.
     """
-    return (512, 1024) if device.type == "cpu" else (4096, 1 << 30)
+    return (512, 2048) if device.type == "cpu" else (4096, 1 << 30)
 
 
 def _compute_dtypes(h_nd: Tensor, weight_vd: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -204,14 +204,15 @@ class WindowLoss(nn.Module):
         super().__init__()
         if kernel not in KERNELS:
             raise ValueError(f"loss kernel {kernel!r}: must be one of {', '.join(KERNELS)}")
-        has_head = hasattr(model, "features") and hasattr(model, "head_weight")
+        head_weight: Any = getattr(model, "head_weight", None)
+        has_head = hasattr(model, "features") and head_weight is not None
         if kernel == "chunked" and not has_head:
             raise ValueError(
                 f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; use 'plain'"
             )
         self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
         self.chunked = kernel == "chunked" or (
-            kernel == "auto" and has_head and self.model.head_weight.shape[0] >= MIN_CHUNKED_VOCAB
+            kernel == "auto" and has_head and head_weight.shape[0] >= MIN_CHUNKED_VOCAB
         )
         self._trunk: Callable[[Tensor], Tensor] = self._features if self.chunked else self._logits
 
@@ -223,7 +224,7 @@ class WindowLoss(nn.Module):
 
     @property
     def loss_kernel(self) -> str:
-        """Which kernel runs, and its sizes on the parameters' device: "chunked(rows=512, vocab=1024)"."""
+        """Which kernel runs, and its sizes on the parameters' device: "chunked(rows=512, vocab=2048)"."""
         if not self.chunked:
             return "plain"
         rows, tile = _chunk_sizes(self.model.head_weight.device)

@@ -250,8 +250,10 @@ def summarise(loop: Loop) -> dict[str, Any]:
             found[f"final {key}"] = next(row[key] for row in reversed(rows) if key in row)
     if loop.p.best_val_loss is not None:
         found["best val/loss"] = loop.p.best_val_loss
-    found["train_time"] = loop.meter.train_time
-    found |= {k: last[k] for k in ("tokens_per_sec", "mfu", "peak_memory_gib", "skipped_steps") if k in last}
+    if loop.meter.train_time:
+        found["train_time"] = loop.meter.train_time
+        found["mean tokens_per_sec"] = loop.meter.tokens_per_sec()
+    found |= {k: last[k] for k in ("mfu", "peak_memory_gib", "skipped_steps") if k in last}
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp.data import reader
 from llmexp.data.order import sequence_index
 from llmexp.data.reader import MASKED, Window, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
@@ -97,12 +98,21 @@ def test_windows_hold_the_runs_sequences_in_order_however_they_are_cut(
         assert sum(w.digest for w in windows) % 2**63 == whole[i].digest
 
 
-def test_the_order_is_the_same_across_blocks_of_windows() -> None:
-    """More rows than one block of the order holds; a start in the middle of a block sees the same windows."""
-    options: dict[str, Any] = {"n_sequences": 700, "micro": 8, "accum": 8, "max_steps": 150}
+def test_the_order_is_the_same_across_blocks_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many windows are read at a time; a start in the middle of a block, or single windows, see the same."""
+    options: dict[str, Any] = {
+        "n_sequences": 700,
+        "micro": 8,
+        "accum": 8,
+        "max_steps": 150,
+        "total_sequences": 149 * 64 + 5,
+    }
+    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 7 * 64 * LENGTH)
     digests = [w.digest for w in _windows(**options)]
     assert len(set(digests)) == 150
     assert [w.digest for w in _windows(start_step=77, **options)] == digests[77:]
+    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 1)
+    assert [w.digest for w in _windows(**options)] == digests
 
 
 def test_a_digest_sees_tokens_and_places() -> None:
@@ -175,6 +185,13 @@ def test_the_thread_ends_with_the_iterator(prefetch: int, taken: int) -> None:
     _wait_for_no_thread()
 
 
+@pytest.fixture
+def _single_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One window per reading, as it is for windows of a usual size."""
+    monkeypatch.setattr(reader, "_BLOCK_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("_single_windows")
 def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     gather = TokenStream.gather
@@ -182,14 +199,15 @@ def test_the_thread_reads_ahead_and_no_further(monkeypatch: pytest.MonkeyPatch) 
     windows = _windows(max_steps=100, prefetch=3)
     next(windows)
     deadline = time.monotonic() + 5
-    while len(read) < 5 and time.monotonic() < deadline:
+    while len(read) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert len(read) == 5  # one taken, three ready, one in the thread's hand
+    assert len(read) == 4  # one taken, three ready
     assert [w.step for w in windows] == list(range(1, 100))
     _wait_for_no_thread()
 
 
+@pytest.mark.usefixtures("_single_windows")
 def test_an_error_of_the_thread_arrives_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = _windows(max_steps=50)
     next(windows)
@@ -204,6 +222,7 @@ def _broken(self: TokenStream, starts: np.ndarray, count: int) -> np.ndarray:
     raise RuntimeError("the disk is gone")
 
 
+@pytest.mark.usefixtures("_single_windows")
 def test_a_file_cut_during_the_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(_ids(2000).tobytes())

@@ -296,6 +296,41 @@ def test_bar_on_a_terminal(columns: int) -> None:
     assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")  # the cursor is visible
 
 
+def test_bar_without_figures() -> None:
+    out = on_terminal(BAR.replace("4.98761, 8312.4, 83", "None, 8312.4, None"), 80)
+    assert "step 101/300  8,312 tokens/s" in out
+    assert "loss" not in out
+
+
+def test_a_terminal_that_hangs_up(tmp_path: Path) -> None:
+    code = f"""
+import signal
+from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+{BAR.replace("None, 300", f"Path({str(tmp_path / 'log')!r}), 300")}
+print("x" * 100000)
+Path({str(tmp_path / "done")!r}).touch()
+"""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(slave)
+    seen = b""
+    while b"step 101/300" not in seen:
+        seen += os.read(master, 65536)
+    os.close(master)
+    _, err = process.communicate(timeout=60)
+    assert (tmp_path / "done").exists(), err
+    assert err == b""
+    assert process.returncode == 0
+    assert len((tmp_path / "log").read_text().splitlines()) == 5
+
+
 def test_no_color_and_dumb_terminals() -> None:
     colored = re.compile(r"\x1b\[[0-9;]*[1-9][0-9;]*m")
     assert colored.search(on_terminal(BAR, 80))

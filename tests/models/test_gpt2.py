@@ -1,0 +1,200 @@
+"""GPT-2 against transformers' own, in fp64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from llmexp.models.gpt2 import GPT2
+
+SIZES = dict(vocab_size=61, max_position_embeddings=24, n_layers=3, n_heads=4, d_model=32, d_ff=80, dropout=0.0)
+
+# A logit or gradient is a chain of under 100 sums of at most 80 terms, each good to 80 x 1.1e-16: 1e-12 of
+# the largest entry; ten times that for the divisions by standard deviations below 1.
+TOLERANCE = 1e-11
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
+
+
+def reference_of(model: GPT2, implementation: str) -> tuple[GPT2LMHeadModel, dict[str, tuple[str, int | None]]]:
+    """transformers' model with the same weights, and for each of our parameters its name and third there."""
+    config = GPT2Config(
+        vocab_size=model.vocab_size,
+        n_positions=model.max_position_embeddings,
+        n_embd=SIZES["d_model"],
+        n_layer=SIZES["n_layers"],
+        n_head=SIZES["n_heads"],
+        n_inner=SIZES["d_ff"],
+        attn_implementation=implementation,
+    )
+    reference = GPT2LMHeadModel(config).double().eval()
+    places: dict[str, tuple[str, int | None]] = {
+        "token_embedding.weight": ("transformer.wte.weight", None),
+        "position_embedding.weight": ("transformer.wpe.weight", None),
+        "final_norm.weight": ("transformer.ln_f.weight", None),
+        "final_norm.bias": ("transformer.ln_f.bias", None),
+    }
+    for i in range(SIZES["n_layers"]):
+        for kind in ("weight", "bias"):
+            ours, theirs = f"blocks.{i}.", f"transformer.h.{i}."
+            places |= {
+                f"{ours}attention_norm.{kind}": (f"{theirs}ln_1.{kind}", None),
+                f"{ours}mlp_norm.{kind}": (f"{theirs}ln_2.{kind}", None),
+                f"{ours}attention.q_proj.{kind}": (f"{theirs}attn.c_attn.{kind}", 0),
+                f"{ours}attention.k_proj.{kind}": (f"{theirs}attn.c_attn.{kind}", 1),
+                f"{ours}attention.v_proj.{kind}": (f"{theirs}attn.c_attn.{kind}", 2),
+                f"{ours}attention.out_proj.{kind}": (f"{theirs}attn.c_proj.{kind}", None),
+                f"{ours}mlp.up_proj.{kind}": (f"{theirs}mlp.c_fc.{kind}", None),
+                f"{ours}mlp.down_proj.{kind}": (f"{theirs}mlp.c_proj.{kind}", None),
+            }
+    return reference, places
+
+
+def at_place(tensors: dict[str, torch.Tensor], name: str, place: tuple[str, int | None]) -> torch.Tensor:
+    """The part of `tensors` at `place`, laid out as ours: theirs keeps (in, out), q, k, v side by side."""
+    theirs, third = place
+    tensor = tensors[theirs]
+    if third is not None:
+        tensor = tensor.chunk(3, dim=-1)[third]
+    is_linear = name.endswith("proj.weight")
+    return tensor.T if is_linear else tensor
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_logits_and_gradients_equal_transformers(implementation: str) -> None:
+    torch.manual_seed(0)
+    model = GPT2(**SIZES).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too must differ from their initial values
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    reference, places = reference_of(model, implementation)
+    parameters = dict(model.named_parameters())
+    assert set(places) == set(parameters)
+    theirs = dict(reference.named_parameters())
+    with torch.no_grad():
+        for name, place in places.items():
+            at_place(theirs, name, place).copy_(parameters[name])
+
+    tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
+    weights_btv = torch.randn(2, 24, SIZES["vocab_size"], dtype=torch.float64)
+    logits_btv = model(tokens_bt)
+    expected_btv = reference(tokens_bt).logits
+    assert_close(logits_btv, expected_btv)
+    (logits_btv * weights_btv).sum().backward()
+    (expected_btv * weights_btv).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in theirs.items()}
+    for name, place in places.items():
+        assert_close(parameters[name].grad, at_place(gradients, name, place))
+
+
+@settings(deadline=None, max_examples=15)
+@given(length=st.integers(2, 24), data=st.data())
+def test_a_token_changes_no_earlier_logit(length: int, data: st.DataObject) -> None:
+    torch.manual_seed(1)
+    model = GPT2(**SIZES).double()
+    position = data.draw(st.integers(1, length - 1))
+    tokens_bt = torch.randint(0, SIZES["vocab_size"], (1, length))
+    changed_bt = tokens_bt.clone()
+    changed_bt[0, position] = (changed_bt[0, position] + 1) % SIZES["vocab_size"]
+    with torch.no_grad():
+        before, after = model(tokens_bt)[0], model(changed_bt)[0]
+    torch.testing.assert_close(before[:position], after[:position], rtol=0, atol=1e-14)
+    assert not torch.equal(before[position], after[position])
+
+
+def test_initial_weights_have_the_stated_spread() -> None:
+    torch.manual_seed(2)
+    model = GPT2(500, 128, 8, 4, 128, 512, 0.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all()
+        elif "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            residual = "out_proj" in name or "down_proj" in name
+            std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
+            # The sample deviation of n normals has a relative error of 1 / sqrt(2 n); five of those.
+            assert parameter.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * parameter.numel()))
+            assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel())
+
+
+def test_weights_depend_on_the_seed_alone_also_by_way_of_meta() -> None:
+    torch.manual_seed(3)
+    first = GPT2(**SIZES)
+    with torch.device("meta"):
+        late = GPT2(**SIZES)
+    assert all(parameter.is_meta for parameter in late.parameters())
+    late.to_empty(device="cpu")
+    torch.manual_seed(3)
+    late.init_weights()
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, late.state_dict()[name]), name
+
+
+def test_dropout_acts_in_training_only() -> None:
+    torch.manual_seed(4)
+    model = GPT2(**SIZES | {"dropout": 0.3})
+    tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
+    assert not torch.equal(model(tokens_bt), model(tokens_bt))
+    model.eval()
+    assert torch.equal(model(tokens_bt), model(tokens_bt))
+
+
+def test_flops_of_gpt2_small() -> None:
+    with torch.device("meta"):
+        model = GPT2(50257, 1024, 12, 12, 768, 3072)
+    # 12 layers of 12 width^2, the head, and attention: 854.44 million, known as 0.855 GFLOP.
+    matmul_parameters = 12 * 12 * 768**2 + 50257 * 768
+    assert model.flops_per_token(1024) == 6 * matmul_parameters + 12 * 12 * 1024 * 768
+    assert model.flops_per_token(1024) == pytest.approx(0.855e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_heads": 5}, r"model\.n_heads=5 does not divide model\.d_model=32.*: 2, 4, 8"),
+        ({"n_layers": 0}, r"model\.n_layers=0: must be an integer above 0"),
+        ({"vocab_size": None}, r"model\.vocab_size=None"),
+        ({"d_ff": 4.0}, r"model\.d_ff=4\.0"),
+        ({"d_model": True}, r"model\.d_model=True"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0"),
+        ({"dropout": -0.1}, r"model\.dropout=-0\.1"),
+        ({"dropout": float("nan")}, r"model\.dropout=nan"),
+    ],
+)
+def test_bad_sizes_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPT2(**SIZES | change)
+
+
+def test_too_long_a_sequence_is_named() -> None:
+    with pytest.raises(ValueError, match=r"25 tokens.*model\.max_position_embeddings=24"):
+        GPT2(**SIZES)(torch.zeros(1, 25, dtype=torch.long))
+
+
+def test_trunk_is_one_graph() -> None:
+    model = GPT2(**SIZES)
+    tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
+    whole = torch.compile(model.features, fullgraph=True, backend="eager")
+    torch.testing.assert_close(whole(tokens_bt), model.features(tokens_bt))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_the_residual_stream_in_fp32(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    model = GPT2(**SIZES)
+    seen: list[torch.dtype] = []
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda m, inputs, out: seen.extend((inputs[0].dtype, out.dtype)))
+    tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
+    with torch.autocast("cpu", dtype):
+        logits_btv = model(tokens_bt)
+    assert set(seen) == {torch.float32}
+    assert logits_btv.dtype == dtype

@@ -1,0 +1,46 @@
+"""Every shipped model config builds what its name says."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"
+PARAMETERS = {
+    # bytes: 320 tokens; 4 layers of 12 width^2 + 13 width, two embeddings, the final norm
+    "gpt_tiny": 4 * (12 * 128**2 + 13 * 128) + (320 + 256) * 128 + 2 * 128,
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    # 32768 tokens
+    "llama_100m": 12 * (2 * 768**2 + 2 * 768 * 256 + 3 * 768 * 2048 + 2 * 768) + 32768 * 768 + 768,
+    "llama_1b": 1_235_814_400,
+}
+FILLED_IN = {"gpt_tiny": 320, "llama_100m": 32768}
+
+
+def test_every_config_is_covered() -> None:
+    assert {path.stem for path in CONFIG_FOLDER.glob("*.yaml")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_config_builds_the_stated_model(name: str) -> None:
+    path = CONFIG_FOLDER / f"{name}.yaml"
+    arguments = OmegaConf.to_container(OmegaConf.load(path))
+    module_name, class_name = arguments.pop("_target_").rsplit(".", 1)
+    model_class = getattr(importlib.import_module(module_name), class_name)
+    assert list(arguments) == list(inspect.signature(model_class).parameters), "every knob, in order"
+    lines = path.read_text().splitlines()[1:]
+    assert all("  # " in line for line in lines), "a knob without its comment"
+    assert (arguments["vocab_size"] is None) == (name in FILLED_IN)
+    arguments["vocab_size"] = arguments["vocab_size"] or FILLED_IN[name]
+    with torch.device("meta"):
+        model = model_class(**arguments)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert model.vocab_size == model.head_weight.shape[0]
+    assert model.max_position_embeddings == arguments["max_position_embeddings"]
+    assert model.flops_formula

@@ -1,0 +1,361 @@
+"""The loss end against fp64 softmax arithmetic written out here."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmexp.models import loss
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
+from llmexp.models.loss import WindowLoss, chunked_cross_entropy_sum, plain_cross_entropy_sum
+
+
+def reference(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, np.ndarray, np.ndarray]:
+    """Loss, gradient by h and gradient by weight in fp64 NumPy, by the textbook's formulas."""
+    h64, w64, t = h.detach().double().numpy(), weight.detach().double().numpy(), targets.numpy()
+    rows = np.flatnonzero(t != -100)
+    z = h64[rows] @ w64.T
+    z -= z.max(axis=1, keepdims=True)
+    p = np.exp(z)
+    p /= p.sum(axis=1, keepdims=True)
+    at_target = (np.arange(len(rows)), t[rows])
+    value = -(z[at_target] - np.log(np.exp(z).sum(axis=1))).sum()
+    p[at_target] -= 1
+    grad_h = np.zeros_like(h64)
+    grad_h[rows] = p @ w64
+    return float(value), grad_h, p.T @ h64[rows]
+
+
+def leaves(n: int, d: int, v: int, std: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    h = torch.randn(1, n, d, dtype=dtype).requires_grad_()
+    return h, (torch.randn(v, d, dtype=dtype) * std).requires_grad_()
+
+
+def relative_error(got: Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(got.double().numpy() - expected) / np.linalg.norm(expected))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 40),
+    d=st.integers(1, 9),
+    v=st.integers(1, 60),
+    rows=st.integers(1, 17),
+    tile=st.integers(1, 23),
+    std=st.sampled_from([0.02, 1.0, 30.0]),
+    masked=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_cut_is_exact_in_fp64(
+    n: int, d: int, v: int, rows: int, tile: int, std: float, masked: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    h, weight = leaves(n, d, v, std, torch.float64)
+    targets = torch.randint(0, v, (1, n)).masked_fill(torch.rand(1, n) < masked, -100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "_chunk_sizes", lambda device: (rows, tile))
+        nll = chunked_cross_entropy_sum(h, weight, targets)
+        (3 * nll).backward()
+    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    # Logits stay below 1000, good to 1e-13; a loss or gradient entry sums at most 60 x 40 such terms.
+    scale = 1 + float(h.abs().max()) + float(weight.abs().max())
+    assert nll.dtype == torch.float64
+    assert abs(nll.item() - value) < 1e-10 * scale
+    assert np.abs(h.grad[0].numpy() - 3 * grad_h).max() < 1e-10 * scale
+    assert np.abs(weight.grad.numpy() - 3 * grad_weight).max() < 1e-10 * scale
+    if (targets == -100).all():
+        assert nll.item() == 0
+        assert not h.grad.any()
+        assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("n", [4, 1100])
+@pytest.mark.parametrize("std", [0.02, 0.4])  # of the weights: as initialised, and sharpened
+def test_fp32_value_and_gradients(n: int, std: float) -> None:
+    torch.manual_seed(0)
+    h, weight = leaves(n, 64, 5000, std, torch.float32)
+    targets = torch.randint(0, 5000, (1, n))
+    targets[0, 1] = -100
+    nll = chunked_cross_entropy_sum(h, weight, targets)
+    nll.backward()
+    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    assert nll.dtype == h.grad.dtype == weight.grad.dtype == torch.float32
+    assert nll.item() == pytest.approx(value, rel=1e-6)
+    # Products of 64 terms, then softmax: a handful of roundings of 2^-24 each.
+    assert relative_error(h.grad[0], grad_h) < 2e-6
+    assert relative_error(weight.grad, grad_weight) < 2e-6
+
+
+def test_a_loss_far_below_one_keeps_its_digits() -> None:
+    """Confident rows: the loss is the log of one plus little, with logits of 60 around it."""
+    torch.manual_seed(1)
+    weight = torch.randn(3000, 16)
+    targets = torch.arange(8)[None] * 300
+    h = 60 * F.normalize(weight[targets], dim=-1)
+    weight = F.normalize(weight, dim=-1).requires_grad_()
+    value, _, _ = reference(h[0], weight, targets[0])
+    assert 1e-6 < value < 0.1
+    # fp32 logits near 60 are good to 4e-6, which enters exp(z - max) as a relative error.
+    assert chunked_cross_entropy_sum(h, weight, targets).item() == pytest.approx(value, rel=2e-5)
+
+
+@pytest.fixture(params=["emulated", "native"])
+def low_precision_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of a CPU with 16-bit floats, whatever instructions this one has."""
+    native = request.param == "native"
+    monkeypatch.setattr(
+        loss,
+        "_compute_dtypes",
+        lambda h, weight: (torch.bfloat16, torch.bfloat16 if native else torch.float32),
+    )
+    return request.param
+
+
+@pytest.mark.parametrize("n", [4, 700])
+def test_bf16_value_of_an_initialised_model(low_precision_path: str, n: int) -> None:
+    torch.manual_seed(2)
+    h, weight = leaves(n, 64, 8192, 0.02, torch.float32)
+    targets = torch.randint(0, 8192, (1, n))
+    with torch.autocast("cpu", torch.bfloat16):
+        nll = chunked_cross_entropy_sum(h, weight, targets)
+    value, _, _ = reference(h[0], weight, targets[0])
+    assert nll.dtype == torch.float32
+    # Every row is near ln 8192, so a rounding of rows to bf16 (2^-9) would add up; it must not be there.
+    assert nll.item() == pytest.approx(value, rel=2e-4)
+
+
+@pytest.mark.parametrize("n", [4, 700])
+def test_bf16_value_of_a_sharpened_model(low_precision_path: str, n: int) -> None:
+    torch.manual_seed(3)
+    h, weight = leaves(n, 64, 8192, 0.4, torch.float32)
+    targets = torch.randint(0, 8192, (1, n))
+    with torch.autocast("cpu", torch.bfloat16):
+        nll = chunked_cross_entropy_sum(h, weight, targets)
+    value, _, _ = reference(h[0], weight, targets[0])
+    # Logits of deviation 0.4 x sqrt(64) = 3.2 carry three independent roundings (h, weight, logit) of
+    # deviation at most 2^-9 / sqrt(3) each; rows are independent. Four deviations of their sum, and 2e-4.
+    deviation = 3.2 * 2**-9 * math.sqrt(n)
+    assert abs(nll.item() - value) < 4 * deviation + 2e-4 * value
+
+
+@pytest.mark.parametrize("std", [0.02, 0.4])
+def test_bf16_gradients_are_no_worse_than_autocast(low_precision_path: str, std: float) -> None:
+    torch.manual_seed(4)
+    h, weight = leaves(600, 64, 4096, std, torch.float32)
+    targets = torch.randint(0, 4096, (1, 600))
+    _, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    errors = {}
+    for way in ("plain", "chunked"):
+        h.grad = weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            if way == "plain":
+                nll = plain_cross_entropy_sum(F.linear(h, weight), targets)
+            else:
+                nll = chunked_cross_entropy_sum(h, weight, targets)
+        nll.backward()
+        errors[way] = relative_error(h.grad[0], grad_h), relative_error(weight.grad, grad_weight)
+    # The two round at different places: equal errors up to a few per cent, smaller ones gladly.
+    assert errors["chunked"][0] < 1.05 * errors["plain"][0]
+    assert errors["chunked"][1] < 1.05 * errors["plain"][1]
+
+
+def test_fp16_keeps_small_probabilities() -> None:
+    torch.manual_seed(5)
+    h, weight = leaves(64, 32, 50304, 0.02, torch.float32)
+    targets = torch.randint(0, 50304, (1, 64))
+    with torch.autocast("cpu", torch.float16):
+        nll = chunked_cross_entropy_sum(h, weight, targets)
+    (nll * 65536).backward()  # as a gradient scaler does
+    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    assert nll.item() == pytest.approx(value, rel=2e-4)
+    # A row that is nobody's target has softmax (2e-5, subnormal in fp16) as its only source of gradient.
+    other = np.setdiff1d(np.arange(50304), targets.numpy())
+    # Operands rounded to 11 bits: 2^-11 each, before averaging.
+    assert relative_error(h.grad[0] / 65536, grad_h) < 1e-3
+    assert relative_error(weight.grad[other] / 65536, grad_weight[other]) < 1e-3
+
+
+def test_bf16_parameters_get_bf16_gradients() -> None:
+    torch.manual_seed(6)
+    h, weight = leaves(20, 16, 300, 0.02, torch.bfloat16)
+    targets = torch.randint(0, 300, (1, 20))
+    nll = chunked_cross_entropy_sum(h, weight, targets)
+    nll.backward()
+    value, _, grad_weight = reference(h[0].float(), weight.float(), targets[0])
+    assert (nll.dtype, h.grad.dtype, weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert nll.item() == pytest.approx(value, rel=2e-4)
+    assert relative_error(weight.grad.float(), grad_weight) < 2**-8
+
+
+@pytest.mark.parametrize(("needs_h", "needs_weight", "products"), [(True, True, 3), (True, False, 2), (False, True, 2)])
+def test_only_the_needed_gradients_are_computed(needs_h: bool, needs_weight: bool, products: int) -> None:
+    n, d, v = 30, 8, 100
+    h, weight = leaves(n, d, v, 1.0, torch.float32)
+    h.requires_grad_(needs_h)
+    weight.requires_grad_(needs_weight)
+    targets = torch.randint(0, v, (1, n))
+    with FlopCounterMode(display=False) as counter:
+        chunked_cross_entropy_sum(h, weight, targets).backward()
+    assert counter.get_total_flops() == products * 2 * n * d * v
+    assert (h.grad is not None, weight.grad is not None) == (needs_h, needs_weight)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        nll = chunked_cross_entropy_sum(h, weight, targets)
+    assert counter.get_total_flops() == 2 * n * d * v
+    assert not nll.requires_grad
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_the_logits_are_never_whole() -> None:
+    n, d, v = 1100, 4, 5000
+    h, weight = leaves(n, d, v, 1.0, torch.float32)
+    rows, tile = loss._chunk_sizes(h.device)
+    with LargestTensor() as largest:
+        chunked_cross_entropy_sum(h, weight, torch.randint(0, v, (1, n))).backward()
+    assert largest.numel == rows * tile < n * v
+
+
+@pytest.mark.parametrize("target", [-1, 100, 10**6])
+def test_a_target_outside_the_vocabulary_does_not_pass(target: int) -> None:
+    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
+    targets = torch.tensor([[1, 2, target, 4, 5]])
+    with torch.no_grad():
+        assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
+
+
+def test_a_nan_spreads_to_the_loss() -> None:
+    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
+    with torch.no_grad():
+        weight[70, 3] = math.nan
+    assert math.isnan(chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long)).item())
+
+
+def test_gradients_are_given_away_once() -> None:
+    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
+    nll = chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long))
+    nll.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        nll.backward()
+
+
+# WindowLoss
+
+
+def tiny(tied_head: bool = True) -> Llama:
+    torch.manual_seed(7)
+    return Llama(50, 16, 2, 4, 2, 16, 32, tied_head=tied_head)
+
+
+@pytest.mark.parametrize("make", [lambda: GPT2(50, 16, 2, 2, 16, 32), tiny, lambda: tiny(tied_head=False)])
+def test_kernels_agree_on_whole_models(make) -> None:
+    """Also where the output projection is the embedding, whose two gradients add up."""
+    model = make().double()
+    tokens = torch.randint(0, 50, (3, 16))
+    targets = torch.randint(0, 50, (3, 16)).masked_fill(torch.rand(3, 16) < 0.3, -100)
+    results = {}
+    for kernel in ("plain", "chunked"):
+        model.zero_grad()
+        nll = WindowLoss(model, kernel)(tokens, targets)
+        nll.backward()
+        results[kernel] = nll.detach(), [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(results["plain"], results["chunked"], rtol=1e-11, atol=1e-12)
+
+
+def test_auto_chooses_by_vocabulary_and_model() -> None:
+    with torch.device("meta"):
+        small, large = GPT2(320, 16, 1, 1, 8, 8), GPT2(50304, 16, 1, 1, 8, 8)
+    assert WindowLoss(small).loss_kernel == "plain"
+    assert WindowLoss(large, "plain").loss_kernel == "plain"
+    assert WindowLoss(nn.Linear(3, 50304)).loss_kernel == "plain"
+    assert WindowLoss(GPT2(2048, 16, 1, 1, 8, 8)).loss_kernel == "chunked(rows=512, vocab=2048)"
+    with pytest.raises(ValueError, match="'fast'.*auto, chunked, plain"):
+        WindowLoss(small, "fast")
+    with pytest.raises(ValueError, match="Linear lacks"):
+        WindowLoss(nn.Linear(3, 3), "chunked")
+
+
+class Foreign(nn.Module):
+    """A user's own model: nothing but logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_foreign_model_needs_only_logits(dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    model = Foreign().to(dtype)
+    tokens, targets = torch.randint(0, 50, (2, 3, 16))
+    nll = WindowLoss(model)(tokens, targets)
+    nll.backward()
+    value, _, _ = reference(model.table(tokens).flatten(0, 1), torch.eye(50), targets.flatten())
+    assert nll.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert nll.item() == pytest.approx(value, rel=1e-6)
+    assert WindowLoss(model)(tokens, torch.full_like(targets, -100)).item() == 0
+
+
+def test_a_foreign_model_with_another_output_is_named() -> None:
+    tokens = torch.randint(0, 50, (3, 16))
+    with pytest.raises(ValueError, match=r"model\._target_: Embedding returned \(3, 16, 2, 1\)"):
+        model = nn.Embedding(50, 2)
+        model.forward = lambda tokens: F.embedding(tokens, model.weight)[..., None]
+        WindowLoss(model)(tokens, tokens)
+
+
+def test_parameters_are_the_models_own_and_modes_reach_it() -> None:
+    model = tiny()
+    window_loss = WindowLoss(model)
+    assert [id(p) for p in window_loss.parameters()] == [id(p) for p in model.parameters()]
+    window_loss.eval()
+    assert not model.training
+
+
+def test_initial_loss_is_near_the_log_of_the_vocabulary() -> None:
+    torch.manual_seed(9)
+    model = GPT2(3000, 64, 2, 4, 64, 256)
+    tokens, targets = torch.randint(0, 3000, (2, 4, 64))
+    mean = WindowLoss(model)(tokens, targets).item() / targets.numel()
+    # Logits have deviation 0.02 x sqrt(64) = 0.16: half its square on top, and noise of 0.16 / sqrt(256).
+    assert mean == pytest.approx(math.log(3000) + 0.16**2 / 2, abs=4 * 0.16 / math.sqrt(256))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
+    torch.manual_seed(10)
+    model = GPT2(2048, 16, 1, 2, 16, 32)
+    tokens, targets = torch.randint(0, 2048, (2, 2, 16))
+    window_loss = WindowLoss(model)
+    eager = window_loss(tokens, targets)
+    eager_gradients = torch.autograd.grad(eager, list(model.parameters()))
+    names = list(model.state_dict())
+    window_loss.compile_trunk()
+    compiled = window_loss(tokens, targets)
+    compiled_gradients = torch.autograd.grad(compiled, list(model.parameters()))
+    assert list(model.state_dict()) == names
+    assert list(window_loss.state_dict()) == [f"model.{name}" for name in names]
+    # The same fp32 sums in another order: about 100 roundings of 2^-24.
+    torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
+    torch.testing.assert_close(compiled_gradients, eager_gradients, rtol=1e-4, atol=1e-5)

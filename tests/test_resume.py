@@ -1,0 +1,184 @@
+"""Stopped, killed, resumed: the same rows, the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import TINY, Result, llmexp, start, train
+
+# 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on different beats.
+SETTINGS = [
+    "data=tokens", "data.val_ratio=0", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2",
+    "train.max_steps=20", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null", "checkpoint.keep=null",
+    "checkpoint.every=5", "optimizer.lr=0.01",
+]  # fmt: skip
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
+         "peak_memory_gib")  # fmt: skip
+
+
+def exact(result: Result) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+
+
+def same_state(a: Path, b: Path) -> None:
+    first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(torch.load(b / "state.pt", weights_only=True))
+
+
+def _flat(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {k: _flat(v) for k, v in value.items()}
+    return [_flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def whole(request, tmp_path_factory, tokens) -> tuple[Result, list[str]]:
+    settings = [*SETTINGS, f"data.train_files=[{tokens}]", f"precision={request.param}"]
+    if request.param == "fp16":  # the scale grows on the way and its overflows are skipped
+        settings += ["precision.init_scale=1e7", "precision.growth_interval=4"]
+    return train(tmp_path_factory.mktemp(request.param), "whole", *settings), settings
+
+
+def cut_after(result: Result, folder: Path, step: int) -> Path:
+    """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a kill."""
+    copy = folder / f"cut{step}"
+    subprocess.run(["cp", "-r", str(result.folder), str(copy)], check=True)
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name[5:]) > step:
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    (copy / "status.json").write_text('{"state": "running"}')
+    return copy
+
+
+@pytest.mark.parametrize("step", [5, 10, 15])  # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
+def test_resumed_from_a_checkpoint_is_bit_equal(whole, tmp_path, step):
+    result, _ = whole
+    copy = cut_after(result, tmp_path, step)
+    with open(copy / "metrics.jsonl", "a") as f:
+        f.write('{"step": 99, "torn')  # what a kill in mid-write leaves
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    resumed = Result(0, again.out, again.err, copy)
+    assert exact(resumed) == exact(result)
+    same_state(resumed.checkpoint(20), result.checkpoint(20))
+
+
+def test_fp16_case_did_skip_and_grow(whole):
+    result, settings = whole
+    if "precision=fp32" in settings:
+        pytest.skip("about fp16")
+    rows = result.rows()
+    assert 0 < rows[-1]["skipped_steps"] < 15
+    assert len({r["loss_scale"] for r in rows}) > 2
+
+
+def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
+    """40 of 50 sequences would end mid-epoch; 10 a step end each epoch at a step, and the checkpoint lies on it."""
+    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "batch.micro_batch_size=5", "train.max_steps=15"]
+    result = train(tmp_path, "whole", *settings)
+    assert result.rows()[4]["epoch"] == 1.0
+    copy = cut_after(result, tmp_path, 5)
+    assert llmexp("resume", str(copy), cwd=tmp_path).code == 0
+    resumed = Result(0, "", "", copy)
+    assert exact(resumed) == exact(result)
+    same_state(resumed.checkpoint(15), result.checkpoint(15))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_in_mid_run(whole, tmp_path, number):
+    """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the undisturbed one."""
+    result, settings = whole
+    if "precision=fp16" in settings and number != signal.SIGTERM:
+        pytest.skip("fp32 shows it")
+    process = start("train", *TINY, *settings, "hydra.run.dir=run", cwd=tmp_path)
+    run = Result(0, "", "", tmp_path / "run")
+    deadline = time.monotonic() + 120
+    while not (run.folder / "metrics.jsonl").exists() or len(run.rows()) < 7:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    if number == signal.SIGKILL:
+        os.killpg(process.pid, signal.SIGKILL)  # the parent dies; the worker has to die with it
+    else:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == 75, err
+        assert run.json("status.json")["state"] == "preempted"
+        assert f"llmexp resume {Path('run')}" in out
+    again = llmexp("resume", "run", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert exact(run) == exact(result)
+    same_state(run.checkpoint(20), result.checkpoint(20))
+
+
+def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path):
+    result, settings = whole
+    copy = cut_after(result, tmp_path, 10)
+    command = ["train", *TINY, *settings, f"hydra.run.dir={copy}", "checkpoint.resume=auto"]
+    assert llmexp(*command, cwd=tmp_path).code == 0
+    finished = Result(0, "", "", copy)
+    assert exact(finished) == exact(result)
+    before = {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()}
+    for again in (command, ["resume", str(copy)]):
+        done = llmexp(*again, cwd=tmp_path)
+        assert done.code == 0
+        assert "nothing to do" in done.out
+    assert {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()} == before
+    refused = llmexp("train", *TINY, *settings, f"hydra.run.dir={copy}", cwd=tmp_path)
+    assert refused.code == 2
+    assert "holds a run already (state: finished)" in refused.err
+
+
+def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
+    result, settings = whole
+    copy = cut_after(result, tmp_path, 10)
+    command = ["train", *TINY, *settings, f"hydra.run.dir={copy}", "checkpoint.resume=auto"]
+    refused = llmexp(*command, "model.d_ff=32", "optimizer.lr=0.5", cwd=tmp_path)
+    assert refused.code == 2
+    assert "model.d_ff (24 there, 32 here)" in refused.err
+    assert "optimizer.lr (0.01 there, 0.5 here)" in refused.err
+    moved = llmexp(*command, "batch.micro_batch_size=8", "batch.gradient_accumulation_steps=1", cwd=tmp_path)
+    assert moved.code == 0, moved.err
+
+
+def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path):
+    result, _ = whole
+    copy = cut_after(result, tmp_path, 15)
+    newest = copy / "checkpoints" / "step_00000015" / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-3] ^= 16  # one flipped bit, which no loader notices
+    newest.write_bytes(data)
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert "step_00000015 is damaged" in again.out
+    assert "resumed from step_00000010" in again.out
+    resumed = Result(0, "", "", copy)
+    assert exact(resumed) == exact(result)
+    same_state(resumed.checkpoint(20), result.checkpoint(20))
+
+    copy = cut_after(result, tmp_path, 5)
+    (copy / "checkpoints" / "step_00000005" / "state.pt").write_bytes(b"")
+    refused = llmexp("resume", str(copy), cwd=tmp_path)
+    assert refused.code != 0
+    assert "all 1 checkpoints are damaged" in refused.err
+
+
+def test_resume_of_nothing(tmp_path):
+    assert llmexp("resume", "nowhere", cwd=tmp_path).code == 2
+    refused = llmexp("train", *TINY, "data=synthetic", "hydra.run.dir=new", "checkpoint.resume=must", cwd=tmp_path)
+    assert refused.code == 2
+    assert "no run to resume" in refused.err
+    assert not (tmp_path / "new").exists()
