@@ -1,49 +1,62 @@
-"""Sweeps: our Hydra launcher, one fresh worker process a point, in one folder."""
+"""Sweeps: our Hydra launcher, one fresh worker process a point, in one folder.
+
+All points are checked, by a process of its own, before any of them starts and before anything is written.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from llmexp import folder
-from llmexp.config import Config, ConfigError
+from llmexp.config import Config, ConfigError, build
+from llmexp.process import DONE, PREEMPTED, REFUSED, die_with_parent
+
+PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this package only; `register` puts ours there
 
 
 @dataclass
 class LocalConf:
-    _target_: str = "llmexp.sweep.LocalLauncher"
+    _target_: str = f"{PLUGIN_MODULE}.LocalLauncher"
 
 
 class LocalLauncher(Launcher):
     """Runs the points of a sweep one after the other on this machine; a point that fails touches no other."""
 
-    def __init__(self) -> None:
-        self.points: list[tuple[str, int]] = []  # (folder, exit code) of what has run
+    __module__ = PLUGIN_MODULE
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from llmexp.launch import Worker, visible
+        """Raises KeyboardInterrupt when a signal stopped a point: the points after it do not start."""
+        from llmexp.launch import Worker, say, visible
 
         points, refused = load_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
         if refused:
             raise ConfigError("; ".join(refused))
         results = []
         for point in points:
-            print(f"--- {point.path.name}: {' '.join(point.overrides)}", flush=True)
+            say(f"--- {point.path.name}: {' '.join(point.overrides)}")
             request = {
                 "config": dataclasses.asdict(point.config),
                 "folder": str(point.path),
@@ -52,8 +65,11 @@ class LocalLauncher(Launcher):
                 "label": point.label,
                 "group": str(point.path.parent),
             }
-            code, path = Worker().run(request)
+            worker = Worker()
+            code, path = worker.run(request)
             FINISHED.append((point, code))
+            if worker.stopped:
+                raise KeyboardInterrupt
             result = JobReturn(overrides=point.overrides, cfg=point.cfg, status=JobStatus.COMPLETED)
             result.return_value = objective(path)
             results.append(result)
@@ -74,7 +90,11 @@ FINISHED: list[tuple[Point, int]] = []  # points of this process's sweep with th
 
 def register() -> None:
     """Makes `hydra/launcher=local` known to Hydra."""
-    Plugins.instance().register(LocalLauncher)
+    Plugins.instance().register(LocalLauncher)  # first: it imports hydra_plugins where plugins are installed
+    package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+    module = ModuleType(PLUGIN_MODULE)
+    vars(module)["LocalLauncher"] = LocalLauncher
+    vars(package)["llmexp"] = sys.modules[PLUGIN_MODULE] = module
     ConfigStore.instance().store(group="hydra/launcher", name="local", node=LocalConf, provider="llmexp")
 
 
@@ -89,7 +109,7 @@ def load_points(
     loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
 ) -> tuple[list[Point], list[str]]:
     """Every point that composes and divides, and a line for each one that is refused."""
-    from llmexp.launch import typed, user_errors
+    from llmexp.launch import chosen_folder, typed, user_errors
     from llmexp.run import solve_batch
 
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
@@ -99,49 +119,107 @@ def load_points(
     for number, overrides in enumerate(job_overrides, first):
         name = label(overrides, swept)
         try:
-            with user_errors():
+            with user_errors(loader, overrides):
                 cfg = loader.load_sweep_config(base, list(overrides))
                 with open_dict(cfg):
                     cfg.hydra.job.id, cfg.hydra.job.num, cfg.hydra.job.name = str(number), number, name
-                path = Path(cfg.hydra.sweep.dir) / str(cfg.hydra.sweep.subdir)
+            path = chosen_folder(cfg, "hydra.sweep.dir") / chosen_folder(cfg, "hydra.sweep.subdir")
             config = typed(cfg)
             solve_batch(config.batch, config.parallelism.nproc_per_node or 1)
+            if config.checkpoint.resume == "never" and folder.is_run(path):
+                raise ConfigError(f"{path}: holds a run already; with checkpoint.resume=auto it is gone on with")
+            if any(p.path == path for p in points):
+                raise ConfigError(f"hydra.sweep.subdir: two points resolve to the folder {path}")
         except ConfigError as error:
             refused.append(f"point {number} ({' '.join(overrides)}): {error}")
             continue
-        if any(p.path == path for p in points):
-            refused.append(f"point {number}: hydra.sweep.subdir: two points resolve to the folder {path}")
         points.append(Point(list(overrides), cfg, config, name, path))
     return points, refused
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each point of the grid, as Hydra's basic sweeper makes them."""
+    """The overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises ConfigError."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    from llmexp.launch import user_errors
+
     fixed = cfg.hydra.sweeper.get("params") or {}
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    parsed = parser.parse_overrides([f"{k!s}={v}" for k, v in fixed.items()] + list(overrides))
-    return BasicSweeper.split_arguments(parsed, None)[0]
+    with user_errors():
+        parsed = parser.parse_overrides([f"{k!s}={v}" for k, v in fixed.items()] + list(overrides))
+        for override in parsed:
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise HydraException(
+                    f"{override.input_line}: a sweep needs values to try, for example "
+                    f"{override.get_key_element()}=0.1,0.2"
+                )
+        grid: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
+    return grid
 
 
-def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> int:
-    """Runs a sweep through Hydra's sweeper; a table at the end; exit code 1 if a point did not finish."""
-    from llmexp.launch import CONFIG_NAME, user_errors
+def is_grid(cfg: DictConfig) -> bool:
+    """Whether Hydra's own sweeper makes the points, so that they are known beforehand."""
+    return str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper")
 
-    if str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        _, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0)
-        if refused:  # all points are looked at before any starts
+
+def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs a sweep through Hydra's sweeper; a table at the end. `arguments`: the command line, for the way to go on.
+
+    Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
+    """
+    from llmexp.launch import CONFIG_NAME, chosen_folder, fixed_folder, say, user_errors
+
+    where = chosen_folder(cfg, "hydra.sweep.dir")
+    folder.check_writable(where)
+    if is_grid(cfg):
+        points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0)
+        refused += [] if refused else check(points)
+        if refused:
             raise ConfigError("no point was started, because\n  " + "\n  ".join(refused))
-        folder.check_writable(Path(cfg.hydra.sweep.dir))
+    if not fixed_folder(overrides, "hydra.sweep.dir"):
+        where = folder.claim(where, fixed=False)  # two sweeps of the same second get two folders
+        overrides = [*overrides, f"hydra.sweep.dir={quoted(str(where))}"]
     FINISHED.clear()
-    with user_errors(hydra):
-        hydra.multirun(
-            CONFIG_NAME, task_function=lambda _: None, overrides=list(overrides), with_log_configuration=False
-        )
-    print_table()
-    return 0 if all(code == 0 for _, code in FINISHED) else 1
+    stopped = False
+    try:
+        with user_errors(hydra.config_loader, overrides):
+            hydra.multirun(
+                CONFIG_NAME, task_function=lambda _: None, overrides=list(overrides), with_log_configuration=False
+            )
+    except KeyboardInterrupt:
+        stopped = True
+    say(results_table())
+    say(f"folder {where}")
+    if stopped:
+        again = [a for a in arguments if not a.startswith(("hydra.sweep.dir=", "checkpoint.resume="))]
+        again += [f"hydra.sweep.dir={quoted(str(where))}", "checkpoint.resume=auto"]
+        say(f"stopped; to go on: llmexp train {shlex.join(again)}")
+        return PREEMPTED
+    return 0 if all(code == DONE for _, code in FINISHED) else 1
+
+
+def quoted(text: str) -> str:
+    """`text` as the value of an override: in quotes where Hydra's grammar needs them."""
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        return text
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
+def check(points: Sequence[Point]) -> list[str]:
+    """A line for each point that would be refused. A process of its own looks, so that torch and the device stay
+    out of this one; it prepares the data of the points, which the runs need anyway."""
+    request = json.dumps([dataclasses.asdict(p.config) for p in points])
+    command = [sys.executable, "-P", "-m", "llmexp.sweep"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as child:
+        try:
+            answer, _ = child.communicate(request)
+        finally:
+            child.kill()
+    if child.returncode != 0:
+        raise ConfigError(f"the check of the sweep's points ended with exit code {child.returncode}")
+    reasons = json.loads(answer)
+    return [f"{point.path.name}: {reason}" for point, reason in zip(points, reasons, strict=True) if reason]
 
 
 def objective(path: Path | None) -> float | None:
@@ -150,23 +228,45 @@ def objective(path: Path | None) -> float | None:
     return summary.get("final val/loss", summary.get("final train/loss"))
 
 
-def print_table() -> None:
-    """State and final losses of every point."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("run", "state", "train loss", "val loss", "tokens/s", box=None)
+def results_table() -> str:
+    """State and final figures of every point that started."""
+    rows = [("run", "state", "train loss", "val loss", "tokens/s")]
     for point, code in FINISHED:
-        status = folder.read_status(point.path)
+        status = {} if code == REFUSED else folder.read_status(point.path)
         summary = status.get("summary", {})
-        figures = [summary.get(k) for k in ("final train/loss", "final val/loss")]
-        rate = summary.get("tokens_per_sec")
-        table.add_row(
+        losses = [summary.get(f"final {key}") for key in ("train/loss", "val/loss")]
+        rate = summary.get("mean tokens_per_sec")
+        row = (
             point.path.name,
-            status.get("state", f"refused (exit {code})"),
-            *("" if f is None else f"{f:.4f}" for f in figures),
+            status.get("state", f"not started (exit {code})"),
+            *("" if loss is None else f"{loss:.4f}" for loss in losses),
             "" if rate is None else f"{rate:,.0f}",
         )
-    Console().print(table)
-    if FINISHED:
-        print(f"folder {FINISHED[0][0].path.parent}")
+        rows.append(row)
+    return table(rows, left=2)
+
+
+def table(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Aligned columns, never cut: the first `left` ones to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+if __name__ == "__main__":  # the process that `check` starts: configs in, reasons out
+    die_with_parent()
+    configs = [build(plain) for plain in json.load(sys.stdin)]
+    from llmexp.assemble import assemble
+
+    reasons: list[str | None] = []
+    with contextlib.redirect_stdout(sys.stderr):
+        for config in configs:
+            try:
+                assemble(config, write=True)
+                reasons.append(None)
+            except ConfigError as error:
+                reasons.append(str(error))
+    json.dump(reasons, sys.stdout)

@@ -16,7 +16,9 @@ NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, a
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """`data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here."""
+    """`data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here. Raises ValueError."""
+    if not isinstance(cache_dir, str | None):
+        raise ValueError(f"data.cache_dir={cache_dir}: the path of a folder is needed, or null")
     return Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp").expanduser().absolute()
 
 

@@ -219,6 +219,8 @@ def _blocks(segment: Segment) -> Iterator[tuple[bytes, str]]:
             f"{segment.path}: not UTF-8 at byte {before + error.start:,} ({error.reason}); convert the file, for "
             f"example with iconv -f latin1 -t utf-8"
         ) from None
+    except OSError as error:
+        raise ValueError(f"{segment.path}: cannot be read: {error.strerror}") from None
 
 
 def _build(
@@ -260,8 +262,13 @@ def _build(
 
 
 def _states(splits: dict[str, list[Segment]]) -> list[tuple[int, int]]:
-    stats = [s.path.stat() for segments in splits.values() for s in segments]
-    return [(s.st_size, s.st_mtime_ns) for s in stats]
+    found = []
+    for path in dict.fromkeys(s.path for segments in splits.values() for s in segments):
+        try:
+            found.append((path.stat().st_size, path.stat().st_mtime_ns))
+        except OSError:  # it is gone
+            found.append((-1, -1))
+    return found
 
 
 def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:

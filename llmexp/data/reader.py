@@ -5,6 +5,7 @@ Dimensions: b rows of a micro-batch, t positions, n windows, r rows of this rank
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import threading
@@ -138,9 +139,7 @@ def _micro_batches(
         ignored = filled_targets == ignore_id
         filled_targets[ignored] = MASKED
         valid -= ignored.sum((1, 2))
-    pairs = list(
-        zip(*(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True)  # type: ignore
-    )
+    pairs = list(zip(*(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True))
     return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
 
 
@@ -166,6 +165,17 @@ def _read_ahead(windows: Iterator[Window], prefetch: int, cuda_device: int | Non
     thread = threading.Thread(
         target=_produce, args=(windows, ready, room, cuda_device), name="llmexp-reader", daemon=True
     )
+
+    def stop() -> None:
+        while not room.empty():  # what is still allowed is not wanted any more
+            with contextlib.suppress(Empty):
+                room.get_nowait()
+        room.put(False)
+        if thread is not threading.current_thread():  # where the garbage collector may close us
+            thread.join(timeout=5)
+
+    # A thread that is inside torch while the interpreter goes down would abort the process.
+    atexit.register(stop)
     thread.start()
     try:
         while (item := ready.get()) is not None:
@@ -174,10 +184,8 @@ def _read_ahead(windows: Iterator[Window], prefetch: int, cuda_device: int | Non
             room.put(True)
             yield item
     finally:
-        while not room.empty():  # what is still allowed is not wanted any more
-            with contextlib.suppress(Empty):
-                room.get_nowait()
-        room.put(False)
+        atexit.unregister(stop)
+        stop()
 
 
 def _produce(

@@ -76,19 +76,19 @@ def _chunked_nll(
     # softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal range.
     scale = 256.0 if compute_dtype == torch.float16 else 1.0
     rows_per_chunk, tile_size = _chunk_sizes(h_nd.device)
-    n_vocab = weight_vd.shape[0]
-    starts = range(0, n_vocab, tile_size)
+    starts = range(0, weight_vd.shape[0], tile_size)
 
     nll = torch.zeros((), dtype=sum_dtype, device=h_nd.device)
     grad_h_nd = torch.zeros_like(h_nd, dtype=sum_dtype) if needs_h else None
     grad_weight_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if needs_weight else None
+    h_nd, weight_vd = h_nd.to(operand_dtype), weight_vd.to(operand_dtype)
 
     def weight_tile(start: int) -> Tensor:
-        return weight_vd[start : start + tile_size].to(operand_dtype).to(compute_dtype)
+        return weight_vd[start : start + tile_size].to(compute_dtype)
 
     for first in range(0, h_nd.shape[0], rows_per_chunk):
         chunk = slice(first, first + rows_per_chunk)
-        chunk_nd = h_nd[chunk].to(operand_dtype).to(compute_dtype)
+        chunk_nd = h_nd[chunk].to(compute_dtype)
         valid_n1 = (targets_n[chunk] != IGNORE_INDEX)[:, None]
         # A masked row is computed with target 0 and multiplied away: its place is not known on the host.
         target_n1 = targets_n[chunk][:, None].masked_fill(~valid_n1, 0)
@@ -132,8 +132,7 @@ def _chunked_nll(
                 else:
                     grad_tile_vd.add_(_matmul(e_nv.T, scaled_nd, sum_dtype), alpha=1 / scale)
         if grad_h_nd is not None:
-            target_weight_nd = weight_vd[target_n1[:, 0]].to(operand_dtype)
-            grad_h_nd[chunk].sub_(target_weight_nd * valid_n1)
+            grad_h_nd[chunk].sub_(weight_vd[target_n1[:, 0]] * valid_n1)
         if grad_weight_vd is not None:
             _subtract_rows(grad_weight_vd, target_n1[:, 0], (chunk_nd * valid_n1).to(sum_dtype))
     return nll, grad_h_nd, grad_weight_vd

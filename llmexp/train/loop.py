@@ -70,11 +70,7 @@ class Loop:
     byte_lengths: Tensor
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
-    shown: tuple[float | None, float | None, float | None] = (
-        None,
-        None,
-        None,
-    )  # loss, tokens/s, eta of the bar
+    shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def train(loop: Loop) -> str:
         with meter.stepping():
             with meter.waiting_for_data():
                 window = next(reader)
-            seed_step(config.train.seed, p.step, s.mesh.dp_rank)
+            seed_step(config.train.seed, p.step, s.mesh.dp_rank, s.mesh.device)
             step = train_step(s, window, lambda: settle(loop))
             p.step += 1
             loop.pending = step.verdict
@@ -172,7 +168,7 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
         row["grad_norm_post_clip"] = float(step.grad_norm_post_clip)
     row["weight_norm"] = float(torch.nn.utils.get_total_norm([q.detach() for q in s.parameters]))
     if step.loss_scale is not None:
-        row["loss_scale"] = step.loss_scale
+        row["loss_scale"] = float(step.loss_scale)
     row |= {"skipped": code != OK, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
     if s.parts.config.train.data_digest:
         digest = int(mesh.total(s.mesh, torch.tensor(window.digest)))

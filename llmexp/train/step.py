@@ -53,7 +53,7 @@ class Step:
     clipped: Tensor
     verdict: Verdict
     lr: float
-    loss_scale: float | None
+    loss_scale: Tensor | None
 
 
 class Verdict:
@@ -102,7 +102,7 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     norm_after, clipped = clipping.clip(s.clip.kind, s.parameters, norm, s.clip.max_norm, s.clip.max_value)
 
     lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
-    scale = s.scaler.get_scale() if s.scaler.is_enabled() else None
+    scale = s.scaler.scale(torch.ones((), device=device)) if s.scaler.is_enabled() else None
     optim.update(s.optimizers, skip=code != OK)
     if s.scaler.is_enabled():
         s.scaler.update()
@@ -145,11 +145,13 @@ def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
     return found
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """The RNG of a window is a pure function of (seed, step, rank): nothing that happens between two windows can
     disturb it, and a resumed run needs no RNG state."""
     number = int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest())
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed queues a call a step where CUDA is not started
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 

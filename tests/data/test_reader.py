@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -238,6 +240,23 @@ def test_a_file_cut_during_the_run_is_named(tmp_path: Path) -> None:
         file.truncate(100)
     with pytest.raises(ValueError, match=r"train\.bin: this token file was cut"):
         list(windows)
+
+
+def test_a_process_may_end_in_the_middle() -> None:
+    """With the thread busy: an abort here would turn a good run into a failed one."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+import numpy as np
+from llmexp.data.reader import read_windows
+from llmexp.data.stream import TokenStream
+windows = read_windows(TokenStream([np.zeros(1_000_000, np.uint16)]), sequence_length=64, real_batch_size=512,
+    micro_batch_size=1, gradient_accumulation_steps=512, rank=0, dp_size=1, seed=0, shuffle=True, ignore_id=None,
+    start_step=0, max_steps=10**6, total_sequences=10**12, digest=True, pin_memory=False, prefetch=1000)
+next(windows)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_batch_that_does_not_multiply_out_is_refused() -> None:

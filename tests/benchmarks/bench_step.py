@@ -1,0 +1,133 @@
+"""Steady-state speed of a run against a bare hand-written loop over the same model, batch and precision.
+
+    python tests/benchmarks/bench_step.py [--rounds 40] [--case NAME]
+
+The run is a real one, with rows, console and checks on and a row each step; a hook makes one bare step before each of
+its steps, so that both see the same machine. Printed: median of bare time / run time, step by step (1.00 = as fast).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from llmexp import folder, launch, mesh
+from llmexp.assemble import Parts, assemble
+from llmexp.train import worker
+
+SIZES = {
+    "base": (4, 256, 4, 256, 320),  # layers, width, heads, length, vocabulary
+    "tiny": (2, 64, 2, 64, 320),
+    "large-vocabulary": (4, 256, 4, 256, 50304),
+}
+# name: (size, micro-batch, accumulation, precision, goal)
+CASES = {
+    "base fp32": ("base", 4, 4, "fp32", 0.98),
+    "base bf16": ("base", 4, 4, "bf16", 0.98),
+    "tiny fp32": ("tiny", 4, 4, "fp32", 0.95),
+    "base fp32, accumulation 1": ("base", 4, 1, "fp32", 0.98),
+    "base fp32, accumulation 8": ("base", 4, 8, "fp32", 0.98),
+    "50k vocabulary fp32": ("large-vocabulary", 4, 2, "fp32", 1.15),
+    "50k vocabulary bf16": ("large-vocabulary", 4, 2, "bf16", 1.3),
+}
+
+
+class Bare:
+    """What people write by hand: nanoGPT's loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.run, self.precision = parts.run, parts.precision
+        self.model = parts.build_model()
+        self.data = parts.corpus.train.read(0, 200_000).astype(np.uint16)
+        decay = [p for p in self.model.parameters() if p.ndim >= 2]
+        rest = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+        self.amp = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        t = self.run.sequence_length
+        at = np.random.randint(0, len(self.data) - t - 1, self.run.micro_batch_size)
+        x = torch.stack([torch.from_numpy(self.data[i : i + t].astype(np.int64)) for i in at])
+        y = torch.stack([torch.from_numpy(self.data[i + 1 : i + t + 1].astype(np.int64)) for i in at])
+        return x, y
+
+    def step(self) -> None:
+        for _ in range(self.run.gradient_accumulation_steps):
+            x, y = self.batch()
+            with self.amp:
+                logits = self.model(x)
+                loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
+            (loss / self.run.gradient_accumulation_steps).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *more: str) -> Parts:
+    layers, width, heads, length, vocabulary = SIZES[size]
+    overrides = [
+        f"model.n_layers={layers}", f"model.d_model={width}", f"model.n_heads={heads}", f"model.d_ff={4 * width}",
+        f"model.max_position_embeddings={length}", f"model.vocab_size={vocabulary}", f"batch.sequence_length={length}",
+        f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}", f"precision={precision}",
+        f"train.max_steps={steps}", "data=synthetic", "train.log_every=1", "train.eval_every=null",
+        "train.sample_tokens=0", "tracker=none", "checkpoint.every=null", *more,
+    ]  # fmt: skip
+    with launch.hydra_app(None) as hydra:
+        return assemble(launch.typed(launch.compose(hydra, overrides)[0]), write=True)
+
+
+def ratio(case: str, rounds: int) -> tuple[float, float, float]:
+    """Median, lower and upper quartile of bare time / run time."""
+    size, micro, accum, precision, _ = CASES[case]
+    warm_up = 5
+    parts = parts_of(size, micro, accum, precision, rounds + warm_up + 1)
+    bare, marks = Bare(parts), []
+
+    def hook(event: str, context: object) -> None:
+        if event == "step_start":
+            start = time.perf_counter()
+            bare.step()
+            marks.append((start, time.perf_counter()))
+
+    parts = dataclasses.replace(parts, hooks=[("bench", hook)])
+    with tempfile.TemporaryDirectory() as path:
+        worker.record(Path(path), parts, {})
+        out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
+        try:
+            worker.run_training(Path(path), parts, mesh.join("cpu", 1, 60))
+        finally:
+            sys.stdout = out
+        assert len(folder.read_rows(Path(path) / folder.METRICS)) == rounds + warm_up + 1
+    pairs = zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)
+    ratios = [(done - begun) / (next_begun - done) for (begun, done), (next_begun, _) in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--case", choices=CASES)
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; bare time / run time per step")
+    print(f"{'case':28} {'median':>7} {'quartiles':>13} {'goal':>6}")
+    for case in [args.case] if args.case else CASES:
+        middle, low, high = ratio(case, args.rounds)
+        print(f"{case:28} {middle:7.3f} {low:6.3f} {high:6.3f} {CASES[case][-1]:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

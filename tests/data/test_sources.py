@@ -1,0 +1,445 @@
+"""The data sources: what they split, what they refuse, and that each YAML fits its function."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.data import sources, tokenizers
+from llmexp.data.files import match_files, remembered
+from llmexp.data.stream import Corpus, TokenStream
+
+from .common import SHARED
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+BYTES = tokenizers.byte_level()
+
+
+@pytest.fixture(autouse=True)
+def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _text(train_files: Any = "*.txt", val_files: Any = None, **changed: Any) -> Corpus:
+    knobs = {"tokenizer": BYTES, "val_ratio": 0.1, "max_tokens": None, "seed": 0, "cache_dir": None}
+    return sources.text(train_files=train_files, val_files=val_files, **{**knobs, **changed})
+
+
+def _tokens(train_files: Any, val_files: Any = None, **changed: Any) -> Corpus:
+    knobs = {"dtype": "uint16", "val_ratio": 0.1, "max_tokens": None, "cache_dir": None, "vocab_size": 257}
+    return sources.tokens(train_files=train_files, val_files=val_files, **{**knobs, "sequence_length": 4, **changed})
+
+
+def _all(stream: TokenStream | None) -> list[int]:
+    return [] if stream is None else stream.read(0, len(stream)).tolist()
+
+
+# text
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.05])
+def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio: float) -> None:
+    text = "".join(chr(32 + i * i % 90) for i in range(12_345))
+    Path("a.txt").write_text(text)
+    corpus = _text(val_ratio=ratio)
+    n = int(len(text) * (1 - ratio))
+    assert _all(corpus.train) == [*text[:n].encode()]
+    assert _all(corpus.val) == [*text[n:].encode()]
+    assert corpus.description == "1 file, 0.0 MB of text"
+
+
+def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> None:
+    """301,966 and 36,059: nanoGPT, data/shakespeare/readme.md."""
+    path = SHARED / "data/tinyshakespeare.txt"
+    if not path.exists():
+        pytest.skip("the text is not there")
+    corpus = _text(str(path), tokenizer=gpt2)
+    assert corpus.val is not None
+    assert (len(corpus.train), len(corpus.val)) == (301_966, 36_059)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.text("aé字🙂\r\n", min_size=1, max_size=12), min_size=1, max_size=5),
+    ratio=st.floats(0, 0.99),
+    seed=st.integers(0, 5),
+    bom=st.booleans(),
+)
+def test_a_split_loses_and_breaks_nothing(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], ratio: float, seed: int, bom: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    for i, part in enumerate(parts):
+        (folder / f"{i}.txt").write_bytes(sources.BOM * bom + part.encode())
+    found = sources.split(sources._documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed)
+    raw = {name: [s.path.read_bytes()[s.start : s.stop] for s in segments] for name, segments in found.items()}
+    for pieces in raw.values():
+        assert all(piece.decode() for piece in pieces)  # not empty, and whole characters only
+    if len(parts) == 1:
+        assert b"".join(raw["train"] + raw["val"]) == parts[0].encode()
+    in_order = [s.path.name for segments in found.values() for s in segments]
+    assert sorted(set(in_order)) == [f"{i}.txt" for i in range(len(parts))]
+    assert len(in_order) <= len(parts) + 1  # one document at most is cut
+    total = sum(len(p.encode()) for p in parts)
+    n_train = sum(map(len, raw["train"]))
+    assert 0 <= int(total * (1 - ratio)) - n_train <= 3  # bytes of a character
+    assert n_train + sum(map(len, raw["val"])) == total
+
+
+def test_documents_are_shuffled_by_the_seed_and_separated() -> None:
+    for i in range(10):
+        Path(f"{i}.txt").write_text(f"{i}" * 4)
+    orders = {tuple(_all(_text(val_ratio=0.0, seed=seed).train)) for seed in range(4)}
+    assert len(orders) == 4
+    for ids in orders:
+        pieces = bytes(i if i < 256 else 0 for i in ids).split(b"\0")
+        assert sorted(pieces) == [str(i).encode() * 4 for i in range(10)]
+    assert _text(val_ratio=0.0).val is None
+
+
+def test_validation_files_keep_every_document_in_order() -> None:
+    for name in ("b", "a", "v"):
+        Path(f"{name}.txt").write_text(name * 3)
+    corpus = _text(["b.txt", "a.txt"], "v.txt")
+    assert _all(corpus.train) == [*b"bbb", 256, *b"aaa"]
+    assert _all(corpus.val) == [*b"vvv"]
+    capped = _text(["b.txt", "a.txt"], "v.txt", max_tokens=2)
+    assert (_all(capped.train), _all(capped.val)) == ([*b"bb"], [*b"vvv"])
+
+
+@pytest.mark.parametrize("max_tokens", [2, 15, 100, 10_000])
+def test_max_tokens_is_shared_between_training_and_validation(max_tokens: int) -> None:
+    Path("a.txt").write_text("0123456789" * 100)
+    corpus = _text(max_tokens=max_tokens)
+    train = min(900, round(0.9 * max_tokens))
+    val = min(100, max_tokens - round(0.9 * max_tokens))
+    assert (len(corpus.train), 0 if corpus.val is None else len(corpus.val)) == (train, val)
+
+
+def test_bytes_stay_as_they_are_but_for_the_order_mark() -> None:
+    raw = b"a\0b\r\nc\rd<|endoftext|>"
+    Path("a.txt").write_bytes(sources.BOM + raw + sources.BOM)
+    assert bytes(_all(_text(val_ratio=0.0).train)) == raw + sources.BOM
+
+
+def test_empty_files_among_others_are_left_out_and_told() -> None:
+    Path("a.txt").write_text("a" * 30)
+    Path("b.txt").write_text("")
+    Path("c.txt").write_bytes(sources.BOM)
+    corpus = _text(val_ratio=0.0)
+    assert _all(corpus.train) == [97] * 30
+    assert "2 empty files left out" in corpus.description
+
+
+def test_the_same_file_in_both_is_a_warning() -> None:
+    Path("a.txt").write_text("a" * 30)
+    os.symlink("a.txt", "link.txt")
+    assert "WARNING: in both train and validation: " in _text("a.txt", "link.txt").description
+    Path("b.txt").write_text("b" * 30)
+    assert "WARNING" not in _text("a.txt", "b.txt").description
+
+
+def test_the_fingerprint_follows_content_and_settings_not_places() -> None:
+    Path("one").mkdir()
+    Path("two").mkdir()
+    for folder in ("one", "two"):
+        Path(folder, "a.txt").write_text("some text" * 10)
+    base = _text("one/a.txt").fingerprint
+    assert _text("two/a.txt").fingerprint == base
+    os.utime("one/a.txt", (1, 1))
+    assert _text("one/*.txt").fingerprint == base
+    assert _text("one/a.txt", val_ratio=0.2).fingerprint != base
+    assert _text("one/a.txt", max_tokens=50).fingerprint != base
+    Path("one/a.txt").write_text("some texT" * 10)
+    assert _text("one/a.txt").fingerprint != base
+    for i in range(30):
+        Path(f"two/{i}.txt").write_text("x")
+    many = _text("two/*.txt").fingerprint["train_files"]
+    assert list(many) == ["31 files"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("none/*.txt", r"data\.train_files=none/\*\.txt: no file matches \(looked in "),
+        ("folder", r"data\.train_files=folder: folder is a folder; for its files write data\.train_files=folder/\*"),
+        ("empty.txt", r"data\.train_files=empty\.txt: the file is empty"),
+        (["empty.txt", "empty2.txt"], r"data\.train_files: all 2 files are empty, empty\.txt"),
+        ("dangling.txt", r"data\.train_files=dangling\.txt: dangling\.txt cannot be read: No such file"),
+        (None, r"data\.train_files=null: a glob or a list of globs is needed"),
+        ([], r"data\.train_files=\[\]: a glob"),
+        ([1], r"data\.train_files=\[1\]: a glob"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(files: Any, message: str) -> None:
+    Path("folder").mkdir()
+    for name in ("empty.txt", "empty2.txt"):
+        Path(name).touch()
+    os.symlink("nowhere", "dangling.txt")
+    with pytest.raises(ValueError, match=message):
+        _text(files)
+    if files is not None:
+        Path("good.txt").write_text("good")
+        with pytest.raises(ValueError, match=message.replace("train_files", "val_files")):
+            _text("good.txt", files)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"val_ratio": 1.0}, r"data\.val_ratio=1\.0"),
+        ({"val_ratio": -0.1}, r"data\.val_ratio=-0\.1"),
+        ({"val_ratio": math.nan}, r"data\.val_ratio=nan"),
+        ({"val_ratio": "x"}, r"data\.val_ratio=x"),
+        ({"val_ratio": True}, r"data\.val_ratio=True"),
+        ({"max_tokens": 0}, r"data\.max_tokens=0"),
+        ({"max_tokens": 2.5}, r"data\.max_tokens=2\.5"),
+        ({"seed": -1}, r"data\.seed=-1"),
+        ({"seed": None}, r"data\.seed=None"),
+        ({"cache_dir": 5}, r"data\.cache_dir=5"),
+    ],
+)
+def test_bad_knobs_are_refused(changed: dict[str, Any], message: str) -> None:
+    Path("a.txt").write_text("a" * 30)
+    with pytest.raises(ValueError, match=message):
+        _text(**changed)
+
+
+def test_globs_cross_folders_and_name_each_file_once() -> None:
+    Path("a/b").mkdir(parents=True)
+    for name in ("a/2.txt", "a/b/1.txt", "a/x[1].txt"):
+        Path(name).write_text(name)
+    found = [str(p) for p in match_files("k", ["a/b/*.txt", "a/**/*.txt"])]
+    assert found == ["a/b/1.txt", "a/2.txt", "a/x[1].txt"]
+    assert [str(p) for p in match_files("k", "a/x[1].txt")] == ["a/x[1].txt"]
+
+
+def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
+    path, calls = tmp_path / "a", []
+    path.write_text("a")
+
+    def ask(settings: int = 0) -> int:
+        return remembered(tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls), True)
+
+    assert (ask(), ask()) == (1, 2)  # changed just now: not remembered yet
+    os.utime(path, (1000, 1000))
+    assert (ask(), ask(), ask(1)) == (3, 3, 4)
+    os.utime(path, (2000, 2000))
+    assert ask() == 5
+    for note in (tmp_path / "c" / "notes").iterdir():
+        note.write_text("{")
+    assert ask() == 6
+
+
+# tokens
+
+
+def test_token_files_of_all_kinds_are_one_stream() -> None:
+    ids = np.arange(200) % 257
+    np.save("a.npy", ids.astype(np.int64))
+    np.save("b.npy", ids.astype(np.uint16))
+    ids.astype("<u2").tofile("c.bin")
+    for name, magic, version, kind in (("d", 20240520, 1, "<u2"), ("e", 20240801, 7, "<u4")):
+        header = np.zeros(256, "<i4")
+        header[:3] = magic, version, len(ids)
+        Path(f"{name}.bin").write_bytes(header.tobytes() + ids.astype(kind).tobytes())
+    corpus = _tokens(["*.npy", "*.bin"])
+    assert _all(corpus.train) + _all(corpus.val) == ids.tolist() * 5
+    assert len(corpus.train) == 900
+    corpus = _tokens("a.npy", "*.bin", max_tokens=20)
+    assert (_all(corpus.train), _all(corpus.val)) == (ids[:20].tolist(), ids.tolist() * 3)
+    corpus = _tokens("*.npy", max_tokens=100)
+    assert (_all(corpus.train), _all(corpus.val)) == ([*range(90)], (ids.tolist() * 2)[360:370])
+    wide = (np.arange(2000) % 257).astype("<u4")
+    wide.tofile("f.bin")
+    assert len(_tokens("f.bin", dtype="uint32", val_ratio=0.0).train) == 2000
+    with pytest.raises(ValueError, match=r"f\.bin: data\.dtype=uint16, .* uint32"):
+        _tokens("f.bin")
+
+
+def _llm_c(magic: int, version: int, told: int, n: int) -> bytes:
+    return np.array([magic, version, told, *[0] * 253], "<i4").tobytes() + bytes(2 * n)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"", r"the file is empty \(0 bytes\)"),
+        ("a.bin", b"\0" * 101, r"101 bytes are no whole number of uint16"),
+        ("a.bin", b"\0" * 8, r"4 training tokens in 1 files .* needs 5"),
+        ("a.bin", _llm_c(20240520, 1, 50, 49), r"tells of 50 uint16 tokens = 1,124 bytes, the file has 1,122"),
+        ("a.bin", _llm_c(20240520, 1, 0, 0), r"tells of 0 "),
+        ("a.bin", _llm_c(20240520, 2, 50, 50), r"20240520 version 2 is unknown"),
+        ("a.npy", b"", r"the file is empty"),
+        ("a.npy", b"\x93NUMPY\x01\x00", r"no readable \.npy file of 8 bytes"),
+        ("a.npy", np.zeros((3, 3), int), r"a 1-d array of integers is needed, the file holds 2-d int64"),
+        ("a.npy", np.zeros(30), r"holds 1-d float64"),
+        ("a.npy", np.array([None] * 9), r"no readable \.npy"),
+        ("a.npy", np.zeros(0, int), r"the array is empty"),
+        ("a.txt", b"text", r"a token file ends in \.npy or \.bin"),
+    ],
+)
+def test_token_files_that_are_not_whole_are_refused(name: str, content: Any, message: str) -> None:
+    if isinstance(content, bytes):
+        Path(name).write_bytes(content)
+    else:
+        np.save(name, content)
+    with pytest.raises(ValueError, match=message) as refusal:
+        _tokens(name, val_ratio=0.0)
+    assert name in str(refusal.value)
+    assert "data.train_files" in str(refusal.value)
+
+
+@pytest.mark.parametrize("position", [0, 50, 99])
+@pytest.mark.parametrize("bad", [-1, 257, 60_000])
+def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position: int, bad: int) -> None:
+    good = np.zeros(100, np.int32)
+    np.save("a.npy", good)
+    np.save("b.npy", np.where(np.arange(100) == position, bad, good))
+    for files in ((["a.npy", "b.npy"], None), ("a.npy", "b.npy")):
+        for _ in range(2):  # a refusal is not remembered as a pass
+            with pytest.raises(ValueError, match=rf"b\.npy: token id {bad} at position {position} \(of 100\)"):
+                _tokens(*files)
+
+
+def test_a_checked_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save("a.npy", np.zeros(100, np.uint16))
+    os.utime("a.npy", (1000, 1000))
+    scanned: list[int] = []
+    monkeypatch.setattr(sources, "check_ids", lambda *args: scanned.append(1))
+    _tokens("a.npy", write=False)
+    assert not Path("cache").exists()
+    for _ in range(3):
+        _tokens("a.npy")
+    assert len(scanned) == 2
+    _tokens("a.npy", vocab_size=100)
+    assert len(scanned) == 3
+
+
+def test_token_fingerprints_follow_the_content() -> None:
+    np.save("a.npy", np.arange(100))
+    base = _tokens("a.npy").fingerprint
+    assert _tokens("a.npy").fingerprint == base
+    np.save("a.npy", np.arange(1, 101))
+    assert _tokens("a.npy").fingerprint != base
+
+
+def test_a_wrong_dtype_is_refused() -> None:
+    np.save("a.npy", np.arange(100))
+    with pytest.raises(ValueError, match=r"data\.dtype=int8: must be uint16 or uint32"):
+        _tokens("a.npy", dtype="int8")
+
+
+# synthetic
+
+
+def _synthetic(**changed: Any) -> Corpus:
+    knobs: dict[str, Any] = {"pattern": "markov", "n_tokens": 200_000, "n_ids": 20, "val_ratio": 0.1, "seed": 1}
+    return sources.synthetic(**{**knobs, "vocab_size": 257, **changed})
+
+
+def test_the_markov_chain_has_the_entropy_it_tells() -> None:
+    """The plug-in estimate from counts: its deviation is sqrt(var(-ln p) / n) and its bias (states x 3) / 2n; with
+    var = 0.7 ln^2 0.7 + 0.3 ln^2 0.1 - 0.94^2 = 0.80, five deviations are 0.0105 at n = 180,000 and the bias 0.0002."""
+    corpus = _synthetic()
+    ids = np.array(_all(corpus.train))
+    counts = np.zeros((20, 20))
+    np.add.at(counts, (ids[:-1], ids[1:]), 1)
+    assert (np.count_nonzero(counts, axis=1) == 4).all()
+    share = counts / counts.sum(1, keepdims=True)
+    found = -np.sum(counts / counts.sum() * np.log(np.where(share > 0, share, 1)))
+    told = -(0.7 * math.log(0.7) + 0.3 * math.log(0.1))
+    assert abs(found - told) < 0.0107
+    assert f"{told:.3f} nats" in corpus.description
+
+
+def test_the_copy_task_repeats_every_block() -> None:
+    corpus = _synthetic(pattern="copy", val_ratio=0.0)
+    blocks = np.array(_all(corpus.train))[: 32 * 6000].reshape(-1, 2, 16)
+    np.testing.assert_array_equal(blocks[:, 0], blocks[:, 1])
+    assert set(blocks.ravel().tolist()) == set(range(20))
+    assert f"{math.log(20) / 2:.3f} nats" in corpus.description
+
+
+@pytest.mark.parametrize("pattern", ["markov", "copy"])
+@pytest.mark.parametrize("n_ids", [4, 5, 257, None])
+def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(pattern: str, n_ids: int | None) -> None:
+    first, again, other = (_synthetic(pattern=pattern, n_tokens=999, n_ids=n_ids, seed=s) for s in (1, 1, 2))
+    ids = _all(first.train) + _all(first.val)
+    assert len(ids) == 999
+    assert 0 <= min(ids) <= max(ids) < (n_ids or 257)
+    assert _all(again.train) == _all(first.train) != _all(other.train)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pattern": "x"}, r"data\.pattern=x: must be markov or copy"),
+        ({"n_ids": 258}, r"data\.n_ids=258"),
+        ({"n_ids": 3}, r"data\.n_ids=3"),
+        ({"n_tokens": 1}, r"data\.n_tokens=1"),
+        ({"n_tokens": None}, r"data\.n_tokens=None"),
+    ],
+)
+def test_bad_synthetic_knobs_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _synthetic(**changed)
+
+
+# stdlib
+
+
+def test_the_standard_library_is_real_text() -> None:
+    knobs: dict[str, Any] = {"val_ratio": 0.1, "max_tokens": 50_000, "seed": 0, "cache_dir": None}
+    corpus = sources.stdlib(tokenizer=BYTES, **knobs)
+    assert corpus.val is not None
+    assert (len(corpus.train), len(corpus.val)) == (45_000, 5_000)
+    assert "import " in BYTES.decode(_all(corpus.train))
+    assert "standard library" in corpus.description
+    again = sources.stdlib(tokenizer=BYTES, **knobs)
+    assert (_all(again.val), again.fingerprint) == (_all(corpus.val), corpus.fingerprint)
+
+
+def test_a_python_without_sources_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
+        sources.stdlib(tokenizer=BYTES, val_ratio=0.1, max_tokens=None, seed=0, cache_dir=None)
+
+
+def test_planning_and_preparing_need_no_torch() -> None:
+    """Importing torch takes longer than all the rest."""
+    root = str(CONF.parent)
+    program = f"import sys; sys.path.insert(0, {root!r}); import llmexp.data.sources; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# conf
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")), ids=str)
+def test_each_yaml_lists_every_knob_of_its_function(path: Path) -> None:
+    knobs = yaml.safe_load(path.read_text())
+    module, _, name = knobs.pop("_target_").rpartition(".")
+    offered: set[str] = set()
+    if path.parent.name == "data":
+        assert knobs.pop("shuffle") is True
+        assert knobs.pop("ignore_id") is None
+        offered = {"tokenizer", "vocab_size", "sequence_length", "write"}
+    function = getattr({"llmexp.data.sources": sources, "llmexp.data.tokenizers": tokenizers}[module], name)
+    assert set(inspect.signature(function).parameters) - offered == set(knobs)
+    for line in path.read_text().splitlines():
+        assert line.startswith(("#", "_target_", "name:")) or "  # " in line, line

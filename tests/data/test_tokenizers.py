@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.data import tokenizers
+
+from .common import SHARED
+
+
+@given(text=st.text())
+def test_a_byte_is_its_id(text: str) -> None:
+    encoding = tokenizers.byte_level()
+    assert encoding.encode_ordinary(text) == list(text.encode())
+    assert encoding.decode(list(text.encode())) == text
+
+
+def test_the_byte_level_has_an_end_of_text() -> None:
+    encoding = tokenizers.byte_level()
+    assert (encoding.n_vocab, tokenizers.end_of_text_id(encoding)) == (257, 256)
+    assert encoding.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
+    assert tokenizers.is_byte_level(encoding)
+
+
+def test_byte_lengths_are_those_of_the_tokens(bpe: tiktoken.Encoding) -> None:
+    lengths = tokenizers.token_byte_lengths(bpe)
+    assert lengths.shape == (bpe.n_vocab,)
+    special = {bpe.encode_single_token(s) for s in bpe.special_tokens_set}
+    for i in range(bpe.n_vocab):
+        try:
+            expected = 0 if i in special else len(bpe.decode_single_token_bytes(i))
+        except KeyError:  # an id without a meaning
+            expected = 0
+        assert lengths[i] == expected
+    assert not tokenizers.is_byte_level(bpe)
+    text = "Ünïcode, and more: 字\n"
+    assert lengths[bpe.encode_ordinary(text)].sum() == len(text.encode())
+    assert tokenizers.token_byte_lengths(tokenizers.byte_level()).tolist() == [1] * 256 + [0]
+
+
+def test_the_identity_sees_all_that_decides(gpt2: tiktoken.Encoding) -> None:
+    base = {"name": "x", "pat_str": "a|b", "mergeable_ranks": {b"a": 0, b"b": 1}, "special_tokens": {"<e>": 2}}
+    changes = [
+        {"pat_str": "b|a"},
+        {"mergeable_ranks": {b"a": 1, b"b": 0}},
+        {"mergeable_ranks": {b"a": 0, b"c": 1}},
+        {"special_tokens": {"<f>": 2}},
+    ]
+    seen = {tokenizers.identity(tiktoken.Encoding(**{**base, **c})) for c in [{}, {"name": "y"}, *changes]}
+    assert len(seen) == 5  # a new name alone changes nothing
+    assert tokenizers.identity(gpt2) == tokenizers.identity(gpt2)
+
+
+def test_an_unknown_encoding_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.name=gpt-2: .*Did you mean gpt2"):
+        tokenizers.pretrained("gpt-2")
+    with pytest.raises(ValueError, match=r"tokenizer\.download_timeout_s=0"):
+        tokenizers.pretrained("gpt2", 0)
+
+
+def test_documents_need_an_end_of_text() -> None:
+    encoding = tiktoken.Encoding("x", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={})
+    with pytest.raises(ValueError, match=r"x has no <\|endoftext\|>"):
+        tokenizers.end_of_text_id(encoding)
+
+
+@pytest.fixture
+def _nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+@pytest.mark.usefixtures("_nothing_cached")
+def test_a_network_that_refuses_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("name resolution failed")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(ValueError, match=r"TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
+        tokenizers.pretrained("r50k_base")
+
+
+@pytest.mark.usefixtures("_nothing_cached")
+def test_a_network_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def silent(*args: object, **kwargs: object) -> None:
+        over.wait(30)
+        raise OSError("over")
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"no answer within 0\.5 s.*TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
+        tokenizers.pretrained("r50k_base", download_timeout_s=0.5)
+    assert time.monotonic() - started < 5
+    over.set()
+
+
+@pytest.mark.usefixtures("_nothing_cached")
+def test_a_damaged_file_without_a_network_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (SHARED / "tiktoken").is_dir():
+        pytest.skip("the tokenizer files are not there")
+    shutil.copytree(SHARED / "tiktoken", tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.iterdir():
+        file.chmod(0o644)
+        file.write_bytes(file.read_bytes()[:-1])
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("name resolution failed")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
+        tokenizers.pretrained("gpt2")
+
+
+def test_lengths_are_integers() -> None:
+    assert tokenizers.token_byte_lengths(tokenizers.byte_level()).dtype == np.int64
