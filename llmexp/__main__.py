@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
 
 from llmexp.process import REFUSED
@@ -23,6 +25,11 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file that is opened later gets a closed stream's number
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as an exception, so that a waiting worker is ended too
+        signal.signal(number, lambda n, frame: sys.exit(128 + n))
     sys.exit(run(sys.argv[1:]))
 
 
@@ -42,9 +49,7 @@ def run(arguments: list[str]) -> int:
             print(f"llmexp {__version__}")
             return 0
         if command in ("-sc", "--shell-completion", "--shell_completion"):
-            from llmexp import launch
-
-            return launch.train(complete(arguments, commands))
+            return complete(arguments, commands)
         if command not in commands:
             raise ConfigError(f"{command}: there is no such command.{nearest(command, commands)} See llmexp --help.")
         if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
@@ -73,12 +78,20 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
-def complete(arguments: list[str], commands: tuple[str, ...]) -> list[str]:
-    """Hydra completes overrides; the command in front of them is ours: take it out of the line it looks at."""
+def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
+    """Shell completion: of our commands here; of overrides by Hydra, which must not see the command before them."""
+    from llmexp import launch
+
     words = os.environ.get("COMP_LINE", "").split(" ")
-    if len(words) > 1 and words[1] in commands:
+    if len(words) == 2 and any(a.startswith("query=") for a in arguments):
+        print("\n".join(c for c in commands if c.startswith(words[1])))
+        return 0
+    if len(words) > 2 and words[1] in commands:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
-    return arguments
+    for flag, folder in itertools.pairwise(words):
+        if flag in ("--config-dir", "-cd") and os.path.isdir(folder):
+            arguments = [*arguments, "--config-dir", folder]
+    return launch.train(arguments)
 
 
 if __name__ == "__main__":

@@ -104,13 +104,17 @@ def assemble(config: Config, *, write: bool) -> Parts:
 
     corpus_knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
     _check_common_data(config.data)
+    ids = vocab_size or tokenizer.n_vocab
     offered = {
         "tokenizer": tokenizer,
-        "vocab_size": vocab_size or tokenizer.n_vocab,
+        "vocab_size": ids,
         "sequence_length": batch.sequence_length,
         "write": write,
     }
-    corpus = as_corpus(bind("data", corpus_knobs, offered)())
+    try:
+        corpus = as_corpus(bind("data", corpus_knobs, offered)(), vocab_size=ids)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
     facts = Facts(
         dp_size=ranks,

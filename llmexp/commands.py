@@ -12,16 +12,19 @@ from llmexp.config import Config, ConfigError, build
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
     from llmexp import folder, launch
-    from llmexp.sweep import expand, load_points
+    from llmexp.sweep import expand, is_grid, load_points
 
-    args = launch.parse(arguments)
-    launch.check_overrides(args.overrides)
+    args = launch.parse("plan", arguments)
     with launch.hydra_app(args.config_dir) as hydra:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
+        if multirun and not is_grid(cfg):
+            raise ConfigError(
+                "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be planned"
+            )
         if multirun:
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, args.overrides), 0)
             return plan_sweep([(p.path.name, p.config) for p in points], refused)
-        config, wanted = launch.typed(cfg), Path(cfg.hydra.run.dir)
+        config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
     folder.check_writable(wanted)
     from llmexp.assemble import assemble
     from llmexp.metrics.console import banner
@@ -31,41 +34,26 @@ def plan(arguments: list[str]) -> int:
     return 0
 
 
-def plan_sweep(points: list[tuple[str, Config]], refused: list[str]) -> int:
+def plan_sweep(points: list[tuple[str, Config]], refused: list[tuple[str, str]]) -> int:
     """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
-    from rich.console import Console
-    from rich.table import Table
-
     from llmexp.assemble import assemble
+    from llmexp.sweep import reasons, table
 
-    table = Table(box=None)
-    for name in (
-        "run",
-        "micro_batch",
-        "accumulation",
-        "dp",
-        "real_batch",
-        "length",
-        "steps",
-        "tokens",
-        "epochs",
-    ):
-        table.add_column(name, justify="left" if name == "run" else "right")
+    rows: list[tuple[str, ...]] = [
+        ("run", "micro_batch", "accumulation", "dp", "real_batch", "length", "steps", "tokens", "epochs")
+    ]
     for name, config in points:
         try:
             run = assemble(config, write=False).run
         except ConfigError as error:
-            refused.append(f"{name}: {error}")
+            refused.append((name, str(error)))
             continue
-        table.add_row(
-            name,
-            *(f"{n:,}" for n in (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size)),
-            *(f"{n:,}" for n in (run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens)),
-            f"{run.max_epochs:.4g}",
-        )
-    if table.rows:
-        Console().print(table)
-    for line in refused:
+        sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
+        counts = (run.sequence_length, run.max_steps, run.max_tokens)
+        rows.append((name, *(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"))
+    if len(rows) > 1:
+        print(table(rows, left=1), flush=True)
+    for line in reasons(refused):
         print(f"refused: {line}", file=sys.stderr)
     return 2 if refused else 0
 
@@ -76,8 +64,7 @@ def prepare(arguments: list[str]) -> int:
     from llmexp.data.stream import as_corpus
     from llmexp.targets import bind
 
-    args = launch.parse(arguments)
-    launch.check_overrides(args.overrides)
+    args = launch.parse("prepare", arguments)
     with launch.hydra_app(args.config_dir) as hydra:
         config = launch.typed(launch.compose(hydra, args.overrides)[0])
     tokenizer = bind("tokenizer", config.tokenizer, {})()

@@ -58,7 +58,9 @@ def print_help(command: str, arguments: list[str]) -> None:
     extra = None
     for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
-    print(f"usage: llmexp {command} [-m] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]\n")
+    sweeps = "" if command == "prepare" else "[-m] "
+    usage = f"usage: llmexp {command} {sweeps}[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]"
+    print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
     print("GROUPS (one option each)")
     for name, options in groups(extra).items():
         table(name, ", ".join(options), 14, width)
@@ -89,7 +91,10 @@ def print_help(command: str, arguments: list[str]) -> None:
 
 
 def table(name: str, text: str, column: int, width: int) -> None:
-    lines = textwrap.wrap(text, max(24, width - column - 2)) or [""]
+    """A name, and its text from `column` on; under the name where the terminal is too narrow for that."""
+    narrow = width - column < 40
+    column = 4 if narrow else column
+    lines = textwrap.wrap(text, width - column - 2) or [""]
     if len(name) >= column:
         print(f"  {name}")
         name = ""

@@ -5,8 +5,10 @@ command line + conf/ -> compose -> Config -> request -> `python -m llmexp.train 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import logging
 import os
 import re
 import signal
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,10 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
-from llmexp.config import Config, ConfigError, build, conf_dir, nearest
-from llmexp.process import FAILED
+from llmexp.config import Config, ConfigError, build, conf_dir, nearest, refuse
+from llmexp.process import FAILED, REFUSED
 
 CONFIG_NAME = "config"
+SECRET = re.compile(
+    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_", re.I
+)  # names in the environment
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
 
     A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points share.
     """
-    with user_errors(hydra):
+    with user_errors(hydra.config_loader, overrides):
         multirun = multirun or hydra.get_mode(CONFIG_NAME, list(overrides)) == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
@@ -70,44 +75,62 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
 
 
 @contextmanager
-def user_errors(hydra: Hydra | None = None) -> Iterator[None]:
-    """Hydra's and OmegaConf's refusals as ConfigError, with the nearest known key or option."""
+def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or option."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error, hydra)) from None
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(explain(error, loader, overrides)) from None
 
 
-def explain(error: Exception, hydra: Hydra | None) -> str:
+def explain(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
+    """What Hydra refused, in words that name the key, the value and what would be valid."""
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
         text += "\n" + str(error.__cause__).strip()
     if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return f"{found.group(1)}: several values are a sweep, which needs -m; a list is written key=[a,b]"
-    if found := re.search(r"Could not override '([^']+)'", text):
-        key = found.group(1)
-        known = known_keys(hydra) if hydra is not None else []
-        section = key.rpartition(".")[0]
-        siblings = [k for k in known if k.rpartition(".")[0] == section]
-        return f"{key}: there is no such key or group.{nearest(key, siblings or known)} Known: {', '.join(siblings or known)}"
+    if found := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
+        if "already at" in text:
+            return f"{found.group(1)}: this key exists; write it without the +"
+        return unknown_key(found.group(1).partition("=")[0], known_keys(loader, overrides))
     if found := re.search(r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)", text, re.S):
         choice, group, options = found.group(1), found.group(2), found.group(3).split("Config search")[0].split()
         word = choice.removeprefix(group + "/")
         return f"{group}={word}: there is no such option.{nearest(word, options)} Known: {', '.join(options)}."
-    return " ".join(line.strip() for line in text.splitlines() if line.strip() and "full_key" not in line)
+    if "Config group override must be" in text:
+        for override in map(OverridesParser.create().parse_override, overrides):
+            if override.key_or_group in loader.list_groups("") and not isinstance(override.value(), (str, list)):
+                options = loader.get_group_options(override.key_or_group)
+                return f"{override.input_line}: an option of the group is needed. Known: {', '.join(options)}."
+    key = getattr(error, "full_key", None)
+    lines = [
+        line.strip() for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)", line)
+    ]
+    return (f"{key}: " if key else "") + " ".join(filter(None, lines))
 
 
-def known_keys(hydra: Hydra) -> list[str]:
-    """Every key of the default config, dotted, and every group."""
-    tree = OmegaConf.to_container(hydra.compose_config(CONFIG_NAME, [], run_mode=RunMode.RUN), resolve=False)
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """A refusal that lists what is known in the key's section, or the top level where there is no such section."""
+    section = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == section]
+    top = [k for k in known if "." not in k]
+    hint = nearest(key, siblings) or nearest(key, known)
+    return f"{key}: there is no such key or group.{hint} Known: {', '.join(siblings or top)}"
 
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for key, child in node.items():
-            yield f"{prefix}{key}"
-            if isinstance(child, dict) and key != "hydra":
-                yield from walk(child, f"{prefix}{key}.")
 
-    return [*walk(tree, ""), "experiment"]
+def known_keys(loader: Any, overrides: Sequence[str]) -> list[str]:
+    """Every key, dotted, of the config with the chosen options of the groups; and the groups."""
+    groups = [o for o in overrides if re.fullmatch(r"[a-z]+=\w+", o) and o.partition("=")[0] in loader.list_groups("")]
+    cfg = None
+    for choice in (groups, []):  # a choice may be wrong itself
+        with suppress(HydraException):
+            cfg = cfg or loader.load_configuration(CONFIG_NAME, choice, run_mode=RunMode.RUN)
+    tree = OmegaConf.to_container(cfg, resolve=False)
+
+    return [*flat_keys(tree), "experiment"]
 
 
 def typed(cfg: DictConfig) -> Config:
@@ -117,7 +140,24 @@ def typed(cfg: DictConfig) -> Config:
         plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     refuse_secrets(plain)
-    return build({str(k): v for k, v in plain.items()})
+    config = build({str(k): v for k, v in plain.items()})
+    if re.fullmatch(r"[^/\x00-\x1f.-][^/\x00-\x1f]{0,79}", config.name) is None:
+        raise refuse(
+            "name",
+            repr(config.name[:100]),
+            "must be one folder name: 1 to 80 characters, no /, no dot or - at its start; hydra.run.dir takes any path",
+            "my_run",
+        )
+    return config
+
+
+def chosen_folder(cfg: DictConfig, key: str) -> Path:
+    """The folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises ConfigError."""
+    with user_errors():
+        value = OmegaConf.select(cfg, key, throw_on_missing=True)
+    if not value or "\0" in str(value):
+        raise refuse(key, value, "a folder is needed", "outputs/try1")
+    return Path(str(value))
 
 
 def refuse_secrets(node: Any, key: str = "") -> None:
@@ -128,9 +168,9 @@ def refuse_secrets(node: Any, key: str = "") -> None:
     elif isinstance(node, list):
         for child in node:
             refuse_secrets(child, key)
-    elif isinstance(node, str) and len(node) >= 8:
+    elif isinstance(node, str):
         for name, value in os.environ.items():
-            if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name, re.I) and value and value in node:
+            if SECRET.search(name) and len(value) >= 8 and value in node:
                 raise ConfigError(f"{key}: holds the value of ${name}; secrets do not belong into a saved config")
 
 
@@ -149,16 +189,16 @@ class Worker:
     """A worker process that is already importing torch while the parent still composes."""
 
     def __init__(self) -> None:
-        self._report, child_end = os.pipe()
+        self.stopped = False  # whether a signal was passed on to it
+        self._report, self._child_end = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "llmexp.train", "-"],
             stdin=subprocess.PIPE,
-            pass_fds=(child_end,),
+            pass_fds=(self._child_end,),
             process_group=0,  # Ctrl-C reaches the parent, which passes it on once
             text=True,
         )
-        os.close(child_end)
-        self._child_end = child_end
+        os.close(self._child_end)
 
     def discard(self) -> None:
         """Ends a worker that got nothing to do."""
@@ -175,35 +215,45 @@ class Worker:
             n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
         }
         try:
-            with self._process.stdin as pipe:
+            with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
-        except BrokenPipeError:
-            pass  # the worker has died; its exit code says why
-        code = self._process.wait()
-        for number, handler in old.items():
-            signal.signal(number, handler)
+            code = self._process.wait()
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
         with os.fdopen(self._report) as report:
             text = report.read()
         path = Path(text) if text else None
-        if code < 0:
-            return self._killed(-code, path), path
+        if code < 0 or (code > REFUSED and path is not None and folder.read_status(path).get("state") == "running"):
+            return self._died(code, path), path
         return code, path
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _killed(self, number: int, path: Path | None) -> int:
-        """Records a death that the worker could not record itself."""
-        name = signal.Signals(number).name
-        hint = "; out of memory?" if number == signal.SIGKILL else ""
-        if path is None:
-            print(f"llmexp: the worker was ended by {name}{hint} before the run started", file=sys.stderr)
+    def _died(self, code: int, path: Path | None) -> int:
+        """Says and records a death that the worker could not record itself."""
+        if code < 0:
+            hint = "; out of memory?" if -code == signal.SIGKILL and not self.stopped else ""
+            text = f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
         else:
-            text = f"the worker was ended by signal {number} ({name}{hint})"
+            text = f"the worker ended with exit code {code} and without a word"
+        if path is None:
+            print(f"llmexp: {text} before the run started", file=sys.stderr)
+        else:
             folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
             print(f"llmexp: training failed: {text}; to go on: llmexp resume {path}", file=sys.stderr)
         return FAILED
+
+
+def say(text: str) -> None:
+    """Prints at once; a standard output that is gone (`llmexp ... | head`) stops nothing."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def allow(packages: str) -> None:
@@ -213,53 +263,68 @@ def allow(packages: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
 
 
-def parse(arguments: list[str]) -> Any:
-    """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
+def take_allowed(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
     rest, given = [], iter(arguments)
     for argument in given:
-        if argument == "--allow":
-            package = next(given, None)
-            if package is None:
-                raise ConfigError("--allow: the name of a package is needed; for example --allow mypackage")
-            allow(package)
-        elif argument.startswith("--allow="):
-            allow(argument.removeprefix("--allow="))
-        else:
+        flag, equals, package = argument.partition("=")
+        if flag != "--allow":
             rest.append(argument)
+            continue
+        package = package if equals else next(given, "")
+        if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
+            raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
+        allow(package)
+    return rest
+
+
+def parse(command: str, arguments: Sequence[str]) -> Any:
+    """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
     parser = get_args_parser()
-    parser.prog = "llmexp train"
-    return parser.parse_args(rest)
+    parser.prog = f"llmexp {command}"
+    args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
+    for flag in ("config_name", "config_path", "experimental_rerun"):
+        if getattr(args, flag, None) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own files are options of "
+                "the groups: --config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
+            )
+    check_overrides(args.overrides)
+    return args
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises ConfigError naming an override that cannot be parsed."""
     parser = OverridesParser.create()
     for override in overrides:
-        try:
-            parser.parse_override(override)
-        except HydraException:
+        key = ""
+        with suppress(HydraException):
+            key = parser.parse_override(override).key_or_group
+        if not key:
             raise ConfigError(
                 f"{override}: is not an override; for example train.max_steps=100 (quote special characters: "
                 "'tracker.notes=\"a, b\"')"
-            ) from None
+            )
 
 
 def train(arguments: list[str]) -> int:
     """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
-    args = parse(arguments)
+    args = parse("train", arguments)
     if args.cfg or args.info is not None or args.hydra_help or args.shell_completion:
         return pass_to_hydra(args)
     worker = None if args.multirun else Worker()
     try:
-        check_overrides(args.overrides)
         with hydra_app(args.config_dir) as hydra:
             cfg, multirun = compose(hydra, args.overrides, args.multirun)
             if multirun:
                 from llmexp.sweep import sweep
 
-                return sweep(hydra, cfg, args.overrides)
+                if worker is not None:  # hydra.mode in a config asks for the sweep
+                    worker.discard()
+                    worker = None
+                return sweep(hydra, cfg, args.overrides, arguments)
             config = typed(cfg)
-            wanted = Path(cfg.hydra.run.dir)
+            wanted = chosen_folder(cfg, "hydra.run.dir")
         request = {
             "config": dataclasses.asdict(config),
             "folder": str(wanted),
@@ -277,35 +342,66 @@ def train(arguments: list[str]) -> int:
 
 def resume(arguments: list[str]) -> int:
     """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run in its folder."""
-    paths = [a for a in arguments if "=" not in a and not a.startswith("-")]
-    args = parse([a for a in arguments if a not in paths])
-    if len(paths) != 1:
-        raise ConfigError("llmexp resume: one run folder is needed; for example llmexp resume outputs/default/RUN")
-    path = Path(paths[0])
+    parser = argparse.ArgumentParser(
+        prog="llmexp resume",
+        description="Go on with a run in its folder, from its newest whole checkpoint.",
+        epilog="--allow PACKAGE allows the run's own parts from your package.",
+    )
+    parser.add_argument("run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="changes to how the run is executed, for example batch.micro_batch_size=4; what it computes is fixed",
+    )
+    args = parser.parse_args(take_allowed(arguments))
+    check_overrides(args.overrides)
+    path = args.run_dir
+    if not folder.is_run(path) and (path / "multirun.yaml").exists():
+        raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
     tree = folder.read_config(path)
+    build(tree)
     if folder.read_status(path).get("state") == "finished":
-        print(f"{path}: this run is finished; nothing to do")
+        say(f"{path}: this run is finished; nothing to do")
         return 0
-    for override in args.overrides:
-        key, _, value = override.partition("=")
+    for override in map(OverridesParser.create().parse_override, args.overrides):
+        key = override.key_or_group
         *parents, name = key.split(".")
         node: Any = tree
         for parent in parents:
             node = node.get(parent) if isinstance(node, dict) else None
         if not isinstance(node, dict) or name not in node:
-            raise ConfigError(f"{key}: there is no such key in {path / folder.CONFIG}")
-        node[name] = yaml.safe_load(value)
-    tree["checkpoint"]["resume"] = "must"
+            raise ConfigError(f"{key}: there is no such key in {path / folder.CONFIG}.{nearest(key, flat_keys(tree))}")
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
+        node[name] = override.value()
+    refuse_secrets(tree)
     config = build(tree)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
     recorded = folder.read_json(path / folder.RUN)
     request = {"config": dataclasses.asdict(config), "folder": str(path), "fixed": True}
     return Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group")})[0]
 
 
+def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of nested mappings, sections included; hydra's own without what is in it."""
+    for key, child in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(child, dict) and key != "hydra":
+            yield from flat_keys(child, f"{prefix}{key}.")
+
+
 def pass_to_hydra(args: Any) -> int:
     """--cfg, --info, --hydra-help, --shell-completion: Hydra's own answers."""
-    with hydra_app(args.config_dir) as hydra, user_errors(hydra):
-        if args.cfg:
+    logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
+    with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides):
+        if args.cfg and args.multirun:
+            from llmexp.sweep import expand
+
+            for overrides in expand(hydra, compose(hydra, args.overrides, multirun=True)[0], args.overrides):
+                say(f"# {' '.join(overrides)}")
+                hydra.show_cfg(CONFIG_NAME, overrides, args.cfg, args.package, args.resolve)
+        elif args.cfg:
             hydra.show_cfg(CONFIG_NAME, args.overrides, args.cfg, args.package, args.resolve)
         elif args.info is not None:
             hydra.show_info(args.info, CONFIG_NAME, args.overrides)

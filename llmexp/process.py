@@ -52,6 +52,6 @@ def die_with_parent() -> None:
 def leave(code: int) -> None:
     """Flushes and ends the process without the interpreter's finalisation, where gloo and wandb threads abort."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None where it never was open
             stream.flush()
     os._exit(code)

@@ -53,7 +53,7 @@ class LocalLauncher(Launcher):
 
         points, refused = load_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
         if refused:
-            raise ConfigError("; ".join(refused))
+            raise ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
         results = []
         for point in points:
             say(f"--- {point.path.name}: {' '.join(point.overrides)}")
@@ -107,15 +107,16 @@ def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
 
 def load_points(
     loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
-) -> tuple[list[Point], list[str]]:
-    """Every point that composes and divides, and a line for each one that is refused."""
+) -> tuple[list[Point], list[tuple[str, str]]]:
+    """Every point that composes and divides, and (name, reason) of each one that is refused."""
     from llmexp.launch import chosen_folder, typed, user_errors
     from llmexp.run import solve_batch
 
+    chosen_folder(base, "hydra.sweep.dir")  # read once: ${now:} is then the same in all points
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
     swept = [k for k in keys if len({o for job in job_overrides for o in job if o.partition("=")[0] == k}) > 1]
     points: list[Point] = []
-    refused: list[str] = []
+    refused: list[tuple[str, str]] = []
     for number, overrides in enumerate(job_overrides, first):
         name = label(overrides, swept)
         try:
@@ -131,7 +132,7 @@ def load_points(
             if any(p.path == path for p in points):
                 raise ConfigError(f"hydra.sweep.subdir: two points resolve to the folder {path}")
         except ConfigError as error:
-            refused.append(f"point {number} ({' '.join(overrides)}): {error}")
+            refused.append((f"{number}-{name}", str(error)))
             continue
         points.append(Point(list(overrides), cfg, config, name, path))
     return points, refused
@@ -176,7 +177,7 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0)
         refused += [] if refused else check(points)
         if refused:
-            raise ConfigError("no point was started, because\n  " + "\n  ".join(refused))
+            raise ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
     if not fixed_folder(overrides, "hydra.sweep.dir"):
         where = folder.claim(where, fixed=False)  # two sweeps of the same second get two folders
         overrides = [*overrides, f"hydra.sweep.dir={quoted(str(where))}"]
@@ -206,8 +207,18 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
-def check(points: Sequence[Point]) -> list[str]:
-    """A line for each point that would be refused. A process of its own looks, so that torch and the device stay
+def reasons(refused: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with the first of the points that share it."""
+    lines = []
+    for reason in dict.fromkeys(reason for _, reason in refused):
+        names = [name for name, other in refused if other == reason]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines.append(f"{', '.join(names[:3])}{more}: {reason}")
+    return lines
+
+
+def check(points: Sequence[Point]) -> list[tuple[str, str]]:
+    """(name, reason) of each point that would be refused. A process of its own looks, so that torch and the device stay
     out of this one; it prepares the data of the points, which the runs need anyway."""
     request = json.dumps([dataclasses.asdict(p.config) for p in points])
     command = [sys.executable, "-P", "-m", "llmexp.sweep"]
@@ -218,8 +229,7 @@ def check(points: Sequence[Point]) -> list[str]:
             child.kill()
     if child.returncode != 0:
         raise ConfigError(f"the check of the sweep's points ended with exit code {child.returncode}")
-    reasons = json.loads(answer)
-    return [f"{point.path.name}: {reason}" for point, reason in zip(points, reasons, strict=True) if reason]
+    return [(p.path.name, reason) for p, reason in zip(points, json.loads(answer), strict=True) if reason]
 
 
 def objective(path: Path | None) -> float | None:
@@ -249,11 +259,11 @@ def results_table() -> str:
 def table(rows: Sequence[Sequence[str]], left: int) -> str:
     """Aligned columns, never cut: the first `left` ones to the left, figures to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in rows
-    )  # fmt: skip
+    lines = []
+    for row in rows:
+        cells = [f"{row[i]:<{w}}" if i < left else f"{row[i]:>{w}}" for i, w in enumerate(widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":  # the process that `check` starts: configs in, reasons out
@@ -261,12 +271,12 @@ if __name__ == "__main__":  # the process that `check` starts: configs in, reaso
     configs = [build(plain) for plain in json.load(sys.stdin)]
     from llmexp.assemble import assemble
 
-    reasons: list[str | None] = []
+    found: list[str | None] = []
     with contextlib.redirect_stdout(sys.stderr):
         for config in configs:
             try:
                 assemble(config, write=True)
-                reasons.append(None)
+                found.append(None)
             except ConfigError as error:
-                reasons.append(str(error))
-    json.dump(reasons, sys.stdout)
+                found.append(str(error))
+    json.dump(found, sys.stdout)

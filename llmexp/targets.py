@@ -1,7 +1,7 @@
 """`_target_`: from a dotted name in a config to a function, and its arguments checked against its signature.
 
-Only callables under `llmexp.` or under packages that the user named with --allow or LLMEXP_ALLOW are found: a
-config file alone cannot run arbitrary code.
+Only our own parts and callables under packages that the user named with --allow or LLMEXP_ALLOW are found: a config
+file alone cannot run arbitrary code.
 """
 
 from __future__ import annotations
@@ -14,11 +14,20 @@ from typing import Any
 
 from llmexp.config import ConfigError, nearest, refuse
 
+# Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
+OWN = {
+    "model": "llmexp.models",
+    "data": "llmexp.data.sources",
+    "tokenizer": "llmexp.data.tokenizers",
+    "optimizer": "llmexp.optim",
+    "schedule": "llmexp.schedule",
+}
 
-def allowed_packages() -> list[str]:
-    """`llmexp` and the user's packages from LLMEXP_ALLOW (comma-separated; --allow adds to it)."""
+
+def allowed_packages(section: str) -> list[str]:
+    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated; --allow adds to it)."""
     extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
-    return ["llmexp", *(name for name in extra if name)]
+    return [name for name in (OWN.get(section, ""), *extra) if name]
 
 
 def _inside(module: str, packages: list[str]) -> bool:
@@ -29,13 +38,13 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     """The callable that `dotted` names. Raises ConfigError for anything outside the allowed packages."""
     if not isinstance(dotted, str) or "." not in dotted:
         raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
-    packages = allowed_packages()
+    packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
     not_allowed = refuse(
         key,
         dotted,
-        f"is outside the allowed packages ({', '.join(packages)}); a package of your own is allowed by its name on "
-        "the command line: --allow mypackage",
+        f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your own is allowed by its "
+        "name on the command line: --allow mypackage",
     )
     if not _inside(module_name, packages):
         raise not_allowed
@@ -89,6 +98,7 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            named = f"{section}." in str(error) or f"{section}=" in str(error)
+            raise ConfigError(str(error) if named else f"{section}: {error}") from error
 
     return call

@@ -133,7 +133,7 @@ def _text_corpus(
     if not val_documents:
         fingerprint |= {"val_ratio": val_ratio, "seed": seed if len(train_documents) > 1 else None}
     val = streams.get("val")
-    return Corpus(streams["train"], val if val else None, description, fingerprint)
+    return Corpus(streams["train"], val if val else None, description, fingerprint, is_text=True)
 
 
 def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_Document]:
@@ -242,7 +242,7 @@ def tokens(
         "max_tokens": max_tokens,
         "val_ratio": None if val_paths else val_ratio,
     }
-    return Corpus(train, val if val else None, count + _overlap(train_paths, val_paths), fingerprint)
+    return Corpus(train, val if val else None, count + _overlap(train_paths, val_paths), fingerprint, is_text=True)
 
 
 def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:

@@ -115,6 +115,7 @@ class Corpus:
     val: TokenStream | None
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:

@@ -46,7 +46,10 @@ def main(argument: str) -> int:
     path: Path | None = None
     try:
         if argument == "-":
-            request = json.load(sys.stdin)
+            text = sys.stdin.read()
+            if not text:  # the parent has gone
+                return REFUSED
+            request = json.loads(text)
             parts = assemble(build(request["config"]), write=True)
             path, fresh = open_folder(parts, request)
             if not fresh and folder.read_status(path).get("state") == "finished":
@@ -207,7 +210,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         finish_timeout_s=config.tracker.finish_timeout_s,
         say=console.line,
     )
-    lengths = token_byte_lengths(parts.tokenizer)
+    lengths = token_byte_lengths(parts.tokenizer) * parts.corpus.is_text
     missing = max(0, (run.facts.vocab_size or 0) - len(lengths))
     loop = Loop(
         s=s,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import prepare as module
@@ -38,6 +38,9 @@ texts = st.one_of(st.lists(_pieces, max_size=60).map("".join), st.text(max_size=
 
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
+@example(text="x;\n//y")  # o200k: one match across the line
+@example(text="I don't")  # o200k: one match
+@example(text="x\n\ny x \n y")
 def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> None:
     whole = bpe.encode_ordinary(text)
     for match in BOUNDARY.finditer(text):

@@ -252,7 +252,7 @@ from llmexp.data.reader import read_windows
 from llmexp.data.stream import TokenStream
 windows = read_windows(TokenStream([np.zeros(1_000_000, np.uint16)]), sequence_length=64, real_batch_size=512,
     micro_batch_size=1, gradient_accumulation_steps=512, rank=0, dp_size=1, seed=0, shuffle=True, ignore_id=None,
-    start_step=0, max_steps=10**6, total_sequences=10**12, digest=True, pin_memory=False, prefetch=1000)
+    start_step=0, max_steps=10**6, total_sequences=10**12, digest=False, pin_memory=False, prefetch=100)
 next(windows)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,397 @@
+"""The command line as users drive it: help, completion, folders, sweeps, signals, closed streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmexp.__main__ import run
+from tests.conftest import ROOT, TINY, environment, llmexp, start
+
+RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.log_every=1", "checkpoint.every=null"]
+
+# Runs a command and says which of the slow packages this process has imported, and what processor time it took.
+DRIVER = """
+import sys, resource
+from llmexp.__main__ import run
+code = run(sys.argv[1:])
+heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition(".")[0] for m in sys.modules}
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(code, sorted(heavy), used.ru_utime + used.ru_stime, file=sys.stderr)
+"""
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def session(leader: int) -> list[str]:
+    """Command lines of the living processes of a session."""
+    listed = subprocess.run(["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    return [args for sid, stat, args in rows if int(sid) == leader and not stat.startswith("Z")]
+
+
+def all_gone(leader: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while session(leader):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# --- what is printed
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.split("EXAMPLES")[0].splitlines() if len(line) > columns] == []
+    for part in (
+        "GROUPS",
+        "llama_100m",
+        "MOST USED KNOBS",
+        "batch.real_batch_size",
+        "FLAGS",
+        "--allow",
+        "hydra.run.dir",
+    ):
+        assert part in text
+    # Every knob has its text, beside or below it.
+    for knob in ("train.max_steps", "optimizer.lr", "schedule.warmup_steps", "model.d_model", "data.train_files"):
+        assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
+
+
+@pytest.mark.parametrize("command", ["", "plan", "prepare", "resume", "sample"])
+def test_help_of_every_command(capsys, command):
+    code: object
+    try:
+        code = run([*command.split(), "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    out = capsys.readouterr().out
+    assert f"llmexp {command}".strip() in out
+    assert len(out.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "--cfg", "job"],
+        ["train", "--cfg", "job", "--resolve", "model=gpt2_xl"],
+    ],
+)
+def test_light_commands_import_nothing_heavy(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.startswith("0 []"), done.stderr
+
+
+def test_cfg_and_info(capsys):
+    import yaml
+
+    assert run(["train", "model.n_layers=7", "--cfg", "job", "--resolve", "name=mine"]) == 0  # flags between overrides
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["model"]["n_layers"] == 7
+    assert shown["name"] == "mine"
+    assert "hydra" not in shown
+    assert run(["train", "-m", "--cfg", "job", "train.seed=1,2", "model=gpt_tiny,gpt2_small"]) == 0
+    points = capsys.readouterr().out.split("# train.seed=")[1:]
+    assert [yaml.safe_load(p.partition("\n")[2])["train"]["seed"] for p in points] == [1, 1, 2, 2]
+    assert run(["train", "--cfg", "hydra"]) == 0
+    assert "outputs/${name}/" in capsys.readouterr().out
+    assert run(["train", "--info", "defaults"]) == 0
+    assert "model/gpt_tiny" in capsys.readouterr().out
+    assert run(["train", "--info"]) == 0
+    assert "LocalLauncher" in capsys.readouterr().out
+
+
+def test_info_into_a_closed_pipe():
+    command = f"{sys.executable} -m llmexp train --info | head -1"
+    done = subprocess.run(command, shell=True, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+COMPLETIONS = [
+    ("llmexp tr", {"train"}),
+    ("llmexp ", {"train", "plan", "prepare", "resume", "sample"}),
+    ("llmexp train mod", {"model.", "model="}),
+    ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small", "xl")}),
+    ("llmexp train train.max_", {f"train.max_{k}=" for k in ("consecutive_skips", "epochs", "steps", "tokens")}),
+    ("llmexp train -m train.max_e", {"train.max_epochs="}),
+    ("llmexp plan model=gpt_tiny model.n_l", {"model.n_layers="}),
+    ("llmexp train --config-dir own model=mi", {"model=mine"}),
+]  # fmt: skip
+
+
+def test_bash_completion(tmp_path):
+    """In a real bash, with the function that the install command defines."""
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    shutil.copy(ROOT / "conf" / "model" / "gpt_tiny.yaml", tmp_path / "own" / "model" / "mine.yaml")
+    binary = tmp_path / "llmexp"
+    binary.write_text(f"#!{sys.executable}\nfrom llmexp.__main__ import main\nmain()\n")
+    binary.chmod(0o755)
+    script = ['eval "$(llmexp -sc install=bash)"', "complete -p llmexp >/dev/null || exit 9"]
+    for line, _ in COMPLETIONS:
+        words = line.split(" ")
+        script.append(
+            f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_WORDS=({' '.join(map(repr, words))}) "
+            f"COMP_CWORD={len(words) - 1}; COMPREPLY=(); hydra_bash_completion; echo ${{COMPREPLY[*]}}"
+        )
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)], cwd=tmp_path, env={**env, "PATH": f"{tmp_path}:{env['PATH']}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for (line, expected), answer in zip(COMPLETIONS, done.stdout.split("\n"), strict=False):
+        assert set(answer.split()) == expected, line
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_for_other_shells_prints(capsys, monkeypatch, shell):
+    monkeypatch.setattr(sys, "argv", ["/bin/llmexp"])
+    assert run(["-sc", f"install={shell}"]) == 0
+    assert "llmexp" in capsys.readouterr().out
+
+
+# --- folders
+
+
+def test_plan_prints_the_banner_of_the_run(tmp_path, capsys, monkeypatch):
+    """And three runs that start in the same second get three folders."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    processes = [start("train", *RUN, "hydra.run.dir=outputs/${name}/same", cwd=tmp_path)]
+    processes += [start("train", *RUN, "name=trio", cwd=tmp_path) for _ in range(2)]
+    conf = conf_with_fixed_stamp(tmp_path)
+    shared = [start("train", *RUN, f"--config-dir={conf}", "experiment=stamp", cwd=tmp_path) for _ in range(3)]
+    outs = [p.communicate(timeout=200) for p in [*processes, *shared]]
+    assert [p.returncode for p in [*processes, *shared]] == [0] * 6, outs
+    assert sorted(p.name for p in (tmp_path / "outputs" / "stamp").iterdir()) == ["now", "now-2", "now-3"]
+    assert len(list((tmp_path / "outputs" / "trio").iterdir())) == 2
+
+    assert run(["plan", *RUN, "hydra.run.dir=outputs/${name}/other"]) == 0
+    planned = capsys.readouterr().out.replace("other", "same")
+    assert planned.strip() in outs[0][0]
+
+
+def conf_with_fixed_stamp(folder: Path) -> Path:
+    """Runs get the folder of one second, as if all started in it."""
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nname: stamp\nhydra:\n  run:\n    dir: outputs/stamp/now\n"
+    (folder / "conf" / "experiment" / "stamp.yaml").write_text(text)
+    return folder / "conf"
+
+
+def test_the_user_chooses_the_folder(tmp_path):
+    """Spaces, other scripts, nesting, absolute; under LANG=C; with closed streams."""
+    name = "a b/wörk 数/run"
+    result = llmexp("train", *RUN, f"hydra.run.dir='{tmp_path / name}'", cwd=tmp_path, LC_ALL="C", LANG="C")
+    assert result.code == 0, result.err
+    assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["a b"]
+
+    shell = f"{sys.executable} -m llmexp train {' '.join(RUN)} hydra.run.dir=closed <&- >&- 2>&-"
+    done = subprocess.run(shell, shell=True, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+    assert done.returncode == 0
+    assert len((tmp_path / "closed" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_head_leaves_training_unaffected(tmp_path):
+    """Also of a sweep, where the parent prints too."""
+    for extra in ("hydra.run.dir=one", "-m train.seed=1,2 hydra.sweep.dir=two"):
+        shell = f"{sys.executable} -m llmexp train {' '.join(RUN)} {extra} | head -1; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", shell], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+    for path in ("one", "two/0-seed_1", "two/1-seed_2"):
+        assert json.loads((tmp_path / path / "status.json").read_text())["state"] == "finished"
+
+
+# --- sweeps
+
+USER_CODE = """
+import os, signal
+
+def hook(event, context):
+    if event == "step_end" and context.step == 2:
+        if context.run.micro_batch_size == 1:
+            raise RuntimeError("boom")
+        if context.run.micro_batch_size == 2:
+            os._exit(7)
+        if context.run.micro_batch_size == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+REASONS = (
+    "the hook own.hook failed at step_end of step 2: RuntimeError('boom')",
+    "the worker ended with exit code 7",
+    "the worker was ended by signal 9 (SIGKILL",
+)
+
+
+def test_failing_points_touch_no_other(tmp_path):
+    """Raised, left without a word, killed: the point after them still runs."""
+    (tmp_path / "own.py").write_text(USER_CODE)
+    result = llmexp(
+        "train", "-m", *RUN, "--allow", "own", "hooks=[own.hook]", "batch.micro_batch_size=1,2,3,4", "name=fails",
+        'tracker.notes="one, two"', cwd=tmp_path,
+    )  # fmt: skip
+    assert result.code == 1, result.err
+    (folder,) = (tmp_path / "outputs" / "fails").iterdir()
+    names = [f"{n}-micro_batch_size_{n + 1}" for n in range(4)]
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == names
+    *failed, finished = (json.loads((folder / name / "status.json").read_text()) for name in names)
+    for status, reason in zip(failed, REASONS, strict=True):
+        assert (status["state"], status["exit_code"]) == ("failed", 3)
+        assert reason in status["error"]
+        assert reason in result.err
+    assert finished["state"] == "finished"
+    record = json.loads((folder / names[3] / "run.json").read_text())
+    assert record["label"] == "micro_batch_size_4"
+    assert record["group"].endswith(folder.name)
+    # The output in the order in which it happened, and a table at the end.
+    places = [result.out.index(text) for text in (*(f"--- {name}" for name in names), "run    ")]
+    assert places == sorted(places)
+    rows = [row.split() for row in result.out[places[-1] :].splitlines()[1:5]]
+    assert [row[:2] for row in rows] == [[name, "failed"] for name in names[:3]] + [[names[3], "finished"]]
+    assert len(rows[3]) == 5  # with both losses and tokens/s
+
+
+def test_ctrl_c_stops_a_sweep_which_then_goes_on(tmp_path):
+    """SIGINT in point 2 of 3: it saves, point 3 does not start, exit 75; the printed command does the rest."""
+    slow = ["-m", *RUN, "train.max_steps=4,1000000,5", "train.log_every=100", "hydra.sweep.dir=a b"]
+    process = start("train", *slow, cwd=tmp_path)
+    running = tmp_path / "a b" / "1-max_steps_1000000" / "metrics.jsonl"
+    wait_for(lambda: running.exists() and running.stat().st_size, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert all_gone(process.pid, 5)
+    states = {p.parent.name: json.loads(p.read_text())["state"] for p in (tmp_path / "a b").glob("*/status.json")}
+    assert states == {"0-max_steps_4": "finished", "1-max_steps_1000000": "preempted"}
+    again = out.splitlines()[-1]
+    assert again.startswith("stopped; to go on: llmexp train -m ")
+    assert "checkpoint.resume=auto" in again
+
+    before = (tmp_path / "a b" / "0-max_steps_4" / "status.json").read_bytes()
+    command = again.partition("llmexp ")[2].replace("1000000", "5")  # nobody waits for a million steps
+    shutil.rmtree(tmp_path / "a b" / "1-max_steps_1000000")
+    command = command.replace("4,5,5", "4,6,5")
+    shell = f"{sys.executable} -m llmexp {command}"
+    done = subprocess.run(
+        shell, shell=True, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a b" / "0-max_steps_4" / "status.json").read_bytes() == before
+    assert {p.name for p in (tmp_path / "a b").glob("[0-9]*")} == {"0-max_steps_4", "1-max_steps_6", "2-max_steps_5"}
+
+
+def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):
+    """hydra.mode and hydra.sweeper.params in the user's experiment; a second start is refused before it writes."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "grid.yaml").write_text(
+        "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      train.seed: 1,2\n"
+    )
+    command = ["train", *RUN, "train.max_steps=1", "--config-dir", "conf", "experiment=grid", "hydra.sweep.dir=grid",
+               "hydra.sweep.subdir='s ${train.seed}/é'"]  # fmt: skip
+    result = llmexp(*command, cwd=tmp_path)
+    assert result.code == 0, result.err
+    found = {str(p.parent.relative_to(tmp_path / "grid")) for p in (tmp_path / "grid").rglob("status.json")}
+    assert found == {"s 1/é", "s 2/é"}
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    refused = llmexp(*command, cwd=tmp_path)
+    assert refused.code == 2
+    assert "holds a run already" in refused.err
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["batch.real_batch_size=12", "batch.micro_batch_size=null", "batch.gradient_accumulation_steps=1,3,5"]
+    assert run(["plan", "-m", *RUN, *overrides]) == 2
+    out, err = capsys.readouterr()
+    header, *rows = [line.split() for line in out.splitlines()]
+    assert header[:5] == ["run", "micro_batch", "accumulation", "dp", "real_batch"]
+    assert [row[1:7] for row in rows] == [["12", "1", "1", "12", "12", "3"], ["4", "3", "1", "12", "12", "3"]]
+    assert "2-gradient_accumulation_steps_5: batch.real_batch_size=12" in err
+    assert "10 or 15" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- signals
+
+SLOW_DATA = """
+import time
+import numpy as np
+
+def numbers():
+    open("preparing", "w").close()
+    for _ in range(600):
+        time.sleep(0.05)
+    return np.arange(2000) % 60, np.arange(200) % 60
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["starting", "composing", "preparing"])
+def test_a_signal_before_training(tmp_path, number, moment):
+    """Leaves within 2 s, and takes the worker along; no traceback, no folder."""
+    (tmp_path / "slow.py").write_text(SLOW_DATA)
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "slow.yaml").write_text("_target_: slow.numbers\n")
+    process = start("train", *TINY, "--allow=slow", "--config-dir=conf", "data=slow", "hydra.run.dir=run", cwd=tmp_path)
+    if moment == "preparing":
+        wait_for((tmp_path / "preparing").exists, process)
+    else:
+        wait_for(lambda: len(session(process.pid)) > 1, process)
+        time.sleep(0.02 if moment == "starting" else 0.7)  # the worker is not yet / is importing torch
+    began = time.monotonic()
+    process.send_signal(number)
+    if number == signal.SIGINT and moment == "preparing":
+        process.send_signal(number)  # an impatient second one changes nothing
+    code = process.wait(timeout=20)
+    took = time.monotonic() - began
+    err = process.stderr.read() if number != signal.SIGKILL else ""
+    assert code == (-9 if number == signal.SIGKILL else 128 + number), err
+    assert took < 2 * (1 + os.getloadavg()[0] / (os.cpu_count() or 1)), took  # 2 s, longer where others use the cores
+    assert "Traceback" not in err
+    assert all_gone(process.pid, 10)
+    assert not (tmp_path / "run").exists()
+
+
+def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
+    process = start("train", *RUN, "train.max_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
+    wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)
+    process.kill()
+    process.wait()
+    assert all_gone(process.pid, 10)

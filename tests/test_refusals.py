@@ -1,0 +1,252 @@
+"""What is refused: exit code 2, one message that names key and value and what is valid, and nothing written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmexp.__main__ import run
+from tests.conftest import TINY, llmexp
+
+SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A folder with data of every bad kind, that is also HOME and holds the cache: whatever is written shows there."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    (work / "empty.txt").touch()
+    (work / "short.txt").write_text("hi")
+    (work / "latin.txt").write_bytes(b"x" * 60 + b"\xff" + b"x" * 300)
+    (work / "good.txt").write_text("hello world, how are you? " * 50)
+    (work / "odd.bin").write_bytes(bytes(101))
+    np.array([1] * 400, np.uint16).tofile(work / "a.bin")
+    np.array([1] * 100 + [5000], np.uint16).tofile(work / "b.bin")
+    np.save(work / "floats.npy", np.zeros(50))
+    (work / "bad").mkdir()
+    (work / "bad" / "model").mkdir()
+    (work / "bad" / "model" / "mine.yaml").write_text("a: [1\nb")
+    return tmp_path
+
+
+def refused(capsys, home: Path, *arguments: str) -> str:
+    """Runs the command in this process; the message, after checking its form."""
+    before = files(home)
+    try:
+        code = run(list(arguments))
+    except SystemExit as ended:  # argparse
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code == 2, out + err
+    assert files(home) == before
+    assert "Traceback" not in err
+    assert out == "" or "plan" in arguments[:1]
+    return err
+
+
+# Overrides on top of a valid run, and what the message has to say: the key, the value, and what is valid or near.
+BAD = [
+    # keys, groups, options, syntax
+    ("modle=gpt_tiny", "modle: there is no such key", "Did you mean model?"),
+    ("model=gpt_tinny", "model=gpt_tinny", "Did you mean gpt_tiny?"),
+    ("experiment=nope", "experiment=nope", "shakespeare_nanogpt_cpu"),
+    ("model.n_layer=3", "model.n_layer:", "Did you mean model.n_layers?"),
+    ("trian.max_steps=3", "trian.max_steps:", "Did you mean train.max_steps?"),
+    ("train.max_step=3", "train.max_step:", "Did you mean train.max_steps?"),
+    ("~train.sed", "train.sed:", "Did you mean train.seed?"),
+    ("+train.sed=3", "train.sed:", "Did you mean seed?"),
+    ("+train.seed=3", "train.seed:", "without the +"),
+    ("+foo=3", "foo: there is no such key", "Known:"),
+    ("~train.seed", "train.seed:", "missing"),
+    ("++model.widht=3", "model.widht:", "no such argument"),
+    ("model=5", "model=5", "gpt_tiny"),
+    ("optimizer=null", "optimizer=null", "adamw"),
+    ("train=3", "train=3", "a section of keys"),
+    ("=3", "=3: is not an override", "train.max_steps=100"),
+    ("foo", "foo: is not an override", "train.max_steps=100"),
+    ("tracker.notes='a", "tracker.notes='a: is not an override", "quote"),
+    ("train.max_steps=1,2", "train.max_steps=1,2", "-m"),
+    ("train.seed=${nothing}", "train.seed:", "'nothing' not found"),
+    ("tracker.notes=${oc.env:LLMEXP_NOT_SET}", "tracker.notes:", "LLMEXP_NOT_SET"),
+    ("--config-dir=nowhere", "--config-dir nowhere", "no such folder"),
+    ("--config-name=other", "--config-name other", "--config-dir"),
+    ("--frobnicate", "usage:", "--frobnicate"),
+    ("--allow=../x", "--allow ../x", "--allow mypackage"),
+    # types and ranges
+    ("train.max_steps=abc", "train.max_steps=abc", "train.max_steps=300"),
+    ("train.max_steps=2.5", "train.max_steps=2.5", "whole number"),
+    ("train.compile=3", "train.compile=3", "true or false"),
+    ("clip=off", "clip=off", "none, norm, value"),
+    ("clip.kind=false", "clip.kind=False", "YAML reads off"),
+    ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
+    ("train.tail=shed", "train.tail=shed", "keep, drop"),
+    ("tracker.tags=one", "tracker.tags=one", "[one,two]"),
+    ("checkpoint.keep=1", "checkpoint.keep=1", "at least 2"),
+    ("batch.gradient_accumulation_steps=0", "batch.gradient_accumulation_steps=0", "at least 1"),
+    ("batch.gradient_accumulation_steps=-1", "batch.gradient_accumulation_steps=-1", "at least 1"),
+    ("batch.gradient_accumulation_steps=2.5", "batch.gradient_accumulation_steps=2.5", "whole number"),
+    ("optimizer.lr=nan", "optimizer.lr=nan", "optimizer.lr="),
+    ("optimizer.lr=inf", "optimizer.lr=inf", "optimizer.lr="),
+    ("optimizer.lr=-1", "optimizer.lr=-1", "optimizer.lr="),
+    ("optimizer.beta1=1.5", "optimizer", "1.5"),
+    ("clip.max_norm=0", "clip.max_norm=0", "above 0"),
+    ("clip.max_norm=-1", "clip.max_norm=-1", "above 0"),
+    ("clip.max_norm=nan", "clip.max_norm=nan", "finite"),
+    ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2", "0 to 1"),
+    # what does not fit together
+    ("model.n_heads=3", "model.n_heads=3", "1, 2, 4"),
+    ("batch.sequence_length=33", "batch.sequence_length=33", "32 positions"),
+    ("model.vocab_size=100", "model.vocab_size=100", "257"),
+    ("batch.real_batch_size=10 batch.micro_batch_size=3", "batch.real_batch_size=10", "9 or 12"),
+    ("batch.real_batch_size=7 batch.micro_batch_size=2 batch.gradient_accumulation_steps=4",
+     "batch.real_batch_size=7", "= 8"),
+    ("batch.real_batch_size=10000", "batch.real_batch_size=10000", "374 training sequences"),
+    ("train.max_steps=3 train.max_epochs=2", "train.max_steps=3, train.max_epochs=2", "one budget"),
+    ("parallelism.nproc_per_node=2", "parallelism.nproc_per_node=2", "parallelism=ddp"),
+    ("precision=tf32 train.device=cpu", "precision.kind=tf32", "precision=fp32"),
+    # data
+    ("data=text", "data.train_files=null", "glob"),
+    ("data=text data.train_files=nope.txt", "data.train_files=nope.txt", "no file matches"),
+    ("data=text data.train_files=empty.txt", "data.train_files=empty.txt", "empty"),
+    ("data=text data.train_files=short.txt", "batch.sequence_length=12", "at least 13 training tokens"),
+    ("data=text data.train_files=latin.txt", "latin.txt", "not UTF-8 at byte 60"),
+    ("data=tokens data.train_files=odd.bin", "data.train_files=odd.bin", "101 bytes"),
+    ("data=tokens data.train_files=[a.bin,b.bin]", "b.bin", "5000 at position 100"),
+    ("data=tokens data.train_files=floats.npy", "data.train_files=floats.npy", "float64"),
+    ("data=tokens data.train_files=a.bin data.dtype=int8", "data.dtype=int8", "uint16 or uint32"),
+    # the folder
+    ("name=../../x", "name='../../x'", "one folder name"),
+    ("name=/tmp/x", "name='/tmp/x'", "one folder name"),
+    ("name=-x", "name='-x'", "one folder name"),
+    ("name=", "name=''", "one folder name"),
+    ("name='a\nb'", r"name='a\nb'", "one folder name"),
+    ("name=" + "x" * 300, "name='xxx", "80 characters"),
+    ("hydra.run.dir=", "hydra.run.dir=", "a folder is needed"),
+    ("hydra.run.dir=${nothing}", "hydra.run.dir:", "not found"),
+    ("hydra.run.dir=good.txt/run", "hydra.run.dir=good.txt/run", "good.txt is not a folder"),
+    # _target_
+    ("model._target_=os.system", "model._target_=os.system", "--allow mypackage"),
+    ("optimizer._target_=torch.optim.AdamW", "optimizer._target_=torch.optim.AdamW", "--allow mypackage"),
+    ("hooks=[os.system]", "hooks=os.system", "--allow mypackage"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "valid"), BAD, ids=[b[0][:50] for b in BAD])
+def test_plan_refuses(capsys, home, overrides, key, valid):
+    base = [o for o in SYNTHETIC if not ("data=" in overrides and o.startswith("data"))]
+    split = [overrides] if overrides.startswith("name=") else overrides.split(" ")
+    message = refused(capsys, home, "plan", *base, *split)
+    assert key in message
+    assert valid in message
+    assert message.startswith(("llmexp: ", "usage: "))
+    assert len(message.splitlines()) == 1 or message.startswith("usage: ")
+
+
+def test_the_valid_run_is_not_refused_and_plan_writes_nothing(capsys, home):
+    before = files(home)
+    assert run(["plan", *SYNTHETIC]) == 0
+    assert run(["plan", *TINY, "data=text", "data.train_files=good.txt"]) == 0
+    assert files(home) == before
+    out, err = capsys.readouterr()
+    assert "1,170 tokens, 97 sequences of 12" in out
+    assert err == ""
+
+
+def test_a_warmup_longer_than_the_run_is_a_loud_warning(capsys, home):
+    assert run(["plan", *SYNTHETIC, "schedule.warmup_steps=500", "train.max_steps=20"]) == 0
+    assert "warning" in (out := capsys.readouterr().out)
+    assert "warm-up of 500 updates is longer than the run of 20" in " ".join(out.split())
+
+
+def test_secrets_in_the_config(capsys, home, monkeypatch):
+    secret = "0123456789abcdef"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    for arguments in (["plan"], ["plan", "-m", "train.seed=1,2"]):
+        message = refused(capsys, home, *arguments, *SYNTHETIC, f"tracker.notes=x{secret}")
+        assert "tracker.notes: holds the value of $WANDB_API_KEY" in message
+        assert secret not in message
+    message = refused(capsys, home, "plan", *SYNTHETIC, "tracker.notes=${oc.env:WANDB_API_KEY}")
+    assert secret not in message
+    # Neither the home folder nor a folder whose variable only sounds like a secret, nor a short value, is one.
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(home))
+    monkeypatch.setenv("MY_TOKEN", "7")
+    assert run(["plan", *SYNTHETIC, "tracker.notes=${oc.env:HOME}", "train.seed=7777777777"]) == 0
+
+
+def test_compile_without_a_compiler(capsys, home, monkeypatch):
+    monkeypatch.setenv("PATH", str(home))
+    message = refused(capsys, home, "plan", *SYNTHETIC, "train.compile=true", "train.device=cpu")
+    assert "train.compile=True" in message
+    assert "train.compile=false" in message
+
+
+def test_a_broken_yaml_of_the_user(capsys, home):
+    assert "mine.yaml" in refused(capsys, home, "plan", "--config-dir", "bad", "model=mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "Did you mean train?"),
+        (["resume"], "run_dir"),
+        (["resume", "nowhere"], "nowhere: is no run folder"),
+        (["sample", "nowhere"], "nowhere: is no run folder"),
+        (["sample", "nowhere", "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["prepare", "data=txt"], "Did you mean text?"),
+        (["train", "--allow"], "--allow mypackage"),
+        (["train", "--config-dir"], "expected one argument"),
+    ],
+)
+def test_commands(capsys, home, arguments, says):
+    assert says in refused(capsys, home, *arguments)
+
+
+SWEEPS = [
+    (["model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3 does not divide", "1, 2, 4"),
+    (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: batch.real_batch_size=10", "9"),
+    (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: train.sed:", "Did you mean train.seed?"),
+    (["train.seed=1,x"], "1-seed_x: train.seed=x", "whole number"),
+    (["train.seed=1,2", "hydra.sweep.subdir=same"], "hydra.sweep.subdir: two points resolve to the folder", "same"),
+    (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda s: s[0][0])
+def test_plan_of_a_sweep_names_the_refused_points(capsys, home, sweep):
+    overrides, name, valid = sweep
+    message = refused(capsys, home, "plan", "-m", *SYNTHETIC, *overrides)
+    assert name in message
+    assert valid in message
+
+
+def test_train_writes_nothing_when_it_refuses(home, tmp_path):
+    """The same through `train`, whose worker finds what the parent cannot see; and the stream that a user reads."""
+    base = [o for o in SYNTHETIC if not o.startswith("data")]
+    cases = [
+        ([*SYNTHETIC, "optimizer.lr=nan"], "optimizer.lr=nan"),
+        ([*base, "data=tokens", "data.train_files=[a.bin,b.bin]"], "5000 at position 100"),
+        ([*SYNTHETIC, "trian.seed=1"], "trian.seed:"),
+        ([*SYNTHETIC, "hydra.run.dir=/proc/llmexp"], "hydra.run.dir=/proc/llmexp"),
+        (["-m", *SYNTHETIC, "model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3"),
+    ]
+    before = files(tmp_path) - {"cache"}
+    for overrides, says in cases:
+        result = llmexp("train", *overrides, cwd=tmp_path / "work", HOME=str(tmp_path))
+        assert result.code == 2, result.err
+        assert says in result.err
+        assert "Traceback" not in result.err
+        assert result.out == ""
+        assert files(tmp_path) == before
+    assert not os.path.exists("/proc/llmexp")

@@ -1,0 +1,201 @@
+"""What a run writes and does besides its arithmetic: rows and the tracker, faults, traces, compile, reductions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llmexp.metrics import hardware
+from tests.conftest import ROOT, TINY, environment, llmexp, train
+
+SYNTHETIC = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=12", "train.log_every=5", "train.eval_every=4"]
+
+
+def test_rows_come_at_their_steps_and_say_what_they_are(tmp_path):
+    result = train(tmp_path, "run", *SYNTHETIC)
+    rows = result.rows()
+    assert [r["step"] for r in rows] == [4, 5, 8, 10, 12]
+    assert [r["step"] for r in rows if "val/loss" in r] == [4, 8, 12]
+    run = result.json("run.json")
+    for row in rows:
+        assert row["tokens_seen"] == row["step"] * run["tokens_per_step"]
+        assert row["epoch"] == row["step"] * run["real_batch_size"] / run["train_sequences"]
+        assert row["tokens_per_sec"] * row["step_time"] == pytest.approx(run["tokens_per_step"])
+        assert row["tflops_per_sec_per_rank"] == pytest.approx(run["flops_per_token"] * row["tokens_per_sec"] / 1e12)
+        assert "mfu" not in row  # no peak is known for a CPU
+        assert 0 < row["data_time"] < row["step_time"]
+    assert result.json("status.json")["summary"]["best val/loss"] == min(r["val/loss"] for r in rows if "val/loss" in r)
+    assert (result.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "\x1b" not in result.out + (result.folder / "train.log").read_text()
+
+
+def test_looking_does_not_change_the_run(tmp_path):
+    """Rows of the same steps are bit-equal with and without evaluation, samples, saves, digests and a trace."""
+    quiet = train(tmp_path, "quiet", *SYNTHETIC, "train.eval_every=null", "model.dropout=0.2", "train.log_every=4")
+    busy = train(
+        tmp_path, "busy", *SYNTHETIC, "model.dropout=0.2", "train.log_every=1", "train.sample_every=3",
+        "train.sample_tokens=5", "checkpoint.every=2", "train.data_digest=true", "train.profile_start=2",
+        "train.eval_every=2",
+    )  # fmt: skip
+    seen = {r["step"]: r for r in busy.rows()}
+    for row in quiet.rows():
+        for key in ("train/loss", "grad_norm", "weight_norm", "lr", "tokens_seen"):
+            assert row[key] == seen[row["step"]][key]
+    trace = json.loads((busy.folder / "trace_step_00000002.json").read_text())
+    assert any("adamw" in str(e.get("name", "")).lower() for e in trace["traceEvents"])
+    steps = {e["name"] for e in trace["traceEvents"] if str(e.get("name", "")).startswith("ProfilerStep")}
+    assert len(steps) == 3
+
+
+def test_wandb_offline_has_the_same_rows_and_the_derived_config(tmp_path):
+    overrides = [o for o in TINY if not o.startswith("tracker")]
+    result = llmexp(
+        "train", *overrides, *SYNTHETIC, "tracker.mode=offline", "tracker.tags=[first]", "hydra.run.dir=run",
+        cwd=tmp_path, WANDB_API_KEY="0123456789abcdef" * 2 + "01234567",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    (file,) = result.folder.glob("wandb/**/*.wandb")
+    leet = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    out = subprocess.run(leet, capture_output=True, text=True, env=environment(), check=True).stdout
+    history, config = [], {}
+    for line in out.splitlines():
+        record = json.loads(line)
+        record = record.get("data", record)
+        history += [record["history"]] if "history" in record else []
+        for update in record.get("run", {}).get("config", {}).get("update", []):
+            config[update["key"]] = json.loads(update["value_json"])
+    logged = []
+    for item in history:
+        values = {"/".join(i["nested_key"]) if i.get("nested_key") else i["key"]: i["value_json"] for i in item["item"]}
+        logged.append({k: json.loads(v) for k, v in values.items() if not k.startswith("_")})
+    assert logged == result.rows()
+    assert config["batch"]["real_batch_size"] == result.json("run.json")["real_batch_size"] == 8
+    assert config["run"]["max_tokens"] == result.json("run.json")["max_tokens"]
+    assert config["precision"]["kind"] == result.json("run.json")["precision"]
+    for path in result.folder.rglob("*"):
+        assert not path.is_file() or b"0123456789abcdef0123" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_ddp_reduces_once_a_step(tmp_path, accumulation):
+    """The gradient all-reduces of two ranks, counted in rank 0's trace of two steps: as many as with accumulation 1."""
+    result = train(
+        tmp_path, "run", *SYNTHETIC, "parallelism=ddp", "parallelism.nproc_per_node=2", "train.max_steps=4",
+        f"batch.gradient_accumulation_steps={accumulation}", "batch.micro_batch_size=2", "train.profile_start=2",
+        "train.profile_steps=2", "train.eval_every=null", "train.log_every=100",
+    )  # fmt: skip
+    trace = json.loads((result.folder / "trace_step_00000002.json").read_text())
+    events = [e for e in trace["traceEvents"] if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"]
+    # Each step: target count, loss, the agreement on signals, and DDP's buckets: one for a model this small, two in
+    # the first steps before DDP has rebuilt them.
+    assert 4 * 2 <= len(events) <= 5 * 2, len(events)
+
+
+def bad_model(tmp_path) -> list[str]:
+    (tmp_path / "bad.py").write_text(
+        "import torch\n"
+        "from llmexp.models.gpt2 import GPT2\n"
+        "class Bad(GPT2):\n"
+        "    calls = 0\n"
+        "    def forward(self, tokens):\n"
+        "        logits = super().forward(tokens)\n"
+        "        Bad.calls += self.training\n"
+        "        return logits * (float('nan') if Bad.calls == 14 else 1.0)\n"
+    )
+    return ["--allow", "bad", "model._target_=bad.Bad", "batch.gradient_accumulation_steps=2"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    """The second micro-batch of step 7: said by step and quantity, no row, nothing saved, the checkpoint intact."""
+    result = llmexp("train", *TINY, *SYNTHETIC, *bad_model(tmp_path), "checkpoint.every=3", "train.log_every=1",
+                    "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    assert result.code == 3
+    assert "step 7 has a loss that is not finite" in result.err
+    assert "the last checkpoint is step_00000006; to go on: llmexp resume run" in result.err
+    assert "Traceback" not in result.err
+    assert [r["step"] for r in result.rows()] == [1, 2, 3, 4, 5, 6]
+    assert "NaN" not in (result.folder / "metrics.jsonl").read_text()
+    status = result.json("status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert not list((result.folder / "checkpoints").glob("*07"))
+
+
+def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
+    result = train(tmp_path, "run", *SYNTHETIC, "precision=fp16", "precision.init_scale=1e12", "train.log_every=1",
+                   "train.max_steps=40")  # fmt: skip
+    rows = result.rows()
+    skipped = [r["skipped"] for r in rows]
+    first = skipped.index(False)
+    assert first > 0
+    assert all(skipped[:first])
+    assert [r["loss_scale"] for r in rows[: first + 1]] == [1e12 / 2**i for i in range(first + 1)]
+    assert len({r["weight_norm"] for r in rows[: first + 1]}) == 2  # of all skipped ones one, then the first update's
+    assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
+    assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
+    stopped = llmexp("train", *TINY, *SYNTHETIC, "precision=fp16", "precision.init_scale=1e12",
+                     "train.max_consecutive_skips=3", "hydra.run.dir=stopped", cwd=tmp_path)  # fmt: skip
+    assert stopped.code == 3
+    assert "4 updates in a row were skipped, the last at step 4" in stopped.err
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "llama_100m"])
+def test_compile_computes_the_same_without_recompiling(tmp_path, model):
+    """Tail and evaluation included: every micro-batch has the same shape."""
+    sizes = [o for o in TINY if o.startswith(("model.n_layers", "batch", "tracker", "train"))]
+    shape = ["model.n_heads=2", "model.d_model=16", "model.d_ff=24"]
+    shape += ["model.n_kv_heads=1"] if model == "llama_100m" else []
+    settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null", "train.max_epochs=0.1",
+                "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]  # fmt: skip
+    runs = []
+    for compiled in ("false", "true"):
+        folder = f"hydra.run.dir={compiled}"
+        run = llmexp("train", *settings, f"train.compile={compiled}", folder, cwd=tmp_path, TORCH_LOGS="recompiles")
+        assert run.code == 0, run.err
+        runs.append(run)
+    eager, compiled_run = runs
+    assert eager.json("run.json")["tail_sequences"] > 0
+    # Recompilations: one for evaluation (no gradients) is expected, none for shapes.
+    assert "Recompiling" not in compiled_run.err or "size mismatch" not in compiled_run.err, compiled_run.err
+    for a, b in zip(eager.rows(), compiled_run.rows(), strict=True):
+        # fp32 in another order of operations: 6 roundoffs sqrt(192) as in test_invariance, and Adam's first steps
+        # move entries at the noise level by lr; 1e-4 covers a handful of steps of 1e-3.
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
+        assert a["target_tokens"] == b["target_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp64", None),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA A10", "bf16", None),
+        ("NVIDIA RTX A1000", "bf16", None),
+        ("NVIDIA GeForce RTX 9999", "bf16", None),
+    ],
+)
+def test_unknown_gpus_have_no_peak(monkeypatch, name, precision, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = hardware.peak_flops(torch.device("cuda"), precision)
+    assert peak == (None if tflops is None else tflops * 1e12)
+
+
+def test_the_run_can_be_repeated_from_its_folder_alone(tmp_path):
+    result = train(tmp_path, "run", *SYNTHETIC)
+    first = [r["train/loss"] for r in result.rows()]
+    for name in ("metrics.jsonl", "status.json"):
+        (result.folder / name).unlink()
+    subprocess.run(["rm", "-r", str(result.folder / "checkpoints")], check=True)
+    again = subprocess.run(
+        [sys.executable, "-m", "llmexp.train", "run"], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert [r["train/loss"] for r in result.rows()] == first
