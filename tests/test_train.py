@@ -64,15 +64,11 @@ def test_wandb_offline_has_the_same_rows_and_the_derived_config(tmp_path):
     history, config = [], {}
     for line in out.splitlines():
         record = json.loads(line)
-        record = record.get("data", record)
-        history += [record["history"]] if "history" in record else []
-        for update in record.get("run", {}).get("config", {}).get("update", []):
-            config[update["key"]] = json.loads(update["value_json"])
-    logged = []
-    for item in history:
-        values = {"/".join(i["nested_key"]) if i.get("nested_key") else i["key"]: i["value_json"] for i in item["item"]}
-        logged.append({k: json.loads(v) for k, v in values.items() if not k.startswith("_")})
-    assert logged == result.rows()
+        if record["type"] == "history":
+            history.append({k: v for k, v in record["history"]["item"].items() if not k.startswith("_")})
+        elif record["type"] == "run":
+            config |= record["run"]["config"]["update"]
+    assert history == result.rows()
     assert config["batch"]["real_batch_size"] == result.json("run.json")["real_batch_size"] == 8
     assert config["run"]["max_tokens"] == result.json("run.json")["max_tokens"]
     assert config["precision"]["kind"] == result.json("run.json")["precision"]
@@ -125,18 +121,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
-    result = train(tmp_path, "run", *SYNTHETIC, "precision=fp16", "precision.init_scale=1e12", "train.log_every=1",
+    result = train(tmp_path, "run", *SYNTHETIC, "precision=fp16", "precision.init_scale=1099511627776", "train.log_every=1",
                    "train.max_steps=40")  # fmt: skip
     rows = result.rows()
     skipped = [r["skipped"] for r in rows]
     first = skipped.index(False)
     assert first > 0
     assert all(skipped[:first])
-    assert [r["loss_scale"] for r in rows[: first + 1]] == [1e12 / 2**i for i in range(first + 1)]
+    assert [r["loss_scale"] for r in rows[: first + 1]] == [2.0 ** (40 - i) for i in range(first + 1)]
     assert len({r["weight_norm"] for r in rows[: first + 1]}) == 2  # of all skipped ones one, then the first update's
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
-    stopped = llmexp("train", *TINY, *SYNTHETIC, "precision=fp16", "precision.init_scale=1e12",
+    stopped = llmexp("train", *TINY, *SYNTHETIC, "precision=fp16", "precision.init_scale=1099511627776",
                      "train.max_consecutive_skips=3", "hydra.run.dir=stopped", cwd=tmp_path)  # fmt: skip
     assert stopped.code == 3
     assert "4 updates in a row were skipped, the last at step 4" in stopped.err
@@ -151,15 +147,16 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model):
     settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null", "train.max_epochs=0.1",
                 "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]  # fmt: skip
     runs = []
-    for compiled in ("false", "true"):
-        folder = f"hydra.run.dir={compiled}"
-        run = llmexp("train", *settings, f"train.compile={compiled}", folder, cwd=tmp_path, TORCH_LOGS="recompiles")
+    for name, compiled in (("eager", "false"), ("compiled", "true")):
+        more = [f"train.compile={compiled}", f"hydra.run.dir={name}"]
+        run = llmexp("train", *settings, *more, cwd=tmp_path, TORCH_LOGS="recompiles")
         assert run.code == 0, run.err
         runs.append(run)
     eager, compiled_run = runs
     assert eager.json("run.json")["tail_sequences"] > 0
-    # Recompilations: one for evaluation (no gradients) is expected, none for shapes.
-    assert "Recompiling" not in compiled_run.err or "size mismatch" not in compiled_run.err, compiled_run.err
+    # One graph with gradients, and one without for evaluation, compiled when it is first needed; no other.
+    assert compiled_run.err.count("Recompiling function") == 1, compiled_run.err
+    assert "grad_mode" in compiled_run.err
     for a, b in zip(eager.rows(), compiled_run.rows(), strict=True):
         # fp32 in another order of operations: 6 roundoffs sqrt(192) as in test_invariance, and Adam's first steps
         # move entries at the noise level by lr; 1e-4 covers a handful of steps of 1e-3.

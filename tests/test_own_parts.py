@@ -1,0 +1,246 @@
+"""The user's own model, data, optimizer and hooks, from their own files; and what a config file may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmexp.__main__ import run
+from tests.conftest import TINY, Result, llmexp
+
+CODE = '''
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+EVENTS = []
+
+
+class Bigram(nn.Module):
+    """Ten lines: token ids in, logits out."""
+
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embed = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens_bt):
+        return self.head(self.embed(tokens_bt))
+
+
+def cycle(vocab_size: int, length: int):
+    ids = np.arange(length) % 50
+    return ids, ids[: length // 5]
+
+
+def plain_sgd(model, lr: float):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def note(event, context):
+    with open("events.txt", "a") as f:
+        print(event, context.step, "-" if context.row is None else sorted(context.row)[0], file=f)
+    torch.rand(3), np.random.rand(3)
+    noise = torch.nn.functional.dropout(torch.ones(5), 0.5)
+    if event == "step_end":
+        return {"mine/weight": float(next(context.model.parameters()).detach().abs().max()), "mine/noise": noise.sum()}
+
+
+def breaks(event, context):
+    if event == "step_end" and context.step == 2:
+        raise ZeroDivisionError("by zero")
+
+
+def clashes(event, context):
+    return {"lr": 1.0} if event == "step_end" else None
+'''
+
+FILES = {
+    "mymodel.py": CODE,
+    "conf/model/mine.yaml": "_target_: mymodel.Bigram\nvocab_size: null\nwidth: 8\n",
+    "conf/data/mine.yaml": "_target_: mymodel.cycle\nlength: 3000\n",
+    "conf/optimizer/mine.yaml": "_target_: mymodel.plain_sgd\nlr: 1.0\n",
+}
+BASE = ["--config-dir", "conf", "model=mine", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+        "train.log_every=1", "data=synthetic", "data.n_tokens=5000"]  # fmt: skip
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
+         "peak_memory_gib")  # fmt: skip
+
+
+def write_files(folder: Path) -> None:
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    write_files(folder)
+    return folder
+
+
+def exact(result: Result, without: tuple[str, ...] = ()) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in (*TIMES, *without)} for row in result.rows()]
+
+
+@pytest.fixture(scope="module")
+def all_own(own) -> Result:
+    """A run of nothing but own parts, five steps of eight, then resumed to the end."""
+    overrides = ["data=mine", "optimizer=mine", "train.max_steps=8", "checkpoint.every=4", "schedule=constant",
+                 "schedule.warmup_steps=0"]  # fmt: skip
+    base = [o for o in BASE if not o.startswith("data")]
+    result = llmexp("train", *base, *overrides, "--allow", "mymodel", "hydra.run.dir=all", cwd=own)
+    assert result.code == 0, result.err
+    return result
+
+
+def test_own_parts_train(all_own):
+    rows = all_own.rows()
+    assert len(rows) == 8
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1  # the next id of a cycle is quickly learnt
+    assert [row["lr"] for row in rows] == [1.0] * 8  # the user's optimizer, at the user's rate
+    assert "val/loss" in rows[-1]
+    assert "mfu" not in rows[-1]  # the model says nothing about its FLOPs: no figure
+    assert all_own.json("run.json")["train_tokens"] == 3000
+
+
+def test_resume_needs_allow_again(own, all_own):
+    for path in all_own.folder.glob("checkpoints/step_00000008/*"):
+        path.unlink()
+    (all_own.folder / "checkpoints" / "step_00000008").rmdir()
+    (all_own.folder / "status.json").write_text('{"state": "running"}')
+    before = exact(all_own)
+    refused = llmexp("resume", "all", cwd=own)
+    assert refused.code == 2
+    assert "model._target_=mymodel.Bigram" in refused.err
+    assert "--allow mypackage" in refused.err
+    resumed = llmexp("resume", "all", "--allow", "mymodel", cwd=own)
+    assert resumed.code == 0, resumed.err
+    assert "resumed from step_00000004" in resumed.out
+    assert exact(all_own) == before
+
+
+def test_allowing(own, capsys, monkeypatch):
+    """By the flag, by the environment; not at all; and never by a config file."""
+    monkeypatch.chdir(own)
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(str(own))
+    before = sorted(own.rglob("*.json"))
+    assert run(["plan", *BASE]) == 2
+    message = capsys.readouterr().err
+    assert "model._target_=mymodel.Bigram" in message
+    assert "--allow mypackage" in message
+    for attempt in ("+allow=mymodel", "+hydra.job.env_set.LLMEXP_ALLOW=mymodel", "hydra.searchpath=[pkg://mymodel]"):
+        assert run(["plan", *BASE, attempt]) == 2
+    capsys.readouterr()
+    monkeypatch.setenv("LLMEXP_ALLOW", "other, mymodel")
+    assert run(["plan", *BASE]) == 0
+    assert "Bigram" in capsys.readouterr().out
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel_not")
+    assert run(["plan", *BASE]) == 2
+    assert run(["plan", *BASE, "--allow=mymodel"]) == 0
+    # What the module has merely imported is not in the allowed package.
+    assert run(["plan", *BASE, "optimizer=mine", "optimizer._target_=mymodel.AdamW"]) == 2
+    capsys.readouterr()
+    # A name that is not there, with the nearest; an argument that is not there.
+    assert run(["plan", *BASE, "model._target_=mymodel.Bigramm"]) == 2
+    assert "Did you mean Bigram?" in capsys.readouterr().err
+    assert run(["plan", *BASE, "+model.widht=3"]) == 2
+    assert "Did you mean width?" in capsys.readouterr().err
+    assert sorted(own.rglob("*.json")) == before
+
+
+TRICKS = [
+    "model={_target_: os.system, command: 'touch canary'}",
+    "model={_target_: llmexp.launch.subprocess.Popen, args: [touch, canary]}",
+    "model={_target_: llmexp.launch.os.system, command: 'touch canary'}",
+    "model={_target_: builtins.open, file: canary, mode: w}",
+    "model={_target_: llmexp.folder.write_whole, path: canary, text: x}",
+    "model={_target_: llmexp.models.gpt2.torch.save, obj: 1, f: canary}",
+    "model={_target_: torch.hub.load, repo_or_dir: ., source: local, model: canary}",
+    "model={_target_: llmexp.models.gpt2.GPT2, n_layers: {_target_: os.system, command: 'touch canary'}}",
+    "model={_target_: llmexp.models.gpt2.GPT2, _partial_: true, _args_: ['touch canary']}",
+    "data={_target_: pathlib.Path.touch, self: canary}",
+    "optimizer={_target_: llmexp.launch.allow, packages: os}",
+    "schedule={_target_: llmexp.models.gpt2.GPT2}",
+    "tokenizer={_target_: os.system, command: 'touch canary'}",
+]
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_tricks_are_refused_and_do_nothing(tmp_path, capsys, monkeypatch, trick):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    section = trick.partition("=")[0]
+    (tmp_path / "conf" / section).mkdir(parents=True)
+    (tmp_path / "conf" / section / "trick.yaml").write_text(trick.partition("=")[2] + "\n")
+    tiny = [o for o in TINY if not o.startswith("model")] if section == "model" else TINY
+    data = [] if section == "data" else ["data=synthetic"]
+    assert run(["plan", *tiny, *data, "--config-dir", "conf", f"{section}=trick"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"llmexp: {section}")
+    assert out == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["conf"]
+
+
+@pytest.fixture(scope="module")
+def dropout_run(own) -> tuple[list[str], Result]:
+    """A run that draws random numbers itself, without hooks."""
+    overrides = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.dropout=0.2", "train.max_steps=6",
+                 "train.log_every=2", "train.eval_every=4", "checkpoint.every=3"]  # fmt: skip
+    result = llmexp("train", *overrides, "hydra.run.dir=bare", cwd=own)
+    assert result.code == 0, result.err
+    return overrides, result
+
+
+def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
+    overrides, bare = dropout_run
+    hooked = llmexp(
+        "train", *overrides, "hooks=[mymodel.note]", "--allow=mymodel", "hydra.run.dir=hooked", cwd=own
+    )  # fmt: skip
+    assert hooked.code == 0, hooked.err
+    assert exact(hooked, without=("mine/weight", "mine/noise")) == exact(bare)
+    assert all(0 < row["mine/weight"] < 10 for row in hooked.rows())
+    seen = [line.split() for line in (own / "events.txt").read_text().splitlines()]
+    expected: list[tuple[str, int, bool]] = []
+    for step in range(1, 7):
+        expected += [("step_start", step, False), ("step_end", step, step % 2 == 0)]
+        expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (step in (3, 6))
+    assert [(event, int(step), row != "-") for event, step, row in seen] == expected
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        ("breaks", "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')"),
+        ("clashes", "a hook returned lr, which the row has already"),
+    ],
+)
+def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
+    overrides, _ = dropout_run
+    result = llmexp(
+        "train", *overrides, f"hooks=[mymodel.{hook}]", "--allow", "mymodel", f"hydra.run.dir={hook}", cwd=own
+    )
+    assert result.code == 3
+    assert says in result.err
+    assert "Traceback" not in result.err
+    status = json.loads((own / hook / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert says in status["error"]
+
+
+def test_own_parts_in_a_sweep(own):
+    """--allow holds for the check of the points and for every point."""
+    result = llmexp(
+        "train", "-m", *BASE, "train.max_steps=1", "model.width=4,8", "--allow", "mymodel", "hydra.sweep.dir=sweep",
+        cwd=own,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert sorted(p.parent.name for p in (own / "sweep").glob("*/status.json")) == ["0-width_4", "1-width_8"]

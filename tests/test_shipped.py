@@ -1,0 +1,217 @@
+"""Every shipped YAML composes, fits its function and runs for a step; every knob says what it is; the wheel works."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from llmexp.__main__ import run
+from tests.conftest import ROOT, SHARED, environment, llmexp
+
+CONF = ROOT / "conf"
+OPTIONS = {
+    folder.name: sorted(p.stem for p in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name != "hydra"
+}
+GROUPS = [name for name in OPTIONS if name != "experiment"]
+# Models at a size at which a step costs nothing, for any of them.
+SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16, "max_position_embeddings": 16,
+          "vocab_size": 320}  # fmt: skip
+# What an option needs beside itself.
+NEEDS = {
+    "text": ["data.train_files=words.txt"],
+    "tokens": ["data.train_files=ids.bin"],
+    "stdlib": ["data.max_tokens=4000"],
+    "synthetic": ["data.n_tokens=4000"],
+}
+NEEDS_A_GPU = {("precision", "tf32")}
+NEEDS_FILES = {("tokenizer", name) for name in ("gpt2", "cl100k_base", "o200k_base")}
+
+
+def model_overrides(name: str) -> list[str]:
+    keys = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    return [f"model={name}", *(f"model.{k}={v}" for k, v in SHRUNK.items() if k in keys)]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shipped")
+    (folder / "words.txt").write_text("so many words, so little time. " * 150)
+    (np.arange(4000) % 250).astype(np.uint16).tofile(folder / "ids.bin")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiktoken_cache(work) -> Path:
+    """A copy: tiktoken deletes a file that it takes for damaged."""
+    if not (SHARED / "tiktoken").is_dir():
+        pytest.skip("the tokenizers' files are not on this machine")
+    return Path(shutil.copytree(SHARED / "tiktoken", work / "tiktoken", dirs_exist_ok=True))
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
+def test_every_knob_has_a_comment(path):
+    if path.parent.name in ("experiment", "hydra"):
+        assert "#" in path.read_text()  # a diff over documented knobs; it says what it is for
+        return
+    section, in_defaults = "", False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        key, colon, rest = line.strip().partition(":")
+        if not colon or key.startswith(("#", "- ")):
+            continue
+        if not line.startswith(" "):
+            section, in_defaults = key, key == "defaults"
+        value = rest.partition("#")[0].strip()
+        a_section = not value
+        documented = "#" in rest or key == "_target_" or value == path.stem  # its own name
+        documented |= section in ("hooks", "hydra")  # explained above the key; Hydra's own
+        assert a_section or in_defaults or documented, f"{path.name}: {key}"
+
+
+def test_closed_sections_list_every_knob():
+    """A knob that is in no YAML cannot be found, and cannot be overridden without a +."""
+    import dataclasses
+    import typing
+
+    from llmexp.config import OPEN_SECTIONS, Config
+
+    hints = typing.get_type_hints(Config)
+    main = yaml.safe_load((CONF / "config.yaml").read_text())
+    for field in dataclasses.fields(Config):
+        if field.name in OPEN_SECTIONS:
+            continue
+        trees = [main[field.name]] if field.name in main else [
+            yaml.safe_load((CONF / field.name / f"{option}.yaml").read_text()) for option in OPTIONS[field.name]
+        ]  # fmt: skip
+        if dataclasses.is_dataclass(hints[field.name]):
+            known = [f.name for f in dataclasses.fields(hints[field.name])]
+            assert all(list(tree) == known for tree in trees), field.name
+
+
+@pytest.mark.parametrize("name", OPTIONS["model"])
+def test_models_of_full_size_are_planned(name, work, capsys, monkeypatch):
+    """On the meta device: no memory, no time."""
+    monkeypatch.chdir(work)
+    assert run(["plan", f"model={name}", "data=synthetic", "batch.sequence_length=256"]) == 0
+    parameters = int(capsys.readouterr().out.partition(" wide, ")[2].partition(" parameters")[0].replace(",", ""))
+    sizes = {"gpt2_small": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
+             "llama_1b": 1_235_814_400}  # the published checkpoints  # fmt: skip
+    assert parameters == sizes.get(name, parameters)
+
+
+def rounds() -> list[list[tuple[str, str]]]:
+    """Runs that together take every option of every group, as many as the largest group needs."""
+    import torch
+
+    missing = NEEDS_FILES | (set() if torch.cuda.is_available() else NEEDS_A_GPU)
+    there = {g: [o for o in OPTIONS[g] if (g, o) not in missing] for g in GROUPS}
+    count = max(map(len, there.values()))
+    return [[(g, options[n % len(options)]) for g, options in there.items()] for n in range(count)]
+
+
+@pytest.mark.parametrize("choice", rounds(), ids=lambda c: ",".join(option for _, option in c))
+def test_every_option_trains_for_two_steps(choice, work):
+    picked = dict(choice)
+    overrides = model_overrides(picked["model"])
+    for group, option in choice:
+        overrides += ([] if group == "model" else [f"{group}={option}"]) + NEEDS.get(option, [])
+    name = "_".join(picked.values())
+    result = llmexp(
+        "train", *overrides, "batch.sequence_length=16", "batch.micro_batch_size=2", "train.max_steps=2",
+        "train.log_every=1", "train.eval_tokens=64", "train.sample_tokens=4", "checkpoint.every=null",
+        f"hydra.run.dir={name}", cwd=work,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    rows = result.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(3 < row["train/loss"] < 9 for row in rows)  # about log(320) = 5.8
+    assert result.json("run.json")["precision"] in (picked["precision"], "fp32", "bf16")
+    assert ("grad_norm_post_clip" in rows[0]) == ("grad_norm" in rows[0])
+
+
+@pytest.mark.parametrize("tokenizer", [name for group, name in sorted(NEEDS_FILES)])
+def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypatch):
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
+    overrides = ["data=text", "data.train_files=words.txt", "batch.sequence_length=32", "batch.micro_batch_size=2"]
+    assert run(["plan", f"tokenizer={tokenizer}", *overrides]) == 0
+    assert f"tokenizer {tokenizer}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", OPTIONS["experiment"])
+def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch):
+    text = SHARED / "data" / "tinyshakespeare.txt"
+    if not text.exists():
+        pytest.skip("Shakespeare's plays are not on this machine")
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
+    assert run(["plan", f"experiment={name}", f"data.train_files=[{text}]"]) == 0
+    assert f"outputs/{name}/" in capsys.readouterr().out
+
+
+RATE_HOOK = """
+def rate(event, context):
+    if event == "step_end" and context.row is not None:
+        return {"mine/rate": context.optimizers[0].param_groups[0]["lr"], "mine/logged": context.row["lr"]}
+"""
+
+
+def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
+    """The warm-up is twice as long as the run: a tenth of the base rate at step 10, half of it at step 50."""
+    text = SHARED / "data" / "tinyshakespeare.txt"
+    if not text.exists():
+        pytest.skip("Shakespeare's plays are not on this machine")
+    (work / "ratehook.py").write_text(RATE_HOOK)
+    small = [o for o in model_overrides("gpt2_small")[1:] if "vocab_size" not in o and "max_position" not in o]
+    result = llmexp(
+        "train", "experiment=gpt2_small_minimal", f"data.train_files=[{text}]", *small,
+        "model.max_position_embeddings=64", "batch.sequence_length=64", "train.eval_tokens=128", "tracker=none",
+        "train.sample_tokens=0", "hooks=[ratehook.rate]", "--allow=ratehook", "hydra.run.dir=minimal", cwd=work,
+        TIKTOKEN_CACHE_DIR=str(tiktoken_cache),
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "the warm-up of 100 updates is longer than the run of 50" in " ".join(result.out.split())
+    rows = {row["step"]: row for row in result.rows()}
+    assert sorted(rows) == [10, 20, 30, 40, 50]
+    # 3e-4 x (step / 100): one product and one quotient, each rounded once, differ by at most 2 units in the last place.
+    assert rows[10]["lr"] == pytest.approx(3.0e-5, rel=4 * np.finfo(np.float64).eps)
+    assert rows[50]["lr"] == pytest.approx(1.5e-4, rel=4 * np.finfo(np.float64).eps)
+    assert all(row["lr"] == row["mine/rate"] == row["mine/logged"] for row in rows.values())
+
+
+def test_the_wheel_brings_its_configuration(tmp_path):
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling, which builds the wheel, is not installed")
+    source, built, target = tmp_path / "source", tmp_path / "built", tmp_path / "target"
+    source.mkdir()
+    for name in ("llmexp", "conf", "pyproject.toml", "README.md"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, source], check=True)
+    (wheel,) = built.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "import llmexp, sys; print(llmexp.__file__, file=sys.stderr); from llmexp.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", "data=synthetic"], cwd=elsewhere,
+        env=environment(PYTHONPATH=str(target)), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr.strip() == str(target / "llmexp" / "__init__.py")
+    assert "real_batch_size 8" in done.stdout
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_run_json_is_strict(work):
+    for path in work.glob("*/run.json"):
+        json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{path}: {name}"))
