@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 
 from llmexp.process import REFUSED
@@ -28,8 +27,6 @@ def main() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file that is opened later gets a closed stream's number
         os.set_inheritable(fd, True)
     os.close(fd)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as an exception, so that a waiting worker is ended too
-        signal.signal(number, lambda n, frame: sys.exit(128 + n))
     sys.exit(run(sys.argv[1:]))
 
 

@@ -53,9 +53,12 @@ def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
             raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     GlobalHydra.instance().clear()
+    # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their parent.
+    old = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     try:
         yield Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
     finally:
+        signal.signal(signal.SIGINT, old)
         GlobalHydra.instance().clear()
 
 

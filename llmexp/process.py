@@ -14,11 +14,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 class Stop:
-    """A request to stop, set by a signal. Before training starts a signal ends the process at once."""
+    """A request to stop, set by a signal. Before training starts a signal ends the process at once.
+
+    While `importing`, it does so without an exception: torch aborts when one comes out of its imports.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.signal_name = ""
+        self.importing = True
         self.training = False
         self._count = 0
 
@@ -31,9 +35,10 @@ class Stop:
         self._count += 1
         self.requested = True
         self.signal_name = signal.Signals(number).name
-        if not self.training:
+        if not self.training and not self.importing:
             raise SystemExit(128 + number)
-        if self._count >= 3:  # somebody insists; checkpoints are whole or absent, so this loses at most the save
+        # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the save.
+        if self.importing or self._count >= 3:
             os._exit(128 + number)
 
 

@@ -237,7 +237,6 @@ def test_train_writes_nothing_when_it_refuses(home, tmp_path):
     cases = [
         ([*SYNTHETIC, "optimizer.lr=nan"], "optimizer.lr=nan"),
         ([*base, "data=tokens", "data.train_files=[a.bin,b.bin]"], "5000 at position 100"),
-        ([*SYNTHETIC, "trian.seed=1"], "trian.seed:"),
         ([*SYNTHETIC, "hydra.run.dir=/proc/llmexp"], "hydra.run.dir=/proc/llmexp"),
         (["-m", *SYNTHETIC, "model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3"),
     ]

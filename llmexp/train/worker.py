@@ -8,6 +8,7 @@ import gc
 import hashlib
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -43,6 +44,7 @@ EXECUTION_KEYS = (
 
 def main(argument: str) -> int:
     """Runs one worker; returns its exit code. `argument` is a run folder, or - for a request on standard input."""
+    STOP.importing = False
     path: Path | None = None
     try:
         if argument == "-":
@@ -72,6 +74,8 @@ def main(argument: str) -> int:
     except ConfigError as error:
         print(f"llmexp: {error}", file=sys.stderr)
         return REFUSED
+    except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
+        return cast(int, stopped.code)
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
@@ -268,16 +272,22 @@ def finish(loop: Loop, state: str, summary: dict[str, Any], code: int) -> None:
         ("result", f"{state} at step {loop.p.step:,} of {parts.run.max_steps:,}"),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
+    to_copy: list[tuple[str, str]] = []
     if state == "finished" and parts.config.train.sample_tokens:
         sections.append(("sample", sample_text(loop)))
     if loop.out.rows is not None:
         plot_losses(loop.out.rows.rows, path / "loss.png", path.name)
         if (path / "loss.png").exists():
-            sections.append(("picture", str(path / "loss.png")))
-    sections.append(("folder", str(path)))
-    again = f"llmexp resume {path}" if state == "preempted" else f'llmexp sample {path} --prompt "def "'
-    sections.append(("next", again))
+            to_copy.append(("picture", str(path / "loss.png")))
+    quoted = shlex.quote(str(path))
+    to_copy.append(("folder", str(path)))
+    to_copy.append(
+        ("next", f"llmexp resume {quoted}" if state == "preempted" else f'llmexp sample {quoted} --prompt "The "')
+    )
     console.line(banner(sections))
+    column = max(len(label) for label, _ in sections) + 2
+    for label, text in to_copy:  # never wrapped: these are for the clipboard
+        console.line(f"{label:<{column}}{text}")
 
 
 def _figure(key: str, value: Any) -> str:
