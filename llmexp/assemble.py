@@ -90,12 +90,16 @@ def assemble(config: Config, *, write: bool) -> Parts:
         return model.to(precision.parameter_dtype(kind))
 
     def build_optimizers(model: nn.Module) -> list[Optimizer]:
-        return optim.as_list(bind("optimizer", config.optimizer, {})(model))
+        built = bind("optimizer", config.optimizer, {})(model)
+        try:
+            return optim.as_list(built)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     with torch.device("meta"):
         model = build_model()
         build_optimizers(model)  # refuses bad knobs now
-        kernel = WindowLoss(model).loss_kernel
+        kernel = WindowLoss(model).loss_kernel(device)
     flops = getattr(model, "flops_per_token", None)
     vocab_size = getattr(model, "vocab_size", None)
     positions = getattr(model, "max_position_embeddings", None)
@@ -103,8 +107,8 @@ def assemble(config: Config, *, write: bool) -> Parts:
         raise refuse("batch.sequence_length", batch.sequence_length, f"the model has {positions} positions", positions)
 
     corpus_knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
-    _check_common_data(config.data)
     ids = vocab_size or tokenizer.n_vocab
+    _check_common_data(config.data, ids)
     offered = {
         "tokenizer": tokenizer,
         "vocab_size": ids,
@@ -173,12 +177,12 @@ def _precision(config: Config, device: torch.device) -> tuple[str, str]:
         raise ConfigError(str(error)) from None
 
 
-def _check_common_data(data: dict[str, Any]) -> None:
+def _check_common_data(data: dict[str, Any], ids: int) -> None:
     shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
     if not isinstance(shuffle, bool):
         raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int) or ignore < 0):
-        raise refuse("data.ignore_id", ignore, "a token id or null is needed", 0)
+    if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids):
+        raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)
 
 
 def _label(model: dict[str, Any]) -> str:

@@ -27,11 +27,19 @@ def knob(
     example: Any,
     *,
     at_least: float | None = None,
+    at_most: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A documented field: `doc` with its unit, a valid `example`, and the range that is checked."""
-    meta = {"doc": doc, "example": example, "at_least": at_least, "above": above, "choices": choices}
+    meta = {
+        "doc": doc,
+        "example": example,
+        "at_least": at_least,
+        "at_most": at_most,
+        "above": above,
+        "choices": choices,
+    }
     return dataclasses.field(metadata=meta)
 
 
@@ -49,7 +57,7 @@ class Train:
     max_epochs: float | None = knob("budget in passes over the training sequences", 1.5, above=0)
     max_tokens: int | None = knob("budget in target tokens", 1_000_000, at_least=1)
     tail: str = knob("what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"))
-    seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0)
+    seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0, at_most=2**63 - 1)
     device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"))
     log_every: int = knob("optimizer steps between rows", 10, at_least=1)
     eval_every: int | None = knob("optimizer steps between evaluations; null: only at the end", 50, at_least=1)
@@ -196,6 +204,8 @@ def _convert(hint: Any, value: Any, key: str, meta: Mapping[str, Any]) -> Any:
         raise refuse(key, value, f"must be one of {', '.join(choices)}.{hint_text}")
     if low is not None and value < low:
         raise refuse(key, value, f"must be at least {low:g} ({meta['doc']})", example)
+    if meta["at_most"] is not None and value > meta["at_most"]:
+        raise refuse(key, value, f"must be at most {meta['at_most']} ({meta['doc']})", example)
     if above is not None and not value > above:
         raise refuse(key, value, f"must be above {above:g} ({meta['doc']})", example)
     return value

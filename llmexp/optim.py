@@ -21,6 +21,14 @@ def _rate(key: str, value: float, *, zero: bool = True) -> float:
     return float(value)
 
 
+def _decay(key: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(
+            f"optimizer.{key}={value}: a number from 0 to below 1 is needed; for example optimizer.{key}=0.9"
+        )
+    return float(value)
+
+
 def _fused(parameters: list[nn.Parameter]) -> bool:
     return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
 
@@ -49,7 +57,7 @@ def adamw(
     return torch.optim.AdamW(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
-        betas=(_rate("beta1", beta1), _rate("beta2", beta2)),
+        betas=(_decay("beta1", beta1), _decay("beta2", beta2)),
         eps=_rate("eps", eps),
         fused=_fused(parameters),
     )
@@ -63,7 +71,7 @@ def sgd(
     return torch.optim.SGD(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
-        momentum=_rate("momentum", momentum),
+        momentum=_decay("momentum", momentum),
         nesterov=nesterov,
         fused=_fused(parameters),
     )
@@ -97,7 +105,7 @@ def muon(
         torch.optim.Muon(
             hidden,
             lr=_rate("lr", lr, zero=False),
-            momentum=_rate("momentum", momentum),
+            momentum=_decay("momentum", momentum),
             nesterov=nesterov,
             ns_steps=ns_steps,
             weight_decay=_rate("weight_decay", weight_decay),
@@ -106,7 +114,7 @@ def muon(
         torch.optim.AdamW(
             _decay_groups(rest, weight_decay),
             lr=_rate("lr", lr) if adamw_lr is None else _rate("adamw_lr", adamw_lr),
-            betas=(_rate("beta1", beta1), _rate("beta2", beta2)),
+            betas=(_decay("beta1", beta1), _decay("beta2", beta2)),
             eps=_rate("eps", eps),
             fused=_fused(rest),
         ),

@@ -221,12 +221,11 @@ class WindowLoss(nn.Module):
     def _logits(self, tokens_bt: Tensor) -> Tensor:
         return self.model(tokens_bt)
 
-    @property
-    def loss_kernel(self) -> str:
-        """Which kernel runs, and its sizes on the parameters' device: "chunked(rows=512, vocab=2048)"."""
+    def loss_kernel(self, device: torch.device) -> str:
+        """Which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)"."""
         if not self.chunked:
             return "plain"
-        rows, tile = _chunk_sizes(self.model.head_weight.device)
+        rows, tile = _chunk_sizes(device)
         return f"chunked(rows={rows}, vocab={min(tile, self.model.head_weight.shape[0])})"
 
     def compile_trunk(self) -> None:

@@ -107,7 +107,7 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     if s.scaler.is_enabled():
         s.scaler.update()
     for optimizer in s.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=False)
     return Step(loss, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
 
 
@@ -165,13 +165,19 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
     if config.train.compile:
         loss.compile_trunk()
     module = mesh.wrap(joined, loss)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not joined.distributed:  # DDP has buckets
+        # Gradients live as long as the run: born between activations in each step they would fragment the heap, and
+        # accumulation would cost memory. A parameter that a window does not touch has gradient 0, not none.
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
     return Setup(
         parts=parts,
         mesh=joined,
         model=model,
         loss=loss,
         module=module,
-        parameters=[p for p in model.parameters() if p.requires_grad],
+        parameters=parameters,
         optimizers=parts.build_optimizers(model),
         scaler=precision.grad_scaler(
             parts.precision, joined.device, config.precision.init_scale, config.precision.growth_interval

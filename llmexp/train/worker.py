@@ -59,6 +59,9 @@ def main(argument: str) -> int:
                 return DONE
         else:
             path = Path(argument)
+            if folder.read_status(path).get("state") == "finished":
+                print(f"{path}: this run is finished; nothing to do")
+                return DONE
             parts = assemble(build(folder.read_config(path)), write=True)
             request = {"overrides": folder.read_json(path / folder.RUN).get("overrides", [])}
         group = int(os.environ.get("WORLD_SIZE", "1"))
@@ -155,7 +158,9 @@ def fail(path: Path, text: str, trace: str = "") -> None:
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
-    folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        if folder.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
+            folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
 
 
 def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
@@ -163,11 +168,12 @@ def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     main_rank = joined.rank == 0
     try:
         code = run_training(path, parts, joined)
-    except (TrainingFailed, OSError, checkpoint.CheckpointError) as error:
+    except (TrainingFailed, OSError) as error:
         fail(path, str(error))
         return FAILED
-    except ConfigError:
-        raise
+    except (ConfigError, checkpoint.CheckpointError) as error:
+        folder.write_status(path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
+        raise ConfigError(str(error)) from None
     except BaseException as error:
         if isinstance(error, SystemExit):
             folder.write_status(path, "preempted", exit_code=error.code, error="stopped before the first step")
