@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.conftest import Result, train
 from safetensors.torch import load_file
 
 from tests import reference
+from tests.conftest import Result, train
 
 LIMIT = 1.5  # of the gradient norm; some steps are above it, some below
 

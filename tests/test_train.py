@@ -121,8 +121,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
-    result = train(tmp_path, "run", *SYNTHETIC, "precision=fp16", "precision.init_scale=1099511627776", "train.log_every=1",
-                   "train.max_steps=40")  # fmt: skip
+    overflowing = [*SYNTHETIC, "precision=fp16", f"precision.init_scale={2**40}"]
+    result = train(tmp_path, "run", *overflowing, "train.log_every=1", "train.max_steps=40")
     rows = result.rows()
     skipped = [r["skipped"] for r in rows]
     first = skipped.index(False)
@@ -132,8 +132,8 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     assert len({r["weight_norm"] for r in rows[: first + 1]}) == 2  # of all skipped ones one, then the first update's
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
-    stopped = llmexp("train", *TINY, *SYNTHETIC, "precision=fp16", "precision.init_scale=1099511627776",
-                     "train.max_consecutive_skips=3", "hydra.run.dir=stopped", cwd=tmp_path)  # fmt: skip
+    more = ["train.max_consecutive_skips=3", "hydra.run.dir=stopped"]
+    stopped = llmexp("train", *TINY, *overflowing, *more, cwd=tmp_path)
     assert stopped.code == 3
     assert "4 updates in a row were skipped, the last at step 4" in stopped.err
 
