@@ -76,10 +76,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise refuse("train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false")
 
-    tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
-    model_config = dict(config.model)
-    if model_config.get("vocab_size", 0) is None:
-        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
+    tokenizer, model_config = build_tokenizer(config)
     build_bare = bind("model", model_config, {})
 
     def build_model() -> nn.Module:
@@ -106,20 +103,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
     if positions is not None and batch.sequence_length > positions:  # before the data are prepared for nothing
         raise refuse("batch.sequence_length", batch.sequence_length, f"the model has {positions} positions", positions)
 
-    corpus_knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
-    ids = vocab_size or tokenizer.n_vocab
-    _check_common_data(config.data, ids)
-    offered = {
-        "tokenizer": tokenizer,
-        "vocab_size": ids,
-        "sequence_length": batch.sequence_length,
-        "write": write,
-    }
-    try:
-        corpus = as_corpus(bind("data", corpus_knobs, offered)(), vocab_size=ids)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
+    corpus = build_corpus(config, tokenizer, vocab_size or tokenizer.n_vocab, write=write)
     facts = Facts(
         dp_size=ranks,
         train_tokens=len(corpus.train),
@@ -168,6 +152,31 @@ def assemble(config: Config, *, write: bool) -> Parts:
         parallelism=dataclasses.replace(config.parallelism, nproc_per_node=ranks),
     )
     return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
+
+
+def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:
+    """The tokenizer, and the model section with the vocabulary that follows from it where it is null."""
+    tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
+    model_config = dict(config.model)
+    if model_config.get("vocab_size", 0) is None:
+        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
+    return tokenizer, model_config
+
+
+def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, *, write: bool) -> Corpus:
+    """The data, checked against the vocabulary; with `write` they are prepared. Raises ConfigError."""
+    _check_common_data(config.data, vocab_size)
+    offered = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "sequence_length": config.batch.sequence_length,
+        "write": write,
+    }
+    knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
+    try:
+        return as_corpus(bind("data", knobs, offered)(), vocab_size=vocab_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _precision(config: Config, device: torch.device) -> tuple[str, str]:

@@ -69,7 +69,8 @@ def save(
     final = root / f"step_{step:08d}"
     temporary = root / f".{final.name}.{os.getpid()}.tmp"
     root.mkdir(exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in root.glob(".step_*.tmp"):  # of a save that was killed; the run's lock is ours
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         tensors = {name: t.contiguous() for name, t in model_tensors(model).items()}
@@ -82,8 +83,8 @@ def save(
             f.flush()
             os.fsync(f.fileno())
         _sync_folder(temporary)
-        if final.exists():  # a step is saved again only after the old save was found damaged
-            shutil.rmtree(final)
+        if final.exists():  # it was found damaged, or the run would not be here again
+            os.rename(final, root / f".{final.name}.old.tmp")
         os.rename(temporary, final)
         _sync_folder(root)
     except BaseException as error:
@@ -92,7 +93,7 @@ def save(
             raise OSError(f"saving {final} failed: {error}") from error  # torch and safetensors hide the errno
         raise
     if keep is not None:
-        for old in steps(root)[:-keep]:
+        for old in [p for p in steps(root) if int(p.name[5:]) <= step][:-keep]:  # newer ones are damaged
             with contextlib.suppress(OSError):
                 (old / MANIFEST).unlink()
                 shutil.rmtree(old)

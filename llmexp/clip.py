@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -28,7 +29,8 @@ def clip(
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm * factor, factor < 1
     if kind == "value" and max_value is not None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
         torch.nn.utils.clip_grad_value_(parameters, max_value)
-        after = global_norm(parameters)
-        return after, after < norm
+        return global_norm(parameters), largest > max_value
     return norm, torch.zeros((), dtype=torch.bool, device=norm.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -61,21 +62,13 @@ def plan_sweep(points: list[tuple[str, Config]], refused: list[tuple[str, str]])
 def prepare(arguments: list[str]) -> int:
     """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
     from llmexp import launch
-    from llmexp.data.stream import as_corpus
-    from llmexp.targets import bind
+    from llmexp.assemble import build_corpus, build_tokenizer
 
     args = launch.parse("prepare", arguments)
     with launch.hydra_app(args.config_dir) as hydra:
         config = launch.typed(launch.compose(hydra, args.overrides)[0])
-    tokenizer = bind("tokenizer", config.tokenizer, {})()
-    knobs = {k: v for k, v in config.data.items() if k not in ("shuffle", "ignore_id")}
-    offered = {
-        "tokenizer": tokenizer,
-        "vocab_size": config.model.get("vocab_size") or tokenizer.n_vocab,
-        "sequence_length": config.batch.sequence_length,
-        "write": True,
-    }
-    corpus = as_corpus(bind("data", knobs, offered)())
+    tokenizer, model_config = build_tokenizer(config)
+    corpus = build_corpus(config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True)
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
     print(f"train {len(corpus.train):,} tokens, validation {len(corpus.val) if corpus.val is not None else 0:,} tokens")
     return 0
@@ -113,5 +106,6 @@ def sample(arguments: list[str]) -> int:
     except checkpoint.CheckpointError as error:
         raise ConfigError(str(error)) from None
     knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    print(sample_text(tokenizer, model, length, config.precision.kind, args.prompt, args.tokens, **knobs))
+    text = sample_text(tokenizer, model, length, config.precision.kind, args.prompt, args.tokens, **knobs)
+    print(re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text) if sys.stdout.isatty() else text)
     return 0

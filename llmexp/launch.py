@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra._internal.hydra import Hydra
@@ -74,7 +74,9 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
         from hydra.core.hydra_config import HydraConfig
 
         HydraConfig.instance().set_config(cfg)
-        return cfg, multirun
+    if cfg.hydra.get("callbacks"):
+        raise ConfigError("hydra.callbacks: a config file must not run code; for your own functions use hooks=[...]")
+    return cfg, multirun
 
 
 @contextmanager
@@ -214,9 +216,9 @@ class Worker:
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Sends the request and waits; (exit code, run folder if one was made). Signals are passed on."""
         assert self._process.stdin is not None
-        old = {
-            n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores the hang-up
+        old = {n: signal.signal(n, self._forward) for n in wanted}
         try:
             with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
@@ -278,6 +280,8 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
         if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
             raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
         allow(package)
+    if os.environ.get("LLMEXP_ALLOW"):
+        allow("")
     return rest
 
 
@@ -285,6 +289,11 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
     """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
     parser = get_args_parser()
     parser.prog = f"llmexp {command}"
+
+    def unknown(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; settings are written train.max_steps=100; see llmexp {command} --help")
+
+    parser.error = unknown  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if getattr(args, flag, None) is not None:
@@ -304,10 +313,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
         with suppress(HydraException):
             key = parser.parse_override(override).key_or_group
         if not key:
-            raise ConfigError(
-                f"{override}: is not an override; for example train.max_steps=100 (quote special characters: "
-                "'tracker.notes=\"a, b\"')"
-            )
+            name, equals, value = override.partition("=")
+            quoted = f"""'{name}="{value}"'""" if equals and value else "train.max_steps=100"
+            raise ConfigError(f"{override!r}: is not an override; special characters need quotes: {quoted}")
 
 
 def train(arguments: list[str]) -> int:
@@ -364,6 +372,10 @@ def resume(arguments: list[str]) -> int:
         raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
     tree = folder.read_config(path)
     build(tree)
+    micro, accum, ranks = "batch.micro_batch_size", "batch.gradient_accumulation_steps", "parallelism.nproc_per_node"
+    given = [o.partition("=")[0] for o in args.overrides]
+    if {micro, accum, ranks} & set(given):  # the real batch stays, and its cut is solved anew
+        tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
     if folder.read_status(path).get("state") == "finished":
         say(f"{path}: this run is finished; nothing to do")
         return 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import signal
 import sys
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +83,13 @@ def any_rank(mesh: Mesh, flag: bool) -> bool:
     return bool(value)
 
 
+def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
+    """The data-parallel ranks on which the flag is set; the same answer everywhere."""
+    flags = torch.zeros(mesh.dp_size, dtype=torch.int64)
+    flags[mesh.dp_rank] = int(flag)
+    return total(mesh, flags).nonzero().flatten().tolist()
+
+
 def barrier(mesh: Mesh) -> None:
     """Waits for all ranks."""
     any_rank(mesh, False)
@@ -100,6 +109,15 @@ def launch_ranks(run_dir: str, ranks: int, threads: int) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    def forward(number: int, frame: object) -> None:
+        for task in Path("/proc/self/task").glob("*/children"):  # elastic's own way kills the ranks after 30 s
+            for pid in task.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, forward)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a restarted group would read the old group's keys
     launch = LaunchConfig(
@@ -113,4 +131,6 @@ def launch_ranks(run_dir: str, ranks: int, threads: int) -> None:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.path.join(run_dir, "logs"), redirects=Std.ALL, tee={0: Std.ALL}),
     )
+    if hasattr(launch, "signals_to_handle"):
+        launch.signals_to_handle = "SIGQUIT"
     elastic_launch(launch, sys.executable)("-u", "-m", "llmexp.train", run_dir)

@@ -138,13 +138,20 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
     return optimizers[0].param_groups[0]["lr"]
 
 
+def _guards(optimizer: Optimizer) -> bool:
+    """Whether the optimizer can be told on the device to leave everything as it is."""
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
+        return False  # a skipped first step would leave torch's fused momentum buffers uninitialised
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def update(optimizers: list[Optimizer], skip: Tensor) -> None:
     """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true.
 
     Kernels that support it decide on the device (parameters, moments and step counts then stay bit-identical),
     so the host does not wait; with any other optimizer in the list the host reads `skip` first.
     """
-    guarded = all(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers)
+    guarded = all(_guards(o) for o in optimizers)
     if not guarded and bool(skip):
         return
     found_inf = skip.to(torch.float32)

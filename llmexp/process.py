@@ -35,6 +35,10 @@ class Stop:
         self._count += 1
         self.requested = True
         self.signal_name = signal.Signals(number).name
+        if self._count == 1 and os.environ.get("RANK", "0") == "0":
+            what = "finishing this step, then saving" if self.training else "stopped before training"
+            with contextlib.suppress(OSError):
+                os.write(2, f"\nllmexp: {self.signal_name}: {what}\n".encode())
         if not self.training and not self.importing:
             raise SystemExit(128 + number)
         # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the save.

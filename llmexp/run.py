@@ -227,7 +227,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
     val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
-        val += f", the first {run.eval_sequences:,} of them per evaluation"
+        val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
     rows = [
         ("data", f"{f.data}; tokenizer {f.tokenizer}"),
         ("train", f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length}"),

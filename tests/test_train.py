@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     result = llmexp("train", *TINY, *SYNTHETIC, *bad_model(tmp_path), "checkpoint.every=3", "train.log_every=1",
                     "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
     assert result.code == 3
-    assert "step 7 has a loss that is not finite" in result.err
+    assert "step 7 has a loss that is not finite on rank 0; the update was not applied" in result.err
     assert "the last checkpoint is step_00000006; to go on: llmexp resume run" in result.err
     assert "Traceback" not in result.err
     assert [r["step"] for r in result.rows()] == [1, 2, 3, 4, 5, 6]
@@ -174,6 +174,10 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model):
         ("NVIDIA A100-SXM4-80GB", "fp64", None),
         ("NVIDIA A10G", "bf16", 70),
         ("NVIDIA A10", "bf16", None),
+        ("NVIDIA H200 NVL", "bf16", 835),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", None),
         ("NVIDIA RTX A1000", "bf16", None),
         ("NVIDIA GeForce RTX 9999", "bf16", None),
     ],

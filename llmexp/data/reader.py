@@ -104,21 +104,23 @@ def eval_batches(
     sequence_length: int,
     micro_batch_size: int,
     max_sequences: int,
+    ignore_id: int | None,
     rank: int,
     dp_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens_bt, targets_bt) of this rank's part of the first `max_sequences` sequences, in file order.
+    """(tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly over the stream.
 
     All ranks have equally many batches; rows that are missing are masked.
     """
-    total = min(max_sequences, stream.n_sequences(sequence_length))
+    there = stream.n_sequences(sequence_length)
+    total = min(max_sequences, there)
     per_rank = -(-total // dp_size)
     stop = min(total, (rank + 1) * per_rank)
     for i in range(-(-per_rank // micro_batch_size)):
         first = rank * per_rank + i * micro_batch_size
         index = np.arange(first, max(first, min(first + micro_batch_size, stop)), dtype=np.int64)
-        tokens_rs = stream.gather(index * sequence_length, sequence_length + 1)
-        yield _micro_batches(tokens_rs[None], 1, micro_batch_size, None, False)[0][0][0]
+        tokens_rs = stream.gather(index * there // max(1, total) * sequence_length, sequence_length + 1)
+        yield _micro_batches(tokens_rs[None], 1, micro_batch_size, ignore_id, False)[0][0][0]
 
 
 def _micro_batches(

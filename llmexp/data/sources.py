@@ -242,7 +242,7 @@ def tokens(
         "max_tokens": max_tokens,
         "val_ratio": None if val_paths else val_ratio,
     }
-    return Corpus(train, val if val else None, count + _overlap(train_paths, val_paths), fingerprint, is_text=True)
+    return Corpus(train, val if val else None, count + _overlap(train_paths, val_paths), fingerprint)
 
 
 def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:

@@ -49,12 +49,16 @@ class Console:
             except OSError as error:
                 self.failure = error
 
-    def line(self, text: str) -> None:
-        """Print `text` (one or more lines) above the bar and append it to the log, without escape codes."""
+    def line(self, text: str, short: str | None = None) -> None:
+        """Print `text` (one or more lines) above the bar and append it to the log, without escape codes.
+
+        On a terminal `short` is printed in its place.
+        """
         text = _CONTROL.sub("", text)
+        printed = _CONTROL.sub("", short) if short is not None and self._live else text
         with self._lock:
             self._write_log(text + "\n")
-            self._guard(lambda: self._print(text))
+            self._guard(lambda: self._print(printed))
 
     def progress(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
         """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its own."""
@@ -151,11 +155,11 @@ class Console:
             _silence(dead)
 
 
-def format_row(row: dict[str, Any], total_steps: int) -> str:
+def format_row(row: dict[str, Any], total_steps: int, width: int | None = None) -> str:
     """One line for a row of metrics.jsonl; keys that are absent or None are left out.
 
     Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual range breaks
-    its column rather than lose digits.
+    its column rather than lose digits. With `width` the less important cells give way until the line fits.
     """
 
     def of(key: str, show: Callable[[Any], str]) -> str | None:
@@ -175,7 +179,12 @@ def format_row(row: dict[str, Any], total_steps: int) -> str:
         of("amp", lambda v: f"amp {int(v)}"),
         "skipped" if row.get("skipped") else None,
     ]
-    return " | ".join(cell for cell in cells if cell is not None)
+    shown = [cell for cell in cells if cell is not None]
+    for word in ("amp", "epoch", "eta", "val ppl", "step_time", "tokens/s", "grad_norm", "lr"):
+        if width is None or len(" | ".join(shown)) <= width:
+            break
+        shown = [cell for cell in shown if not cell.startswith(word)]
+    return " | ".join(shown)
 
 
 def format_duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ import torch
 # Dense peak TFLOP/s from the makers' data sheets, by a part of the CUDA device name; first match wins.
 _PEAK_TFLOPS: list[tuple[str, dict[str, float]]] = [
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
+    ("H200 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
     ("H200", {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
     ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
     ("H100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
@@ -22,7 +23,7 @@ _PEAK_TFLOPS: list[tuple[str, dict[str, float]]] = [
     ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
     ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
     ("A10G", {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
-    ("V100", {"fp16": 125, "fp32": 15.7}),
+    ("V100-SXM2", {"fp16": 125, "fp32": 15.7}),
     ("T4", {"fp16": 65, "fp32": 8.1}),
 ]
 
@@ -32,6 +33,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).split()
+    if "MIG" in words:  # a slice of the chip
+        return None
     for part, rates in _PEAK_TFLOPS:
         wanted = part.split()
         if any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words))):
@@ -41,7 +44,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def _same(words: list[str], wanted: list[str]) -> bool:
     """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match 'A100'."""
-    return len(words) == len(wanted) and words[1:] == wanted[1:] and words[0].split("-")[0] == wanted[0]
+    return len(words) == len(wanted) and words[1:] == wanted[1:] and f"{words[0]}-".startswith(f"{wanted[0]}-")
 
 
 def device_name(device: torch.device) -> str:
@@ -52,7 +55,8 @@ def device_name(device: torch.device) -> str:
     if cpuinfo.exists():
         models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def peak_memory_gib(device: torch.device) -> float:

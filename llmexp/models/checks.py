@@ -32,5 +32,5 @@ def check_length(length: int, max_position_embeddings: int) -> None:
     if length > max_position_embeddings:
         raise ValueError(
             f"sequence of {length} tokens: the model has model.max_position_embeddings="
-            f"{max_position_embeddings}; shorten data.sequence_length or raise it"
+            f"{max_position_embeddings}; shorten batch.sequence_length or raise it"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ class Loop:
     byte_lengths: Tensor
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
+    own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
+    saved_step: int | None = None  # of the newest checkpoint
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
 
@@ -96,7 +99,10 @@ def train(loop: Loop) -> str:
     profiler = start_profiler(loop)
     while p.step < max_steps:
         if mesh.any_rank(s.mesh, STOP.requested):
+            loop.out.console.line(f"stopping at step {p.step:,}; saving a checkpoint")
             save(loop)
+            if profiler is not None:
+                profiler.stop()
             return "preempted"
         call_hooks(loop, "step_start", p.step + 1)
         with meter.stepping():
@@ -105,12 +111,14 @@ def train(loop: Loop) -> str:
             seed_step(config.train.seed, p.step, s.mesh.dp_rank, s.mesh.device)
             step = train_step(s, window, lambda: settle(loop))
             p.step += 1
-            loop.pending = step.verdict
+            loop.pending, loop.own_nll = step.verdict, step.own_nll
             meter.add(step.target_tokens, step.clipped)
             last = p.step == max_steps
             due_eval = last or (eval_every is not None and p.step % eval_every == 0)
             due_row = due_eval or p.step % log_every == 0
-            if due_row:
+            due_save = last or (every is not None and p.step % every == 0)
+            due_sample = sample_every is not None and not last and p.step % sample_every == 0
+            if due_row or due_save or due_sample:
                 settle(loop)  # the host waits for the device here, and only here
         if due_row:
             report(loop, step, window, due_eval)
@@ -119,10 +127,12 @@ def train(loop: Loop) -> str:
         loop.out.console.progress(p.step, *loop.shown)
         if profiler is not None:
             profiler.step()
-        if last or (every is not None and p.step % every == 0):
+        if due_save:
             save(loop)
-        if sample_every is not None and not last and p.step % sample_every == 0 and loop.out.main:
+        if due_sample and loop.out.main:
             loop.out.console.line(f"sample: {sample_text(loop)}")
+    if profiler is not None:
+        profiler.stop()  # writes a trace that the end of the run has cut short
     return "finished"
 
 
@@ -138,9 +148,10 @@ def settle(loop: Loop) -> int:
         return p.updates
     what = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[code]
     if code != EMPTY and not s.scaler.is_enabled():
-        raise TrainingFailed(
-            f"step {p.step} has {what} that is not finite (seen on rank {s.mesh.rank}); the update was not applied"
-        )
+        assert loop.own_nll is not None
+        ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        raise TrainingFailed(f"step {p.step} has {what} that is not finite{where}; the update was not applied")
     p.skipped_steps += 1
     p.consecutive_skips += 1
     limit = s.parts.config.train.max_consecutive_skips
@@ -194,7 +205,8 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     if out.rows is not None:
         out.rows.append(row)
         out.tracker.log(row)
-        out.console.line(format_row(row, run.max_steps))
+        columns = shutil.get_terminal_size().columns
+        out.console.line(format_row(row, run.max_steps), format_row(row, run.max_steps, columns))
         loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
 
 
@@ -206,7 +218,9 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
             step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
         )
         try:
-            figures |= {str(k): float(v) for k, v in (hook(event, context) or {}).items()}
+            found = hook(event, context) or {}
+            if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
+                figures |= {str(k): float(v) for k, v in found.items()}
         except Exception as error:
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r}") from error
     return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
@@ -216,6 +230,8 @@ def save(loop: Loop) -> None:
     """Commits a checkpoint of the current step; its rows reach the disk first."""
     s, p = loop.s, loop.p
     settle(loop)
+    if loop.saved_step == p.step:
+        return
     tokens_seen, clipped, steps = loop.meter.counts()
     if loop.out.rows is not None:
         loop.out.rows.sync()
@@ -233,6 +249,7 @@ def save(loop: Loop) -> None:
         keep = s.parts.config.checkpoint.keep
         checkpoint.save(loop.out.path / folder.CHECKPOINTS, p.step, s.model, state, meta, keep)
     mesh.barrier(s.mesh)
+    loop.saved_step = p.step
     call_hooks(loop, "saved", p.step)
 
 

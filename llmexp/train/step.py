@@ -47,6 +47,7 @@ class Step:
     """One optimizer step, as 0-dim tensors on the device; reading one makes the host wait."""
 
     loss: Tensor
+    own_nll: Tensor  # this rank's part of it, summed
     target_tokens: Tensor
     grad_norm: Tensor
     grad_norm_post_clip: Tensor
@@ -82,8 +83,10 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     """
     device, kind = s.mesh.device, s.parts.precision
     dtype = precision.parameter_dtype(kind)
-    count = mesh.total(s.mesh, torch.tensor(window.target_count, dtype=dtype).to(device, non_blocking=True))
-    weight = s.mesh.dp_size / count.clamp(min=1)  # times dp_size because DDP averages what is to be summed
+    count = mesh.total(
+        s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True)
+    )
+    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)  # x dp_size: DDP averages what is to be summed
     nll = torch.zeros((), dtype=dtype, device=device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         with mesh.no_sync(s.mesh, s.module, last=i == len(window.micro_batches)):
@@ -91,6 +94,7 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
                 micro_nll = s.module(tokens_bt.to(device, non_blocking=True), targets_bt.to(device, non_blocking=True))
             s.scaler.scale(micro_nll * weight).backward()
         nll += micro_nll.detach()
+    own_nll = nll.clone()
     loss = mesh.total(s.mesh, nll) / count.clamp(min=1)
 
     for optimizer in s.optimizers:
@@ -108,7 +112,7 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
         s.scaler.update()
     for optimizer in s.optimizers:
         optimizer.zero_grad(set_to_none=False)
-    return Step(loss, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
+    return Step(loss, own_nll, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
 
 
 @torch.no_grad()
@@ -125,6 +129,7 @@ def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
         sequence_length=run.sequence_length,
         micro_batch_size=run.micro_batch_size,
         max_sequences=run.eval_sequences,
+        ignore_id=s.parts.config.data.get("ignore_id"),
         rank=s.mesh.dp_rank,
         dp_size=s.mesh.dp_size,
     ):
@@ -135,6 +140,8 @@ def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
         sums[2] += int(byte_lengths[targets_bt[valid]].sum())
     s.model.train(was_training)
     nll, targets, count_bytes = mesh.total(s.mesh, sums).tolist()
+    if not targets:
+        return {}
     if not math.isfinite(nll):
         raise TrainingFailed("the validation loss is not finite")
     found = {"val/loss": nll / targets}

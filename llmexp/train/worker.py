@@ -22,6 +22,7 @@ import yaml
 from llmexp import checkpoint, folder, mesh
 from llmexp.assemble import Parts, assemble
 from llmexp.config import ConfigError, build
+from llmexp.data.files import cpu_count
 from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner, format_duration
@@ -63,7 +64,9 @@ def main(argument: str) -> int:
                 print(f"{path}: this run is finished; nothing to do")
                 return DONE
             parts = assemble(build(folder.read_config(path)), write=True)
-            request = {"overrides": folder.read_json(path / folder.RUN).get("overrides", [])}
+            refuse_other_run(path, parts)
+            recorded = folder.read_json(path / folder.RUN)
+            request = {key: recorded.get(key) for key in ("overrides", "label", "group")}
         group = int(os.environ.get("WORLD_SIZE", "1"))
         if parts.run.dp_size > 1 and group == 1:
             with folder.locked(path):
@@ -112,7 +115,9 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         if old.get(key) != new.get(key) and not any(key == k or key.startswith(k + ".") for k in EXECUTION_KEYS)
     ]
     if differing:
-        raise ConfigError(f"{path}: is another run; differing keys: {', '.join(differing)}")
+        raise ConfigError(
+            f"{path}: is another run; differing keys, which change results and so are fixed: {', '.join(differing)}"
+        )
     recorded = folder.read_json(path / folder.RUN).get("data_fingerprint")
     if recorded is not None and recorded != json.loads(json.dumps(parts.corpus.fingerprint)):
         raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
@@ -129,7 +134,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any]) -> None:
     """config.yaml with every derived value written back, run.json, and the status "running"."""
     folder.write_whole(path / folder.CONFIG, yaml.safe_dump(dataclasses.asdict(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
-        "overrides": request.get("overrides", []),
+        "overrides": request.get("overrides") or [],
         "label": request.get("label"),
         "group": request.get("group"),
         "data_fingerprint": parts.corpus.fingerprint,
@@ -140,10 +145,14 @@ def record(path: Path, parts: Parts, request: dict[str, Any]) -> None:
 
 def launch_group(path: Path, parts: Parts) -> int:
     """Starts one worker a rank and waits; the exit code comes from status.json, because torchrun flattens it."""
-    threads = max(1, (os.cpu_count() or 1) // parts.run.dp_size)
+    threads = max(1, cpu_count() // parts.run.dp_size)
     with contextlib.suppress(Exception):  # what failed is in the workers' logs and in status.json
         mesh.launch_ranks(str(path), parts.run.dp_size, threads)
     status = folder.read_status(path)
+    if status["state"] == "failed":
+        print(
+            f"llmexp: training failed: {status['error']}; the logs of all ranks are in {path / 'logs'}", file=sys.stderr
+        )
     if status["state"] == "running":  # every rank died without a word
         fail(path, f"a worker died; the logs of all ranks are in {path / 'logs'}")
         return FAILED
@@ -169,7 +178,8 @@ def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     try:
         code = run_training(path, parts, joined)
     except (TrainingFailed, OSError) as error:
-        fail(path, str(error))
+        cause = f"{''.join(traceback.format_exception(error.__cause__))}\n" if error.__cause__ else ""
+        fail(path, str(error), cause)
         return FAILED
     except (ConfigError, checkpoint.CheckpointError) as error:
         folder.write_status(path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
@@ -229,6 +239,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         meter=meter,
         byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
+        saved_step=p.step if loaded else None,
     )
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
@@ -236,17 +247,18 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     state = "failed"
     try:
         state = train(loop)
-    finally:
-        STOP.training = state == "preempted"
+    finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = summarise(loop)
         if rows is not None:
             rows.close()
+        if main_rank and state != "failed":
+            folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary)
         tracker.finish(summary, code)
         if state == "failed":
             console.close()
     if main_rank:
-        finish(loop, state, summary, code)
+        say_the_end(loop, state, summary)
     console.close()
     return code
 
@@ -256,8 +268,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
     found: dict[str, Any] = {"steps": loop.p.step}
-    if rows:
-        found["tokens_seen"] = last["tokens_seen"]
+    if loop.p.step:
+        found["tokens_seen"] = loop.meter.counts()[0]
     for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
         with contextlib.suppress(StopIteration):
             found[f"final {key}"] = next(row[key] for row in reversed(rows) if key in row)
@@ -270,26 +282,30 @@ def summarise(loop: Loop) -> dict[str, Any]:
     return found
 
 
-def finish(loop: Loop, state: str, summary: dict[str, Any], code: int) -> None:
+def say_the_end(loop: Loop, state: str, summary: dict[str, Any]) -> None:
     """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.s.parts
-    folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary)
+    reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
+    stopped = f"preempted by {STOP.signal_name or 'another rank'} {reached}, checkpoint saved"
     sections = [
-        ("result", f"{state} at step {loop.p.step:,} of {parts.run.max_steps:,}"),
+        ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
     to_copy: list[tuple[str, str]] = []
-    if state == "finished" and parts.config.train.sample_tokens:
-        sections.append(("sample", sample_text(loop)))
-    if loop.out.rows is not None:
-        plot_losses(loop.out.rows.rows, path / "loss.png", path.name)
-        if (path / "loss.png").exists():
-            to_copy.append(("picture", str(path / "loss.png")))
+    try:  # the run is over and recorded: what goes wrong here is only said
+        if state == "finished" and parts.config.train.sample_tokens:
+            sections.append(("sample", sample_text(loop)))
+        if loop.out.rows is not None:
+            plot_losses(loop.out.rows.rows, path / "loss.png", f"{parts.config.name}/{path.name}")
+            if (path / "loss.png").exists():
+                to_copy.append(("picture", str(path / "loss.png")))
+    except Exception as error:
+        sections.append(("missing", f"the end of this report: {error!r}"))
     quoted = shlex.quote(str(path))
     to_copy.append(("folder", str(path)))
-    to_copy.append(
-        ("next", f"llmexp resume {quoted}" if state == "preempted" else f'llmexp sample {quoted} --prompt "The "')
-    )
+    allowed = f" --allow {shlex.quote(os.environ['LLMEXP_ALLOW'])}" if os.environ.get("LLMEXP_ALLOW") else ""
+    command = f"llmexp resume {quoted}" if state == "preempted" else f'llmexp sample {quoted} --prompt "The "'
+    to_copy.append(("next", command + allowed))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2
     for label, text in to_copy:  # never wrapped: these are for the clipboard
@@ -299,4 +315,6 @@ def finish(loop: Loop, state: str, summary: dict[str, Any], code: int) -> None:
 def _figure(key: str, value: Any) -> str:
     if key == "train_time":
         return format_duration(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+    if isinstance(value, int) or "per_sec" in key:
+        return f"{value:,.0f}"
+    return f"{value:,.4f}"

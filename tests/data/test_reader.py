@@ -147,16 +147,22 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
     for rank in range(dp):
         batches = list(
             eval_batches(
-                stream, sequence_length=LENGTH, micro_batch_size=2, max_sequences=wanted, rank=rank, dp_size=dp
+                stream,
+                sequence_length=LENGTH,
+                micro_batch_size=2,
+                max_sequences=wanted,
+                ignore_id=None,
+                rank=rank,
+                dp_size=dp,
             )
         )
         counts.append(len(batches))
         seen += _real_rows(Window(0, batches, 0, 0))
         assert all(tokens.shape == targets.shape == (2, LENGTH) for tokens, targets in batches)
     total = min(n, wanted)
-    assert seen == [
-        (ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1]) for j in range(total)
-    ]
+    spread = [i * n // total for i in range(total)]
+    assert len(set(spread)) == total
+    assert seen == [(ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1]) for j in spread]
     assert len(set(counts)) == 1
 
 
