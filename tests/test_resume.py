@@ -150,8 +150,9 @@ def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
     assert refused.code == 2
     assert "model.d_ff (24 there, 32 here)" in refused.err
     assert "optimizer.lr (0.01 there, 0.5 here)" in refused.err
-    moved = llmexp(*command, "batch.micro_batch_size=8", "batch.gradient_accumulation_steps=1", cwd=tmp_path)
+    moved = llmexp("resume", str(copy), "batch.micro_batch_size=8", cwd=tmp_path)  # the accumulation follows
     assert moved.code == 0, moved.err
+    assert Result(0, "", "", copy).json("run.json")["gradient_accumulation_steps"] == 1
 
 
 def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path):
@@ -182,3 +183,26 @@ def test_resume_of_nothing(tmp_path):
     assert refused.code == 2
     assert "no run to resume" in refused.err
     assert not (tmp_path / "new").exists()
+
+
+def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
+    """A window longer than the 30 s after which torch's agent would kill its ranks is not needed to see who forwards:
+    both ranks stop at one step, rank 0 saves, the exit code is 75, and the resumed run is the undisturbed one."""
+    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "parallelism=ddp", "parallelism.nproc_per_node=2",
+                "batch.gradient_accumulation_steps=1", "precision=fp32"]  # fmt: skip
+    result = train(tmp_path, "whole", *settings)
+    process = start("train", *TINY, *settings, "hydra.run.dir=run", cwd=tmp_path)
+    run = Result(0, "", "", tmp_path / "run")
+    deadline = time.monotonic() + 120
+    while not (run.folder / "metrics.jsonl").exists() or len(run.rows()) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert run.json("status.json")["state"] == "preempted"
+    again = llmexp("resume", "run", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert exact(run) == exact(result)
+    same_state(run.checkpoint(20), result.checkpoint(20))

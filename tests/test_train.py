@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,3 +201,40 @@ def test_the_run_can_be_repeated_from_its_folder_alone(tmp_path):
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert [r["train/loss"] for r in result.rows()] == first
+
+
+def test_evaluation_masks_what_training_masks(tmp_path):
+    """Half of the ids are padding: neither loss counts them, and without any target left there is no figure."""
+    stream = np.tile(np.array([5, 63], dtype=np.uint16), 2000)
+    np.save(tmp_path / "t.npy", stream)
+    settings = ["data=tokens", "data.train_files=[t.npy]", "data.val_ratio=0.2", "train.max_steps=2"]
+    masked = train(tmp_path, "masked", *settings, "data.ignore_id=63", "optimizer.lr=1e-9")
+    row = masked.rows()[-1]
+    assert row["target_tokens"] == 8 * 6
+    assert row["val/loss"] == pytest.approx(row["train/loss"], rel=0.02)  # the only target is 5, after 63
+    assert "val/bits_per_byte" not in row  # what made these ids is not known
+    whole = train(tmp_path, "whole", *settings, "optimizer.lr=1e-9").rows()[-1]
+    assert abs(whole["val/loss"] - row["val/loss"]) > 1e-5
+
+
+def test_a_trace_that_the_end_cuts_short_is_written(tmp_path):
+    result = train(tmp_path, "run", *SYNTHETIC, "train.profile_start=11", "train.profile_steps=5")
+    assert (result.folder / "trace_step_00000011.json").stat().st_size > 1000
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """A signal while a checkpoint is being committed finds it done."""
+    (tmp_path / "sig.py").write_text(
+        "import os, signal\n"
+        "def watch(event, context):\n"
+        "    if event == 'saved':\n"
+        "        print('SAVED', context.step, flush=True)\n"
+        "        if context.step == 4:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    result = llmexp("train", *TINY, *SYNTHETIC, "--allow", "sig", "hooks=[sig.watch]", "checkpoint.every=2",
+                    "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    assert result.code == 75, result.err
+    assert result.out.count("SAVED 4") == 1
+    assert "llmexp resume run --allow sig" in result.out
+    assert result.json("status.json")["summary"]["tokens_seen"] == 4 * 96

@@ -1,0 +1,103 @@
+"""Optimizers: their groups, and the guarded update that changes everything or nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from llmexp import optim
+from llmexp.models.gpt2 import GPT2
+
+BUILDERS = {
+    "adamw": lambda m: optim.adamw(m, lr=0.1),
+    "sgd": lambda m: optim.sgd(m, lr=0.1),
+    "muon": lambda m: optim.muon(m, lr=0.1),
+    "plain": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.1, momentum=0.5),
+}
+
+
+def made(name: str) -> tuple[GPT2, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = GPT2(32, 8, 1, 2, 8, 8)
+    return model, optim.as_list(BUILDERS[name](model))
+
+
+def give_gradients(model: GPT2, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def state(model, optimizers):
+    return copy.deepcopy(([p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]))
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return all(equal(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, (list, tuple)) else a == b
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_skipped_update_leaves_everything_and_the_next_is_as_if_it_had_not_been(name):
+    """Also the first one, where torch's fused SGD would keep uninitialised momentum."""
+    yes, no = torch.tensor(True), torch.tensor(False)
+    model, optimizers = made(name)
+    plain_model, plain_optimizers = made(name)
+    for seed, skip in enumerate([True, False, True, True, False]):
+        give_gradients(model, seed)
+        before = state(model, optimizers)
+        optim.update(optimizers, yes if skip else no)
+        if skip:
+            assert equal(state(model, optimizers)[0], before[0])
+            if seed:  # at the very first step the kernels may make their zeros
+                assert equal(state(model, optimizers)[1], before[1])
+        else:
+            give_gradients(plain_model, seed)
+            optim.update(plain_optimizers, no)
+            assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
+
+
+def test_decay_on_matrices_only_and_muon_on_hidden_ones():
+    model, (adamw,) = made("adamw")
+    assert [g["weight_decay"] for g in adamw.param_groups] == [0.1, 0.0]
+    assert all(p.ndim >= 2 for p in adamw.param_groups[0]["params"])
+    assert all(p.ndim < 2 for p in adamw.param_groups[1]["params"])
+    model, (muon, rest) = made("muon")
+    hidden = {id(p) for p in muon.param_groups[0]["params"]}
+    named = {n for n, p in model.named_parameters() if id(p) in hidden}
+    assert named == {n for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")}
+    assert len(hidden) + sum(len(g["params"]) for g in rest.param_groups) == len(list(model.parameters()))
+
+
+def test_adamw_is_adamw():
+    """Against the formula in float64 (Loshchilov & Hutter 2019, algorithm 2)."""
+    model, _ = made("adamw")
+    model.double()
+    optimizers = optim.as_list(optim.adamw(model, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2))
+    want = [p.detach().clone() for p in model.parameters()]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in want]
+    for t in range(1, 6):
+        generator = torch.Generator().manual_seed(t)
+        rate = optim.set_rate(optimizers, 1 / t)
+        assert rate == 0.01 * (1 / t)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        optim.update(optimizers, torch.tensor(False))
+        for p, w, (m, v) in zip(model.parameters(), want, moments, strict=True):
+            m.mul_(0.8).add_(0.2 * p.grad)
+            v.mul_(0.9).add_(0.1 * p.grad**2)
+            w.mul_(1 - rate * (0.2 if w.ndim >= 2 else 0.0))
+            w.sub_(rate * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-3))
+            torch.testing.assert_close(p.detach(), w, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, 0, True, "1e-3x"])
+def test_bad_rates_are_refused_by_name(name, rate):
+    with pytest.raises(ValueError, match=r"optimizer\.lr="):
+        getattr(optim, name)(GPT2(32, 8, 1, 2, 8, 8), lr=rate)
