@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv: torch and others, some minutes on first use"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

@@ -235,7 +235,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("model", f"{f.model}, {f.parameters:,} parameters"),
         ("batch", batch_equation(run)),
         ("budget", budget),
-        ("warm-up", f"{run.warmup_updates:,} optimizer steps"),
+        ("warm-up", f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}"),
     ]
     if run.total_flops is not None and f.flops_per_token is not None:
         rows.append(("FLOPs", f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x tokens ({f.flops_formula})"))

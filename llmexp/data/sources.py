@@ -27,6 +27,13 @@ LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, number of tokens (llm.c,
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
+def size_text(size: int) -> str:
+    """A number of bytes for a reader: `512 bytes`, `48.3 kB`, `12.1 MB`."""
+    if size < 1000:
+        return f"{size} bytes"
+    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
 def stdlib(
     *,
     tokenizer: tiktoken.Encoding,
@@ -117,7 +124,7 @@ def _text_corpus(
 
     every = train_documents + val_documents
     size = sum(d.stop - d.start for d in every)
-    count = f"{len(every):,} file{'s' if len(every) > 1 else ''}, {size / 1e6:.1f} MB of text"
+    count = f"{len(every):,} file{'s' if len(every) > 1 else ''}, {size_text(size)} of text"
     description = f"{label}, {count}" if label else count
     empty = len(train_paths) + len(val_paths) - len(every)
     if empty:

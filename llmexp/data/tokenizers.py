@@ -52,10 +52,10 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
     thread.join(download_timeout_s)
     if loaded and isinstance(loaded[0], tiktoken.Encoding):
         return loaded[0]
-    why = f"{type(loaded[0]).__name__}: {loaded[0]}" if loaded else f"no answer within {download_timeout_s:g} s"
+    why = type(loaded[0]).__name__ if loaded else f"no answer within {download_timeout_s:g} s"
     raise ValueError(
-        f"tokenizer.name={name}: its files are neither cached nor could they be downloaded ({why[:300]}). "
-        f"Set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them, or choose tokenizer=bytes"
+        f"tokenizer.name={name}: its files are neither cached nor could they be downloaded ({why}); set the "
+        "environment variable TIKTOKEN_CACHE_DIR to a folder that holds them, or choose tokenizer=bytes"
     )
 
 

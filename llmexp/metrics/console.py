@@ -25,17 +25,14 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 class Console:
     """Lines above a progress bar. Nothing here raises: a dead terminal or a full disk must not stop a run.
 
-    `log_path` is appended to (UTF-8); None keeps no log. `total_steps` and `first_step` are optimizer steps.
+    `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps.
     The bar appears with the first `progress` call, and only if `stream` is a terminal that can move its
     cursor. `failure` holds the first error of opening or writing the log, for the caller to act on.
     """
 
-    def __init__(
-        self, log_path: Path | None, total_steps: int, first_step: int = 0, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, log_path: Path | None, total_steps: int, stream: TextIO | None = None) -> None:
         self.failure: OSError | None = None
         self._total_steps = total_steps
-        self._first_step = first_step
         self._stream: TextIO | None = sys.stdout if stream is None else stream
         self._live = _is_live_terminal(self._stream)
         self._bar: Progress | None = None
@@ -113,7 +110,7 @@ class Console:
         for least_needed in ("rate", "eta", "loss"):
             if len("  ".join(parts.values())) > bar.console.width - 12:
                 parts.pop(least_needed, None)
-        bar.update(bar.task_ids[0], completed=step - self._first_step, text="  ".join(parts.values()))
+        bar.update(bar.task_ids[0], completed=step, text="  ".join(parts.values()))
         if self._bar is None:
             bar.start()
             bar.console.show_cursor(True)  # a killed run must not leave a terminal without its cursor
@@ -137,7 +134,7 @@ class Console:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        bar.add_task("", total=max(self._total_steps - self._first_step, 1), text="")
+        bar.add_task("", total=max(self._total_steps, 1), text="")
         return bar
 
     def _remove_bar(self) -> None:

@@ -87,6 +87,8 @@ def _draw_settings(axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np
         right.set_ylabel("grad_norm", color=NORM)
         if norm[1].min() > 0 and norm[1].max() > 10 * norm[1].min():
             right.set_yscale("log")
+        else:
+            right.ticklabel_format(axis="y", useOffset=False)
         right.spines["top"].set_visible(False)
 
 

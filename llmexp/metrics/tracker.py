@@ -54,18 +54,26 @@ class WandbTracker:
         self._failed = False
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self.url_or_path: str | None = None
-        self._thread.start()
+        self._started = False
 
     def log(self, row: Row) -> None:
         """Hand over one row of metrics.jsonl (a copy is taken); returns at once."""
+        self._begin()
         if self._thread.is_alive():
             self._queue.put(dict(row))
+
+    def _begin(self) -> None:
+        """With the first row: importing wandb would hold up the first steps, and a run without rows needs none."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
 
     def finish(self, summary: Row, exit_code: int) -> None:
         """Write `summary`, close the run and wait for its upload, `finish_timeout_s` at most."""
         if self._closing:
             return
         self._closing = True
+        self._begin()
         self._queue.put(_Finish(dict(summary), exit_code))
         self._thread.join(self._plan.finish_timeout_s)
         if self._thread.is_alive():

@@ -58,7 +58,7 @@ def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio: float) -> None:
     n = int(len(text) * (1 - ratio))
     assert _all(corpus.train) == [*text[:n].encode()]
     assert _all(corpus.val) == [*text[n:].encode()]
-    assert corpus.description == "1 file, 0.0 MB of text"
+    assert corpus.description == "1 file, 12.3 kB of text"
 
 
 def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> None:

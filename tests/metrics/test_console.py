@@ -259,7 +259,7 @@ def test_plain_stream_and_log_get_the_same_lines_without_escapes(tmp_path: Path)
     assert (tmp_path / "train.log").read_text(encoding="utf-8") == expected
     assert console.failure is None
 
-    again = Console(tmp_path / "train.log", 10, first_step=5, stream=io.StringIO())
+    again = Console(tmp_path / "train.log", 10, stream=io.StringIO())
     again.line("resumed")
     again.close()
     assert (tmp_path / "train.log").read_text(encoding="utf-8") == expected + "resumed\n"
@@ -268,7 +268,7 @@ def test_plain_stream_and_log_get_the_same_lines_without_escapes(tmp_path: Path)
 BAR = """
 import time
 from llmexp.metrics.console import Console
-console = Console(None, 300, first_step=100)
+console = Console(None, 300)
 console.line("before")
 for step in (101, 150, 200, 300):
     console.progress(step, 4.98761, 8312.4, 83)
