@@ -133,4 +133,4 @@ def launch_ranks(run_dir: str, ranks: int, threads: int) -> None:
     )
     if hasattr(launch, "signals_to_handle"):
         launch.signals_to_handle = "SIGQUIT"
-    elastic_launch(launch, sys.executable)("-u", "-m", "llmexp.train", run_dir)
+    elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", run_dir)

@@ -270,9 +270,10 @@ def summarise(loop: Loop) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": loop.p.step}
     if loop.p.step:
         found["tokens_seen"] = loop.meter.counts()[0]
+    when = "final" if last.get("step") == loop.p.step else "latest"  # a stop may lie between two rows
     for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
         with contextlib.suppress(StopIteration):
-            found[f"final {key}"] = next(row[key] for row in reversed(rows) if key in row)
+            found[f"{when} {key}"] = next(row[key] for row in reversed(rows) if key in row)
     if loop.p.best_val_loss is not None:
         found["best val/loss"] = loop.p.best_val_loss
     if loop.meter.train_time:
