@@ -314,8 +314,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
             key = parser.parse_override(override).key_or_group
         if not key:
             name, equals, value = override.partition("=")
-            quoted = f"""'{name}="{value}"'""" if equals and value else "train.max_steps=100"
-            raise ConfigError(f"{override!r}: is not an override; special characters need quotes: {quoted}")
+            quoted = f"""; special characters need quotes: '{name}="{value}"'""" if name and equals and value else ""
+            raise ConfigError(f"{override}: is not an override; one looks like train.max_steps=100{quoted}")
 
 
 def train(arguments: list[str]) -> int:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # in this process as in those that it starts
+
 import numpy as np
 import pytest
 

@@ -82,7 +82,7 @@ BAD = [
     ("tracker.notes=${oc.env:LLMEXP_NOT_SET}", "tracker.notes:", "LLMEXP_NOT_SET"),
     ("--config-dir=nowhere", "--config-dir nowhere", "no such folder"),
     ("--config-name=other", "--config-name other", "--config-dir"),
-    ("--frobnicate", "usage:", "--frobnicate"),
+    ("--frobnicate", "--frobnicate", "train.max_steps=100"),
     ("--allow=../x", "--allow ../x", "--allow mypackage"),
     # types and ranges
     ("train.max_steps=abc", "train.max_steps=abc", "train.max_steps=300"),

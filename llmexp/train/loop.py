@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +223,9 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
             if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
                 figures |= {str(k): float(v) for k, v in found.items()}
         except Exception as error:
-            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r}") from error
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{at.filename}:{at.lineno}"
+            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
     return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
 
 

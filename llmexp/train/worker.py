@@ -178,8 +178,7 @@ def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     try:
         code = run_training(path, parts, joined)
     except (TrainingFailed, OSError) as error:
-        cause = f"{''.join(traceback.format_exception(error.__cause__))}\n" if error.__cause__ else ""
-        fail(path, str(error), cause)
+        fail(path, str(error))
         return FAILED
     except (ConfigError, checkpoint.CheckpointError) as error:
         folder.write_status(path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
