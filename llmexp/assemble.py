@@ -21,7 +21,7 @@ from llmexp.config import Config, ConfigError, refuse
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
-from llmexp.run import Facts, Run, solve, solve_batch
+from llmexp.run import Facts, Run, check_model, solve, solve_batch
 from llmexp.targets import bind, locate
 
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
@@ -100,9 +100,8 @@ def assemble(config: Config, *, write: bool) -> Parts:
     flops = getattr(model, "flops_per_token", None)
     vocab_size = getattr(model, "vocab_size", None)
     positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and batch.sequence_length > positions:  # before the data are prepared for nothing
-        raise refuse("batch.sequence_length", batch.sequence_length, f"the model has {positions} positions", positions)
-
+    # Before the data are prepared for nothing.
+    check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
     corpus = build_corpus(config, tokenizer, vocab_size or tokenizer.n_vocab, write=write)
     facts = Facts(
         dp_size=ranks,
@@ -147,7 +146,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
     solved = dataclasses.replace(
         config,
         model=model_config,
-        batch=solve_batch(config.batch, ranks),
+        batch=batch,
         precision=dataclasses.replace(config.precision, kind=kind),
         parallelism=dataclasses.replace(config.parallelism, nproc_per_node=ranks),
     )

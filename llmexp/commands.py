@@ -78,20 +78,19 @@ def sample(arguments: list[str]) -> int:
     """`llmexp sample RUN_DIR --prompt TEXT`: text from the newest checkpoint of a run."""
     from llmexp import folder, launch
 
-    parser = argparse.ArgumentParser(prog="llmexp sample", description="Generate text from a run.")
+    parser = argparse.ArgumentParser(
+        prog="llmexp sample", description="Generate text from a run.", epilog=launch.ALLOW_HELP
+    )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
-    parser.add_argument("--allow", action="append", default=[], help="allow the run's own parts from this package")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(launch.take_allowed(arguments))
     for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
         if not getattr(args, name) >= low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    for package in args.allow:
-        launch.allow(package)
     config = build(folder.read_config(args.run_dir))
     from llmexp import checkpoint
     from llmexp.sample import load_for_sampling

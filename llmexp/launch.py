@@ -36,6 +36,7 @@ from llmexp.config import Config, ConfigError, build, conf_dir, nearest, refuse
 from llmexp.process import FAILED, REFUSED
 
 CONFIG_NAME = "config"
+ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
 SECRET = re.compile(
     r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_", re.I
 )  # names in the environment
@@ -261,16 +262,16 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def allow(packages: str) -> None:
+def allow(packages: Sequence[str]) -> None:
     """Allows `_target_` in the user's packages, found in the current folder too, here and in the workers."""
-    os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, [os.environ.get("LLMEXP_ALLOW"), packages]))
+    os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
     sys.path.insert(0, os.getcwd())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
 
 
 def take_allowed(arguments: Sequence[str]) -> list[str]:
     """The arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
-    rest, given = [], iter(arguments)
+    rest, packages, given = [], [os.environ.get("LLMEXP_ALLOW", "")], iter(arguments)
     for argument in given:
         flag, equals, package = argument.partition("=")
         if flag != "--allow":
@@ -279,9 +280,9 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
         package = package if equals else next(given, "")
         if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
             raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
-        allow(package)
-    if os.environ.get("LLMEXP_ALLOW"):
-        allow("")
+        packages.append(package)
+    if any(packages):
+        allow(packages)
     return rest
 
 
@@ -356,7 +357,7 @@ def resume(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="llmexp resume",
         description="Go on with a run in its folder, from its newest whole checkpoint.",
-        epilog="--allow PACKAGE allows the run's own parts from your package.",
+        epilog=ALLOW_HELP,
     )
     parser.add_argument("run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00")
     parser.add_argument(

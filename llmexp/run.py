@@ -144,6 +144,19 @@ def solve_budget(train: Train, real_batch_size: int, sequence_length: int, train
     return Budget(total, steps + bool(rest), rest, 0)
 
 
+def check_model(length: int, positions: int | None, vocab_size: int | None, tokenizer: str, tokens: int) -> None:
+    """Whether the model has room for the sequences and for the tokenizer's `tokens`. Raises ConfigError."""
+    if positions is not None and length > positions:
+        raise refuse("batch.sequence_length", length, f"the model has {positions} positions", positions)
+    if vocab_size is not None and vocab_size < tokens:
+        raise refuse(
+            "model.vocab_size",
+            vocab_size,
+            f"is smaller than the tokenizer {tokenizer} with {tokens} tokens",
+            -(-tokens // 64) * 64,
+        )
+
+
 def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str, str], commit: str | None) -> Run:
     """The whole run from the config and the facts. `warmup_updates`: function of the total number of updates.
 
@@ -155,16 +168,6 @@ def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str,
     assert accum is not None
     assert real is not None
     length = batch.sequence_length
-    positions = facts.max_position_embeddings
-    if positions is not None and length > positions:
-        raise refuse("batch.sequence_length", length, f"the model has {positions} positions", positions)
-    if facts.vocab_size is not None and facts.vocab_size < facts.tokenizer_vocab_size:
-        raise refuse(
-            "model.vocab_size",
-            facts.vocab_size,
-            f"is smaller than the tokenizer {facts.tokenizer} with {facts.tokenizer_vocab_size} tokens",
-            -(-facts.tokenizer_vocab_size // 64) * 64,
-        )
     train_sequences = max(0, facts.train_tokens - 1) // length
     val_sequences = max(0, facts.val_tokens - 1) // length
     if train_sequences < 1:

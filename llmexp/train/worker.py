@@ -55,13 +55,11 @@ def main(argument: str) -> int:
             request = json.loads(text)
             parts = assemble(build(request["config"]), write=True)
             path, fresh = open_folder(parts, request)
-            if not fresh and folder.read_status(path).get("state") == "finished":
-                print(f"{path}: this run is finished; nothing to do")
+            if not fresh and is_finished(path):
                 return DONE
         else:
             path = Path(argument)
-            if folder.read_status(path).get("state") == "finished":
-                print(f"{path}: this run is finished; nothing to do")
+            if is_finished(path):
                 return DONE
             parts = assemble(build(folder.read_config(path)), write=True)
             refuse_other_run(path, parts)
@@ -82,6 +80,14 @@ def main(argument: str) -> int:
         return REFUSED
     except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
         return cast(int, stopped.code)
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the folder's run is finished, which is said."""
+    if folder.read_status(path).get("state") != "finished":
+        return False
+    print(f"{path}: this run is finished; nothing to do")
+    return True
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
