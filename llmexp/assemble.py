@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import optim, precision, schedule
-from llmexp.config import Config, ConfigError, refuse
+from llmexp import mesh, optim, precision, schedule
+from llmexp.config import Config, ConfigError, Parallelism, refuse
+from llmexp.data.files import cpu_count
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
-from llmexp.run import Facts, Run, check_model, solve, solve_batch
+from llmexp.models.recompute import blocks_of
+from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout
 from llmexp.targets import bind, locate
 
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
@@ -49,18 +52,16 @@ def resolve_device(kind: str) -> torch.device:
     return torch.device("cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def resolve_ranks(config: Config, device: torch.device) -> int:
-    """Data-parallel ranks on this machine. Raises ConfigError for more than the devices there are."""
+def resolve_layout(config: Config, device: torch.device) -> Layout:
+    """Where the ranks stand. Raises ConfigError for more than the devices there are and for what does not divide."""
     wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
-    if kind == "single":
-        if wanted not in (None, 1):
-            raise refuse("parallelism.nproc_per_node", wanted, "parallelism=single has one rank; use parallelism=ddp")
-        return 1
     there = torch.cuda.device_count() if device.type == "cuda" else None
-    ranks = wanted or there or 1
+    ranks = wanted or (1 if kind == "single" else there) or 1
     if there is not None and ranks > there:
-        raise refuse("parallelism.nproc_per_node", ranks, f"there are {there} CUDA devices", there)
-    return ranks
+        raise refuse("parallelism.nproc_per_node", ranks, f"there are {there} CUDA devices on this host", there)
+    if config.parallelism.backend == "nccl" and device.type != "cuda":
+        raise refuse("parallelism.backend", "nccl", f"needs CUDA devices; this run computes on {device.type}", "gloo")
+    return solve_layout(config.parallelism, ranks)
 
 
 def assemble(config: Config, *, write: bool) -> Parts:
@@ -69,8 +70,8 @@ def assemble(config: Config, *, write: bool) -> Parts:
     With `write` false no token cache is written and the corpus may know its length only. Raises ConfigError.
     """
     device = resolve_device(config.train.device)
-    ranks = resolve_ranks(config, device)
-    batch = solve_batch(config.batch, ranks)
+    layout = resolve_layout(config, device)
+    batch = solve_batch(config.batch, layout.dp_size)
     hooks = [(name, locate("hooks", name)) for name in config.hooks]
     kind, reason = _precision(config, device)
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -96,7 +97,11 @@ def assemble(config: Config, *, write: bool) -> Parts:
     with torch.device("meta"):
         model = build_model()
         build_optimizers(model)  # refuses bad knobs now
-        kernel = WindowLoss(model).loss_kernel(device)
+        loss = WindowLoss(model)
+    _check_parallel(config, layout, model_config, loss)
+    kernel, tp = loss.loss_kernel(device), layout.tensor_parallel_size
+    if tp > 1:
+        kernel = f"chunked(vocab={loss.model.head_weight.shape[0] // tp} of {loss.model.head_weight.shape[0]})"
     flops = getattr(model, "flops_per_token", None)
     vocab_size = getattr(model, "vocab_size", None)
     positions = getattr(model, "max_position_embeddings", None)
@@ -104,7 +109,9 @@ def assemble(config: Config, *, write: bool) -> Parts:
     check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
     corpus = build_corpus(config, tokenizer, vocab_size or tokenizer.n_vocab, write=write)
     facts = Facts(
-        dp_size=ranks,
+        parallelism=config.parallelism.kind,
+        layout=layout,
+        threads_per_rank=threads_per_rank(layout.nproc_per_node),
         train_tokens=len(corpus.train),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=corpus.description,
@@ -148,7 +155,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
         model=model_config,
         batch=batch,
         precision=dataclasses.replace(config.precision, kind=kind),
-        parallelism=dataclasses.replace(config.parallelism, nproc_per_node=ranks),
+        parallelism=solved_parallelism(config.parallelism, layout),
     )
     return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
 
@@ -176,6 +183,40 @@ def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, 
         return as_corpus(bind("data", knobs, offered)(), vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def threads_per_rank(ranks: int) -> int:
+    """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
+
+
+def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
+    """With what was null and has a meaning written back."""
+    return dataclasses.replace(
+        p,
+        nproc_per_node=layout.nproc_per_node,
+        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
+        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
+    )
+
+
+def _check_parallel(config: Config, layout: Layout, model_config: dict[str, Any], loss: WindowLoss) -> None:
+    """What of the model and the optimizer the ranks cannot share. Raises ConfigError."""
+    p, tp = config.parallelism, layout.tensor_parallel_size
+    if p.activation_checkpointing != "none" and not blocks_of(loss.model):
+        text = "computes blocks again, and the model has no list of them named `blocks`"
+        raise refuse("parallelism.activation_checkpointing", p.activation_checkpointing, text, "none")
+    if tp == 1:
+        return
+    check_split(model_config, tp)
+    if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
+        text = f"there is no plan for splitting the layers of {model_config['_target_']} over ranks"
+        raise refuse("parallelism", p.kind, text, "fsdp")
+    target = str(config.optimizer.get("_target_"))
+    if not target.startswith("llmexp."):
+        text = f"{target} is not known to take the mix of split and whole parameters of parallelism={p.kind}"
+        raise refuse("optimizer._target_", target, text, "llmexp.optim.adamw")
 
 
 def _precision(config: Config, device: torch.device) -> tuple[str, str]:

@@ -1,28 +1,38 @@
-"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling.
+"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling, under any layout of ranks.
 
-step_00000100/model.safetensors   parameters and persistent buffers under clean names
-              state.pt            plain containers and tensors (torch.load(weights_only=True))
-              manifest.json       format version, step, geometry, size and sha256 of each file; written last
+step_00000100/model.safetensors      parameters and persistent buffers under clean names
+              optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
+              state.pt               plain containers (torch.load(weights_only=True))
+              manifest.json          format version, step, geometry, size and sha256 of each file; written last
+
+Where tensors are sharded, every rank writes the pieces that it holds (model-00002-of-00004.safetensors). A piece is a
+box of a full tensor; the header of its file tells the full shape and the box's offset, so a reader takes from each
+file what lies in its own boxes, whatever the layouts of saving and loading. The writing half is llmexp/saving.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-FORMAT_VERSION = 1
-MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+FORMAT_VERSION = 2
+STATE, MANIFEST = "state.pt", "manifest.json"
+FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
+# What a parameter group says about kernels belongs to the layout, not to the run.
+NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
+
+Shape = tuple[int, ...]
 
 
 class CheckpointError(ValueError):
@@ -30,74 +40,77 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A piece in a file: the box of `size` at `offset` of a full tensor of `shape`."""
+
+    file: Path
+    shape: Shape
+    offset: Shape
+    size: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Loaded:
+    """A checkpoint that was found whole. `model` and `optimizer`: the pieces of each tensor, by its name."""
+
     path: Path
     step: int
     manifest: dict[str, Any]
-    tensors: dict[str, Tensor]
     state: dict[str, Any]
+    model: dict[str, list[Stored]]
+    optimizer: dict[str, list[Stored]]
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its first name."""
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its first name.
+
+    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state dict never.
+    """
     distinct: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    return {name: t.detach() for name, t in state.items() if distinct.setdefault(id(t), name) == name}
+    return {name: t for name, t in state.items() if distinct.setdefault(id(t), name) == name}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copies the tensors into the model. Raises CheckpointError listing the names or shapes that differ."""
-    own = model_tensors(model)
-    differing = sorted(own.keys() ^ tensors.keys()) or [
-        f"{name}: {tuple(tensors[name].shape)} for {tuple(t.shape)}"
-        for name, t in own.items()
-        if t.shape != tensors[name].shape
-    ]
-    if differing:
-        raise CheckpointError(f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
+    """The clean name of each tensor by its id(). Raises ValueError for optimizers of other tensors."""
+    names = {id(t): name for name, t in named_tensors(model).items()}
+    for number, optimizer in enumerate(optimizers):
+        if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(f"optimizer {number} holds parameters that are not in the model's state dict")
+    return names
 
 
-def save(
-    root: Path, step: int, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], keep: int | None
-) -> Path:
-    """Commits checkpoint `step` under `root`, then removes all but the newest `keep`. Raises OSError on a full disk;
-    what was there before is then untouched.
+def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
+    """This rank's part of a tensor, sharing its memory, and the part's offset and size in the full tensor.
+
+    Raises ValueError for a DTensor whose part is not the box that its placements say.
     """
-    final = root / f"step_{step:08d}"
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    root.mkdir(exist_ok=True)
-    for leftover in root.glob(".step_*.tmp"):  # of a save that was killed; the run's lock is ours
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        tensors = {name: t.contiguous() for name, t in model_tensors(model).items()}
-        save_file(tensors, temporary / MODEL, metadata={"format": "pt", "step": str(step)})
-        torch.save(state, temporary / STATE)
-        files = {name: _fingerprint(temporary / name) for name in (MODEL, STATE)}
-        manifest = {"format_version": FORMAT_VERSION, "step": step, **meta, "files": files}
-        with open(temporary / MANIFEST, "w", encoding="utf-8") as f:
-            json.dump(manifest, f, indent=2, allow_nan=False)
-            f.flush()
-            os.fsync(f.fileno())
-        _sync_folder(temporary)
-        if final.exists():  # it was found damaged, or the run would not be here again
-            os.rename(final, root / f".{final.name}.old.tmp")
-        os.rename(temporary, final)
-        _sync_folder(root)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, Exception) and not isinstance(error, OSError):
-            raise OSError(f"saving {final} failed: {error}") from error  # torch and safetensors hide the errno
-        raise
-    if keep is not None:
-        for old in [p for p in steps(root) if int(p.name[5:]) <= step][:-keep]:  # newer ones are damaged
-            with contextlib.suppress(OSError):
-                (old / MANIFEST).unlink()
-                shutil.rmtree(old)
-    return final
+    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    if not is_dtensor(tensor):
+        return tensor.detach(), tuple(offset), tuple(size)
+    sharded: Any = tensor.detach()
+    mesh = sharded.device_mesh
+    cuts = zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    # torch cuts a dimension mesh axis by mesh axis, from left to right; but FSDP, whose axis comes first, cuts what
+    # tensor parallelism has left. Its placement then has a split factor, and the cut is in truth the last one.
+    for placement, ranks, coordinate in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+        if placement.is_replicate():
+            continue
+        length = size[placement.dim]
+        chunk = -(-length // ranks)  # as torch.chunk: the last parts may be smaller or empty
+        start = min(chunk * coordinate, length)
+        offset[placement.dim] += start
+        size[placement.dim] = min(chunk, length - start)
+    local = sharded.to_local()
+    if tuple(local.shape) != tuple(size):
+        raise ValueError(f"a part of shape {tuple(local.shape)} where {sharded.placements} gives {tuple(size)}")
+    return local, tuple(offset), tuple(size)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Told by an attribute: importing the class costs the start of every run half a second or more."""
+    return hasattr(tensor, "device_mesh")
 
 
 def steps(root: Path) -> list[Path]:
@@ -105,56 +118,189 @@ def steps(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
 
 
-def latest(root: Path, warn: Callable[[str], None]) -> Loaded | None:
+def latest(
+    root: Path,
+    warn: Callable[[str], None],
+    agree: Callable[[bool], bool] = lambda bad: bad,
+    part: tuple[int, int] = (0, 1),
+) -> Loaded | None:
     """The newest checkpoint whose manifest and hashes hold; each damaged one before it is named in a warning.
 
+    On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells whether its argument is
+    true on any rank. Only ranks that know the damage warn.
     None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged.
     """
     found = steps(root)
     for path in reversed(found):
+        loaded = None
         try:
-            return load(path)
+            loaded = load(path, part)
         except CheckpointError as error:
             warn(f"checkpoint {path.name} is damaged and not used: {error}")
+        if not agree(loaded is None):
+            return loaded
     if found:
         raise CheckpointError(f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over them")
     return None
 
 
-def load(path: Path) -> Loaded:
-    """Reads and checks one checkpoint, on the CPU. Raises CheckpointError naming the damage."""
+def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
+    """Checks one checkpoint (of the hashes every part[1]-th) and reads all of it but the tensors, on the CPU.
+
+    Raises CheckpointError naming the damage.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version, step, files = manifest["format_version"], manifest["step"], manifest["files"]
-        expected = {MODEL: files[MODEL], STATE: files[STATE]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, step = manifest["format_version"], manifest["step"]
+        files = sorted(manifest["files"].items()) if version == FORMAT_VERSION else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is missing or unreadable ({error})") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
-    for name, fingerprint in expected.items():
+    for number, (name, expected) in enumerate(files):
         file = path / name
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path / MANIFEST} names {name!r}, which is no file of a checkpoint")
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if _fingerprint(file) != fingerprint:
+        if number % part[1] == part[0] and fingerprint(file) != expected:
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
     try:
-        tensors = load_file(path / MODEL)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        model, optimizer = (
+            _read_headers([path / name for name, _ in files if name.startswith(kind)], step)
+            for kind in ("model", "optimizer")
+        )
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, tensors, state)
+    return Loaded(path, step, manifest, state, model, optimizer)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
+    """The pieces of each tensor in the files. Raises ValueError where they do not add up to the tensor."""
+    found: dict[str, list[Stored]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            if metadata["step"] != str(step):
+                raise ValueError(f"{file.name} is of step {metadata['step']}")
+            for name, at in json.loads(metadata["pieces"]).items():
+                size = tuple(opened.get_slice(name).get_shape())
+                piece = Stored(file, tuple(at["shape"]), tuple(at["offset"]), size, getattr(torch, at["dtype"]))
+                found.setdefault(name, []).append(piece)
+    if not files:
+        raise ValueError("the manifest names no file with tensors")
+    for name, pieces in found.items():
+        full = pieces[0].shape
+        inside = all(
+            p.shape == full and all(0 <= o <= o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True))
+            for p in pieces
+        )
+        if not inside or sum(_count(p.size) for p in pieces) != _count(full):
+            raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
+    return found
+
+
+def restore_model(loaded: Loaded, model: nn.Module) -> None:
+    """Copies the checkpoint's tensors into the model; dtypes and devices stay.
+
+    Raises CheckpointError listing the names or shapes that differ, before anything is changed.
+    """
+    own = named_tensors(model)
+    _refuse_other_model(loaded, own)
+    opened: dict[Path, Any] = {}
+    for name, tensor in own.items():
+        _fill(tensor, name, loaded.model[name], opened)
+
+
+def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Puts the checkpoint's states and the values of the parameter groups into the optimizers.
+
+    A group takes the values that its first parameter had: the split into groups may have been another one. torch's
+    load_state_dict is not used because it wants whole tensors and casts them to the parameters' dtype.
+    Raises CheckpointError listing the parameters that differ, before anything is changed.
+    """
+    _refuse_other_model(loaded, named_tensors(model))
+    names = names_by_id(model, optimizers)
+    described = loaded.state["optimizers"]
+    own = {
+        f"{number}/{names[id(p)]}": (p, group)
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    saved = {
+        f"{number}/{name}": group
+        for number, optimizer in enumerate(described)
+        for group in optimizer["groups"]
+        for name in group["params"]
+    }
+    if differing := sorted(own.keys() ^ saved.keys()):
+        raise CheckpointError(f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}")
+
+    for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
+        for group in optimizer.param_groups:
+            values = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
+            group |= {key: value for key, value in values.items() if key not in NOT_RESTORED}
+        optimizer.state.clear()
+        for name, states in plain["state"].items():
+            optimizer.state[own[f"{number}/{name}"][0]] = dict(states)
+    opened: dict[Path, Any] = {}
+    for full_name, pieces in loaded.optimizer.items():
+        name, _, key = full_name.rpartition("/")
+        parameter, group = own[name]
+        state = _empty_state(parameter.detach(), key, pieces[0], group)
+        _fill(state, full_name, pieces, opened)
+        optimizers[int(name.partition("/")[0])].state[parameter][key] = state
+
+
+def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
+    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on every rank."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return torch.empty(piece.shape, dtype=piece.dtype)  # torch's other kernels want the count on the host
+    if piece.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=piece.dtype)
+    return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)
+
+
+def _refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
+    differing = sorted(own.keys() ^ loaded.model.keys()) or [
+        f"{name}: {loaded.model[name][0].shape} for {tuple(t.shape)}"
+        for name, t in own.items()
+        if loaded.model[name][0].shape != tuple(t.shape)
+    ]
+    if differing:
+        raise CheckpointError(f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}")
+
+
+def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
+    """Fills this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files open."""
+    local, offset, size = box(target)
+    for piece in pieces:
+        low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
+        ends = zip(offset, size, piece.offset, piece.size, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        here, there = (
+            tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            for start in (offset, piece.offset)
+        )
+        try:
+            if piece.file not in opened:
+                opened[piece.file] = safe_open(piece.file, framework="pt")
+            file = opened[piece.file]
+            part = file.get_slice(name)[there] if there else file.get_tensor(name)  # a 0-dim tensor has no slices
+        except Exception as error:
+            raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
+        local[here].copy_(part)
+
+
+def _count(shape: Shape) -> int:
+    return torch.Size(shape).numel()
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file."""
     with open(path, "rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-        os.fsync(f.fileno())
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": digest}
-
-
-def _sync_folder(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}

@@ -91,9 +91,25 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    kind: str = knob("how ranks share the work", "ddp", choices=("single", "ddp"))
-    nproc_per_node: int | None = knob("ranks on this machine; null: every CUDA device, else 1", 2, at_least=1)
-    timeout_s: float = knob("seconds that a rank waits for the others before it gives up", 600.0, above=0)
+    kind: str = knob("how ranks share the work", "ddp", choices=("single", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp"))
+    nproc_per_node: int | None = knob("ranks on each host; null: every CUDA device, or 1 on a CPU", 2, at_least=1)
+    nnodes: int = knob("hosts", 2, at_least=1)
+    tensor_parallel_size: int | None = knob("ranks that share each layer; null: all (tp)", 2, at_least=1)
+    replicate_size: int | None = knob("copies of the sharded model (hsdp); null: one a host", 2, at_least=1)
+    fsdp_communication: str = knob(
+        "how often a step gathers parameters and reduces gradients (fsdp, hsdp, fsdp_tp)",
+        "every_micro_batch",
+        choices=("every_micro_batch", "once"),
+    )
+    activation_checkpointing: str = knob(
+        "what backward computes again instead of keeping it", "full", choices=("none", "full", "selective")
+    )
+    backend: str | None = knob(
+        "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "gloo", choices=("nccl", "gloo")
+    )
+    start_timeout_s: float = knob("seconds that the hosts and ranks have to come together", 600.0, above=0)
+    timeout_s: float = knob("seconds that a rank waits for the others in a step before it gives up", 600.0, above=0)
+    max_restarts: int = knob("times that a group which lost a rank starts again from its checkpoint", 3, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +128,7 @@ class Tracker:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     every: int | None = knob("optimizer steps between checkpoints; null: only at the end", 100, at_least=1)
+    async_: bool = knob("write in the background, after copying the state to host memory", True)
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
     resume: str = knob("what to do with a folder that holds a run", "auto", choices=("auto", "never", "must"))
     save_initial: bool = knob("also save step 0, before any update", True)
@@ -164,11 +181,20 @@ def build(mapping: Mapping[str, Any]) -> Config:
     return _build(Config, mapping, "")
 
 
+def plain(config: Config) -> dict[str, Any]:
+    """The nested mapping that `build` takes, for files and pipes."""
+    return dataclasses.asdict(config, dict_factory=lambda pairs: {k.removesuffix("_"): v for k, v in pairs})
+
+
+def _key(field: dataclasses.Field) -> str:
+    return field.name.removesuffix("_")  # `async` is a word of Python's
+
+
 def _build(cls: type, mapping: Any, prefix: str) -> Any:
     if not isinstance(mapping, Mapping):
         raise refuse(prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value")
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {_key(f): f for f in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
             hint = nearest(str(key), fields)
@@ -177,7 +203,7 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
     for name, f in fields.items():
         if name not in mapping:
             raise ConfigError(f"{prefix}{name}: this key is missing ({f.metadata.get('doc', 'a section')})")
-        values[name] = _convert(hints[name], mapping[name], prefix + name, f.metadata)
+        values[f.name] = _convert(hints[f.name], mapping[name], prefix + name, f.metadata)
     return cls(**values)
 
 

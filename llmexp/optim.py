@@ -29,19 +29,24 @@ def _decay(key: str, value: float) -> float:
     return float(value)
 
 
-def _fused(parameters: list[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+def _fused(parameters: list[nn.Parameter], split: bool = True) -> bool:
+    """Whether torch's fused kernel takes them; `split`: whether it takes parameters that are split over ranks."""
+    fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    return fits and (split or not any(hasattr(p, "device_mesh") for p in parameters))
 
 
 def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
-    """Decay on matrices only: gains, biases and other vectors are left alone."""
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": _rate("weight_decay", weight_decay)},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+    """Decay on matrices only: gains, biases and other vectors are left alone.
+
+    A kernel works on a whole group at once and takes no mix of parameters on different meshes.
+    """
+    weight_decay = _rate("weight_decay", weight_decay)
+    groups: dict[tuple[bool, int], dict] = {}
+    for p in sorted(parameters, key=lambda p: p.ndim < 2):
+        matrix = p.ndim >= 2
+        empty = {"params": [], "weight_decay": weight_decay if matrix else 0.0}
+        groups.setdefault((matrix, hash(getattr(p, "device_mesh", None))), empty)["params"].append(p)
+    return list(groups.values())
 
 
 def adamw(
@@ -73,7 +78,7 @@ def sgd(
         lr=_rate("lr", lr, zero=False),
         momentum=_decay("momentum", momentum),
         nesterov=nesterov,
-        fused=_fused(parameters),
+        fused=_fused(parameters, split=False),
     )
 
 

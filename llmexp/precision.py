@@ -1,4 +1,4 @@
-"""Which arithmetic: fp32, tf32, bf16, fp16 (autocast; the only one with a GradScaler), fp64.
+"""Which arithmetic: fp32, tf32, bf16, fp16 (autocast; the only one with a loss scale), fp64.
 
 Master weights, gradients and optimizer state stay fp32 (fp64 in fp64).
 """
@@ -9,6 +9,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def choose(kind: str, device: torch.device) -> tuple[str, str]:
@@ -53,8 +54,39 @@ def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
-def grad_scaler(kind: str, device: torch.device, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
-    """A scaler that is enabled for fp16 only; disabled, it passes everything through."""
-    return torch.amp.GradScaler(
-        device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=kind == "fp16"
-    )
+class Scaler:
+    """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default factors; 1 for all
+    other arithmetic. Its state stays on the device.
+
+    torch's own class looks at each rank's gradients for itself and takes no mix of whole and split ones; here the
+    caller decides with the norm over all ranks.
+    """
+
+    def __init__(self, kind: str, device: torch.device, init_scale: float, growth_interval: int) -> None:
+        self.enabled = kind == "fp16"
+        self.value = torch.tensor(init_scale if self.enabled else 1.0, device=device)
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # since the last overflow or growth
+        self._growth_interval = growth_interval
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divides in place; once per window."""
+        if self.enabled:
+            torch._foreach_mul_(gradients, 1.0 / self.value)
+
+    def update(self, overflow: Tensor) -> None:
+        """Halves the scale after an overflow, doubles it after `growth_interval` windows without one."""
+        if self.enabled:
+            self._steps = torch.where(overflow, 0, self._steps + 1)
+            grown = self._steps == self._growth_interval
+            self._steps = torch.where(grown, 0, self._steps)
+            larger = torch.where((self.value * 2).isfinite() & grown, self.value * 2, self.value)
+            self.value = torch.where(overflow, self.value * 0.5, larger)
+
+    def state_dict(self) -> dict[str, float]:
+        """The host waits."""
+        return {"scale": float(self.value), "steps": int(self._steps)} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if self.enabled:
+            self.value.fill_(state["scale"])
+            self._steps.fill_(state["steps"])

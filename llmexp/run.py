@@ -10,17 +10,38 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from llmexp.config import Batch, Config, ConfigError, Train, refuse
+from llmexp.config import Batch, Config, ConfigError, Parallelism, Train, refuse
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What has to be looked up before a run can be solved: the data, the model, the device."""
+class Layout:
+    """How ranks are arranged: hosts x ranks on each = replicas x shards x tensor-parallel ranks."""
 
-    dp_size: int
+    nnodes: int
+    nproc_per_node: int
+    replicate_size: int  # groups of ranks that each hold the whole model
+    shard_size: int  # ranks over which parameters, gradients and optimizer state are spread (FSDP)
+    tensor_parallel_size: int  # ranks that compute each layer together; they see the same sequences
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def dp_size(self) -> int:
+        return self.replicate_size * self.shard_size
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be looked up before a run can be solved: the ranks, the data, the model, the device."""
+
+    parallelism: str
+    layout: Layout
+    threads_per_rank: int
     train_tokens: int
     val_tokens: int
     data: str
@@ -47,6 +68,7 @@ class Run:
     micro_batch_size: int
     gradient_accumulation_steps: int
     dp_size: int
+    world_size: int
     real_batch_size: int
     sequence_length: int
     tokens_per_step: int
@@ -68,7 +90,56 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         """Flat and plain, for run.json and the tracker."""
         flat = asdict(self)
-        return {**flat.pop("facts"), **flat}
+        facts = flat.pop("facts")
+        return {**facts.pop("layout"), **facts, **flat}
+
+
+def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
+    """Where `nproc_per_node` ranks on each of the hosts stand. Raises ConfigError for what does not divide."""
+    world, tp, replicas = p.nnodes * nproc_per_node, p.tensor_parallel_size, p.replicate_size
+    if p.kind == "single" and world > 1:
+        key, value = ("nnodes", p.nnodes) if p.nnodes > 1 else ("nproc_per_node", nproc_per_node)
+        raise refuse(f"parallelism.{key}", value, "parallelism=single has one rank; for more use parallelism=ddp", 1)
+    if tp not in (None, 1) and p.kind not in ("tp", "fsdp_tp"):
+        text = f"parallelism={p.kind} splits no layer; use tp or fsdp_tp"
+        raise refuse("parallelism.tensor_parallel_size", tp, text, "null")
+    if replicas is not None and p.kind != "hsdp":
+        raise refuse("parallelism.replicate_size", replicas, f"has a meaning for hsdp, not for {p.kind}", "null")
+    match p.kind:
+        case "ddp":
+            replicate, shard, tp = world, 1, 1
+        case "fsdp":
+            replicate, shard, tp = 1, world, 1
+        case "hsdp":
+            replicate, tp = replicas or p.nnodes, 1
+            shard = _ranks_over(world, replicate, "parallelism.replicate_size")
+        case "tp":
+            replicate, shard, tp = 1, 1, tp or world
+            if tp != world:
+                text = f"parallelism=tp splits each layer over all {world} ranks; for less use parallelism=fsdp_tp"
+                raise refuse("parallelism.tensor_parallel_size", tp, text, world)
+        case "fsdp_tp":
+            replicate, tp = 1, tp or nproc_per_node
+            shard = _ranks_over(world, tp, "parallelism.tensor_parallel_size")
+        case _:
+            replicate, shard, tp = 1, 1, 1
+    return Layout(p.nnodes, nproc_per_node, replicate, shard, tp)
+
+
+def _ranks_over(world: int, size: int, key: str) -> int:
+    if world % size:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise refuse(key, size, f"does not divide the {world} ranks", max(n for n in divisors if n <= size))
+    return world // size
+
+
+def check_split(model: dict[str, Any], tp: int) -> None:
+    """Whether a model's sizes can be split over `tp` ranks. Raises ConfigError."""
+    for key in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
+        size = model.get(key)
+        if isinstance(size, int) and size % tp:
+            text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"
+            raise refuse(f"model.{key}", size, text, -(-size // tp) * tp)
 
 
 def solve_batch(batch: Batch, dp_size: int) -> Batch:
@@ -162,7 +233,7 @@ def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str,
 
     Raises ConfigError for everything that does not fit together.
     """
-    batch = solve_batch(config.batch, facts.dp_size)
+    batch = solve_batch(config.batch, facts.layout.dp_size)
     micro, accum, real = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.real_batch_size
     assert micro is not None
     assert accum is not None
@@ -190,7 +261,8 @@ def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str,
     return Run(
         micro_batch_size=micro,
         gradient_accumulation_steps=accum,
-        dp_size=facts.dp_size,
+        dp_size=facts.layout.dp_size,
+        world_size=facts.layout.world_size,
         real_batch_size=real,
         sequence_length=length,
         tokens_per_step=real * length,
@@ -220,6 +292,22 @@ def batch_equation(run: Run) -> str:
     )
 
 
+def ranks_sentence(run: Run) -> str:
+    """Who computes, in words: hosts, ranks, how they share the work, threads."""
+    layout, kind = run.facts.layout, run.facts.parallelism
+    hosts = f"{layout.nnodes} hosts x " if layout.nnodes > 1 else ""
+    parts = [
+        f"{size} {what}"
+        for size, what in (
+            (layout.replicate_size, "replicas"),
+            (layout.shard_size, "shards"),
+            (layout.tensor_parallel_size, "tensor-parallel"),
+        )
+        if size > 1
+    ]
+    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {run.facts.threads_per_rank} CPU thread(s) each"
+
+
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """(label, text) pairs that say in plain words what is about to happen."""
     f = run.facts
@@ -244,6 +332,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         rows.append(("FLOPs", f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x tokens ({f.flops_formula})"))
     rows += [
         ("device", f"{f.device_name} ({f.device})"),
+        *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
         ("precision", f"{f.precision} ({f.precision_reason})"),
         ("folder", folder),
     ]

@@ -54,5 +54,5 @@ def load_for_sampling(
     encoding: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
     model: nn.Module = bind("model", config.model, {})()
     model.to(precision.parameter_dtype(config.precision.kind))
-    checkpoint.load_model(model, loaded.tensors)
+    checkpoint.restore_model(loaded, model)
     return encoding, model, recorded.get("max_position_embeddings") or recorded["sequence_length"]

@@ -1,14 +1,26 @@
-"""Checkpoints: whole or absent, pruned without losing the last good one, damage is seen."""
+"""Checkpoints: whole or absent, readable under any layout of ranks, pruned without losing the last good one."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from llmexp import checkpoint
+from llmexp import checkpoint, saving
+from tests.conftest import ROOT, environment
+
+MODEL = "model.safetensors"
 
 
 class Tied(nn.Module):
@@ -21,20 +33,29 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def save(root, step, keep=2, model=None):
-    return checkpoint.save(root, step, model or Tied(), {"progress": {"step": step}}, {"tokens_seen": 1}, keep)
+def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False):
+    """One process's whole save."""
+    pieces = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
+    saving.write(root, step, pieces)
+    return saving.commit(root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep)
+
+
+def rewrite(path: Path, file: str) -> None:
+    """Makes the manifest agree with what the file now holds."""
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest["files"][file] = checkpoint.fingerprint(path / file)
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     model = Tied()
-    loaded = checkpoint.load(save(tmp_path, 3, model=model))
-    assert sorted(loaded.tensors) == ["embed.weight", "scale"]
-    other = Tied()
-    checkpoint.load_model(other, loaded.tensors)
+    path = save(tmp_path, 3, model=model)
+    assert sorted(load_file(path / MODEL)) == ["embed.weight", "scale"]
+    loaded, other = checkpoint.load(path), Tied()
+    checkpoint.restore_model(loaded, other)
     assert torch.equal(other.head.weight, model.embed.weight)
     assert other.head.weight is other.embed.weight
-    with pytest.raises(checkpoint.CheckpointError, match="another model shape"):
-        checkpoint.load_model(nn.Linear(2, 2), loaded.tensors)
+    assert loaded.state["progress"] == {"step": 3}
 
 
 def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
@@ -45,74 +66,453 @@ def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
     warnings: list[str] = []
     assert checkpoint.latest(tmp_path, warnings.append).step == 200
     assert "step_00000300 is damaged" in warnings[0]
+    (tmp_path / "step_00000200" / checkpoint.MANIFEST).unlink()  # killed while it was being pruned
     for step in (210, 220):
         save(tmp_path, step)
     assert [p.name[-3:] for p in checkpoint.steps(tmp_path)] == ["210", "220", "300"]
     save(tmp_path, 300)  # the damaged one's place
     assert checkpoint.latest(tmp_path, warnings.append).step == 300
-    assert [p.name[-3:] for p in checkpoint.steps(tmp_path)] == ["220", "300"]
+    assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["220", "300"]
 
 
 def test_leftovers_of_a_killed_save_go_away(tmp_path):
-    leftover = tmp_path / ".step_00000100.77.tmp"
-    leftover.mkdir(parents=True)
-    (leftover / "model.safetensors").write_bytes(b"half")
+    pieces = saving.snapshot(Tied(), [], 0, 1, False)
+    saving.write(tmp_path, 100, pieces)
     save(tmp_path, 200)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000200"]
+    assert len(list(tmp_path.iterdir())) == 2
+    saving.clean(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000200"]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["tensors", "state"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
     save(tmp_path, 100)
 
     def full(*arguments, **more):
         raise RuntimeError("unexpected pos 64 vs 0")  # what torch.save says on a full disk
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"saving .*step_00000200 failed"):
+    monkeypatch.setattr(*((saving, "save_file") if where == "tensors" else (torch, "save")), full)
+    with pytest.raises(OSError, match=r"saving .*step_00000200.* failed"):
         save(tmp_path, 200)
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and "200" in str(p)] == []
+    saving.clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
     assert checkpoint.latest(tmp_path, print).step == 100
 
 
-@pytest.mark.parametrize(
-    "damage", ["manifest gone", "manifest no json", "newer version", "file gone", "bit", "symlink"]
-)
+def test_a_save_that_lacks_a_rank_is_no_checkpoint(tmp_path):
+    save(tmp_path, 100)
+    pieces = saving.snapshot(Tied(), [], 0, 2, False)
+    saving.write(tmp_path, 200, pieces)
+    with pytest.raises(FileNotFoundError, match="written-00001"):
+        saving.commit(tmp_path, 200, pieces, {}, {}, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(1))
+    optimizer.param_groups[0]["extra"] = np.float64(1)  # weights_only refuses numpy scalars
+    with pytest.raises(OSError, match=r"saving .* failed: Weights only load failed"):
+        save(tmp_path, 100, model=model, optimizers=[optimizer])
+    with pytest.raises(ValueError, match="optimizer 0 holds parameters that are not in the model"):
+        saving.snapshot(Tied(), [optimizer], 0, 1, False)
+
+
+DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version", "file gone", "bit",
+          "truncated", "symlink", "outside", "other step", "a part missing", "no tensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path, damage):
     path = save(tmp_path, 100)
-    manifest, model = path / checkpoint.MANIFEST, path / checkpoint.MODEL
+    manifest, model = path / checkpoint.MANIFEST, path / MODEL
+    content, tensors = json.loads(manifest.read_text()), load_file(model)
+    with safe_open(model, "pt") as opened:
+        header = opened.metadata()
+    said = "100"
     if damage == "manifest gone":
         manifest.unlink()
     elif damage == "manifest no json":
         manifest.write_text("{")
-    elif damage == "newer version":
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
+    elif damage == "manifest a list":
+        manifest.write_text("[]")
+    elif damage in ("older version", "newer version"):
+        version = 1 if damage == "older version" else 99
+        manifest.write_text(json.dumps({**content, "format_version": version}))
+        said = f"version {version}, this program reads version 2"
     elif damage == "file gone":
         model.unlink()
     elif damage == "bit":
         data = bytearray(model.read_bytes())
         data[-1] ^= 1
         model.write_bytes(data)
-    else:
+    elif damage == "truncated":
+        model.write_bytes(model.read_bytes()[:-1])
+    elif damage == "symlink":
         model.rename(tmp_path / "elsewhere")
         model.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(checkpoint.CheckpointError, match="version 99" if damage == "newer version" else "100"):
+        said = "missing"
+    elif damage == "outside":
+        model.rename(tmp_path / MODEL)
+        content["files"][f"../{MODEL}"] = content["files"].pop(MODEL)
+        manifest.write_text(json.dumps(content))
+        said = f"'../{MODEL}', which is no file of a checkpoint"
+    elif damage == "other step":
+        save_file(tensors, model, metadata={**header, "step": "200"})
+        rewrite(path, MODEL)
+        said = "is of step 200"
+    elif damage == "a part missing":
+        tensors["scale"] = tensors["scale"][:1].clone()
+        save_file(tensors, model, metadata=header)
+        rewrite(path, MODEL)
+        said = "scale do not add up"
+    else:
+        del content["files"][MODEL]
+        manifest.write_text(json.dumps(content))
+        said = "names no file with tensors"
+    with pytest.raises(checkpoint.CheckpointError, match=said):
         checkpoint.load(path)
     with pytest.raises(checkpoint.CheckpointError, match="all 1 checkpoints are damaged"):
         checkpoint.latest(tmp_path, lambda text: None)
 
 
 def test_a_pickle_is_not_run(tmp_path):
-    path = save(tmp_path, 100)
     canary = tmp_path / "canary"
 
     class Bomb:
         def __reduce__(self):
             return (open, (str(canary), "w"))
 
-    torch.save(Bomb(), path / checkpoint.STATE)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    manifest["files"][checkpoint.STATE] = checkpoint._fingerprint(path / checkpoint.STATE)
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
-        checkpoint.load(path)
-    assert not canary.exists()
+    for file in (checkpoint.STATE, MODEL, "optimizer.safetensors"):
+        path = save(tmp_path, 100)
+        torch.save(Bomb(), path / file)
+        rewrite(path, file)
+        with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
+            checkpoint.load(path)
+        assert not canary.exists()
+
+
+def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    loaded = checkpoint.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+    for other, differing in (
+        (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), r"1\.bias"),
+        (
+            nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)),
+            r"1\.weight: \(2, 2\) for \(1, 2\), 1\.bias: \(2,\) for \(1,\)",
+        ),
+    ):
+        before = {k: v.clone() for k, v in other.state_dict().items()}
+        with pytest.raises(checkpoint.CheckpointError, match=f"another model shape; differing: {differing}"):
+            checkpoint.restore_model(loaded, other)
+        assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+        with pytest.raises(checkpoint.CheckpointError, match="another model shape"):
+            checkpoint.restore_optimizers(loaded, other, [torch.optim.SGD(other.parameters(), lr=9.0)])
+    weights, biases = ([p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
+    halves = [torch.optim.SGD(weights, lr=9.0), torch.optim.SGD(biases, lr=9.0)]
+    for others in ([torch.optim.SGD(weights, lr=9.0)], halves):
+        with pytest.raises(checkpoint.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"):
+            checkpoint.restore_optimizers(loaded, model, others)
+        assert others[0].param_groups[0]["lr"] == 9.0
+
+
+def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
+    """Another split into groups, other kernels, states of another dtype and shape than the parameter's."""
+    model = nn.Linear(3, 2).bfloat16()
+    groups = [{"params": [model.weight], "lr": 0.5, "betas": (0.1, 0.2)}, {"params": [model.bias], "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    moment, rows = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 1)
+    optimizer.state[model.weight] |= {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0), "note": [1, None]}
+    loaded = checkpoint.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+
+    other = nn.Linear(3, 2).double()
+    checkpoint.restore_model(loaded, other)
+    assert other.weight.dtype == torch.float64  # the model's own, as the checkpoint's values
+    assert torch.equal(other.weight, model.weight.double())
+    new = torch.optim.AdamW([{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False)
+    new.state[other.bias]["exp_avg"] = torch.ones(2)  # gone after the restore: the checkpoint has none
+    checkpoint.restore_optimizers(loaded, other, [new])
+    assert [g["lr"] for g in new.param_groups] == [0.25, 0.5]
+    assert new.param_groups[1]["betas"] == (0.1, 0.2)
+    assert [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups] == [(None, False, 1)] * 2
+    state = new.state[other.weight]
+    assert list(new.state) == [other.weight]
+    assert state.pop("note") == [1, None]
+    expected = {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0)}
+    assert state.keys() == expected.keys()
+    assert all(state[k].dtype == v.dtype and torch.equal(state[k], v) for k, v in expected.items())
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
+    model, writer, gate, order = Tied(), saving.Writer(), threading.Event(), []
+    expected = []
+
+    def job(step: int, pieces: saving.Pieces) -> None:
+        order.append(f"begin {step}")
+        gate.wait(30)
+        saving.write(tmp_path, step, pieces)
+        saving.commit(tmp_path, step, pieces, {}, {}, None)
+        order.append(f"end {step}")
+
+    for step in (1, 2, 3):
+        expected.append(model.embed.weight.detach().clone())
+        pieces = saving.snapshot(model, [], 0, 1, copy=True)
+        if step == 2:  # the first save is still at it; the second waits for it
+            assert writer.busy()
+            threading.Timer(0.2, gate.set).start()
+        writer.start(lambda step=step, pieces=pieces: job(step, pieces))
+        with torch.no_grad():
+            model.embed.weight.add_(1)
+    writer.wait()
+    assert not writer.busy()
+    assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("begin", "end")]
+    found = [load_file(path / MODEL)["embed.weight"] for path in checkpoint.steps(tmp_path)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_fails_in_the_background_is_raised_once(tmp_path):
+    def fail() -> None:
+        raise OSError("no space")
+
+    writer, done = saving.Writer(), threading.Event()
+    writer.wait()  # nothing to wait for
+    writer.start(fail)
+    with pytest.raises(OSError, match="no space"):
+        writer.wait()
+    writer.start(fail)
+    with pytest.raises(OSError, match="no space"):
+        writer.start(done.set)
+    assert not done.is_set()
+    writer.start(done.set)
+    writer.wait()
+    assert done.is_set()
+
+
+def test_a_hanging_save_does_not_keep_a_failed_process_alive():
+    code = (
+        "import time\nfrom llmexp.saving import Writer\n"
+        "Writer().start(lambda: time.sleep(600))\nraise RuntimeError('training failed')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert "training failed" in result.stderr
+
+
+# Layouts: every one saves, every one reads what every one has saved. All in one group of four processes, of which a
+# layout takes the first 1 to 4.
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp3": 3, "hsdp": 4, "tp": 2, "fsdp_tp": 4}
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, one smaller than the ranks, and a tied parameter; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.up = nn.Linear(3, 9)
+        self.down = nn.Linear(9, 5)
+        self.gain = nn.Parameter(torch.empty(2))
+        self.one = nn.Parameter(torch.empty(1))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.empty(3))
+        self.double()
+
+
+def value_of(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """What tensor `name` holds: integers, different at each place, for each name and seed."""
+    start = 1000 * seed + 100 * sorted(Odd().state_dict()).index(name)
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def expected_state(seed: int, steps: int = 2) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's tensors in closed form. With betas of 1/2 and the constant gradient v both moments are
+    (1 - 2**-steps) times v and v**2: integers below 2**26 over 4, exact in float64 whatever the kernel."""
+    share = 1 - 0.5**steps
+    states = {}
+    for name, p in Odd().named_parameters():
+        v = value_of(name, tuple(p.shape), seed)
+        states[name] = {"step": torch.tensor(float(steps)), "exp_avg": share * v, "exp_avg_sq": share * v**2}
+    return states
+
+
+def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in a layout, with values that belong to the seed, and its optimizer."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, mesh = Odd(), meshes.get(layout)
+    with torch.no_grad():
+        for name, t in checkpoint.named_tensors(model).items():
+            t.copy_(value_of(name, tuple(t.shape), seed))
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, process_group=mesh).module
+    if layout in ("tp", "fsdp_tp"):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"] if layout == "fsdp_tp" else mesh, plan)
+    if "sdp" in layout:
+        data_mesh = mesh["dp"] if layout == "fsdp_tp" else mesh
+        fully_shard(model.up, mesh=data_mesh)
+        fully_shard(model, mesh=data_mesh)
+    plain = layout in ("single", "ddp")
+    optimizer = torch.optim.AdamW(  # the rate is 0: parameters stay the integers that they are
+        model.parameters(), lr=0.0, betas=(0.5, 0.5), fused=plain, foreach=None if plain else False
+    )
+    return model, optimizer
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if checkpoint.is_dtensor(tensor) else tensor).detach()
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """All tensors, gathered by torch, are what the seed says; states are laid out as their parameters."""
+    tensors = checkpoint.named_tensors(model)
+    assert set(tensors) == {*(n for n, _ in Odd().named_parameters()), "table"}
+    for name, t in tensors.items():
+        assert torch.equal(full(t), value_of(name, tuple(t.shape), seed)), name
+    named = {id(t): name for name, t in tensors.items()}
+    states, expected = {named[id(p)]: s for p, s in optimizer.state.items()}, expected_state(seed)
+    assert states.keys() == expected.keys()
+    for name, state in states.items():
+        assert state.keys() == expected[name].keys()
+        for key, t in state.items():
+            assert torch.equal(full(t), expected[name][key]), (name, key)
+            assert t.dtype == expected[name][key].dtype
+            if key != "step":
+                assert getattr(t, "placements", None) == getattr(tensors[name], "placements", None)
+                assert t.stride() == tensors[name].stride()
+
+
+def on_four_ranks(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4, timeout=timedelta(seconds=60)
+    )
+    meshes = {  # made by all four, also by those that a layout leaves out
+        "ddp": dist.new_group([0, 1]),
+        "fsdp": DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
+        "fsdp3": DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("dp",)),
+        "hsdp": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
+        "tp": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)),
+        "fsdp_tp": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")),
+    }
+    root = Path(folder)
+
+    def save_all(layout: str, where: str, step: int, seed: int) -> None:
+        world, pieces = LAYOUTS[layout], None
+        if rank < world:
+            model, optimizer = build(layout, meshes, seed)
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = p.detach().clone()
+                optimizer.step()
+            check(model, optimizer, seed)
+            with CommDebugMode() as counted:
+                pieces = saving.snapshot(model, [optimizer], rank, world, copy=seed % 2 == 0)
+            assert counted.get_total_counts() == 0  # nothing is gathered
+            saving.write(root / where, step, pieces)
+        dist.barrier()
+        if rank == 0:
+            saving.commit(root / where, step, pieces, {}, {}, None)
+        dist.barrier()
+
+    for number, layout in enumerate(LAYOUTS):
+        save_all(layout, layout, 5, number + 1)
+    for number, saved in enumerate(LAYOUTS):
+        for layout, world in LAYOUTS.items():
+            if rank < world:
+                loaded = checkpoint.latest(root / saved, print, part=(rank, world))
+                assert loaded is not None
+                model, optimizer = build(layout, meshes, 20)
+                with CommDebugMode() as counted:
+                    checkpoint.restore_model(loaded, model)
+                    checkpoint.restore_optimizers(loaded, model, [optimizer])
+                assert counted.get_total_counts() == 0
+                check(model, optimizer, number + 1)
+                for p in model.parameters():  # what was restored is fit for use
+                    p.grad = p.detach().clone()
+                optimizer.step()
+
+    # Four ranks share out the hashing; damage that one of them finds sends all of them to the checkpoint before.
+    def agree(bad: bool) -> bool:
+        flag = torch.tensor(int(bad))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    save_all("hsdp", "shared", 1, 30)
+    save_all("hsdp", "shared", 2, 31)
+    save_all("hsdp", "shared", 3, 32)
+    for damaged, chosen in ((3, 2), (2, 1), (1, None)):
+        path = root / "shared" / f"step_{damaged:08d}"
+        file = sorted(json.loads((path / checkpoint.MANIFEST).read_text())["files"])[damaged % 2]
+        dist.barrier()
+        if rank == 0:
+            data = bytearray((path / file).read_bytes())
+            data[-1] ^= 1
+            (path / file).write_bytes(data)
+        dist.barrier()
+        warnings: list[str] = []
+        if chosen is None:
+            with pytest.raises(checkpoint.CheckpointError, match="all 3 checkpoints are damaged"):
+                checkpoint.latest(root / "shared", warnings.append, agree, (rank, 4))
+        else:
+            loaded = checkpoint.latest(root / "shared", warnings.append, agree, (rank, 4))
+            assert loaded is not None
+            assert loaded.step == chosen
+        assert any(path.name in w for w in warnings) == (rank == damaged % 2)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort the interpreter's finalisation
+
+
+@pytest.fixture(scope="module")
+def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The matrix: runs with its own checks on the way and leaves the checkpoints behind."""
+    folder = tmp_path_factory.mktemp("layouts")
+    torch.multiprocessing.spawn(on_four_ranks, (str(folder),), nprocs=4)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(saved_by_all, layout):
+    """Read with safetensors alone: where each file says its pieces lie, they are what the closed form says."""
+    ranks, number = LAYOUTS[layout], list(LAYOUTS).index(layout) + 1
+    path = saved_by_all / layout / "step_00000005"
+    expected = {name: value_of(name, tuple(t.shape), number) for name, t in checkpoint.named_tensors(Odd()).items()}
+    expected |= {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
+    times = {name: torch.zeros(t.shape) for name, t in expected.items()}
+    largest = dict.fromkeys(expected, 0)
+    writers: set[int] = set()
+    for file in path.glob("*.safetensors"):
+        words = file.stem.split("-")
+        assert words[1:] == [] or words[2:] == ["of", f"{ranks:05d}"]
+        writers.add(int(words[1]) if words[1:] else 0)
+        with safe_open(file, "pt") as opened:
+            for name, at in json.loads(opened.metadata()["pieces"]).items():
+                piece = opened.get_tensor(name)
+                assert (at["shape"], at["dtype"]) == ([*expected[name].shape], str(expected[name].dtype)[6:])
+                here = tuple(slice(o, o + n) for o, n in zip(at["offset"], piece.shape, strict=True))
+                assert torch.equal(expected[name][here], piece), name
+                times[name][here] += 1
+                largest[name] = max(largest[name], piece.numel())
+    assert all(bool((t == 1).all()) for t in times.values())
+    replicas_do_not_write = {"ddp": 1, "hsdp": 2}
+    assert writers == set(range(replicas_do_not_write.get(layout, ranks)))
+    for name, t in expected.items():
+        size = list(t.shape)
+        if "tp" in layout and ("up." in name or "down.weight" in name) and size:
+            dim = 0 if "up." in name else 1
+            size[dim] = -(-size[dim] // 2)
+        if "sdp" in layout and name != "table" and size:
+            size[0] = -(-size[0] // (3 if layout == "fsdp3" else 2))
+        assert largest[name] == torch.Size(size).numel(), name

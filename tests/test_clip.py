@@ -6,7 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.clip import clip, global_norm
+from llmexp import clip as clipping
+from llmexp import mesh
+
+ALONE = mesh.join("cpu", "single", 1, 1, 1)
+
+
+def gradients(made):
+    return [p.grad for p in made if p.grad is not None]
+
+
+def global_norm(made):
+    return mesh.global_norm(ALONE, gradients(made))
+
+
+def clip(kind, made, norm, max_norm, max_value):
+    return clipping.clip(ALONE, kind, gradients(made), norm, max_norm, max_value)
 
 
 def parameters(seed: int, dtype=torch.float64) -> list[torch.nn.Parameter]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from tests import reference
 from tests.conftest import Result, train
@@ -22,6 +23,19 @@ SETTINGS = [
     "train.tail=keep", "data.val_ratio=0",
 ]  # fmt: skip
 CUTS = {"16x1": (16, 1), "4x4": (4, 4), "1x16": (1, 16)}
+# Each with its cut of the 16 sequences: micro_batch_size, gradient_accumulation_steps, and where the ranks stand.
+RANKS = {
+    "ddp 2": (4, 2, "ddp", "nproc_per_node=2"),
+    "fsdp 2": (2, 4, "fsdp", "nproc_per_node=2"),
+    "fsdp 2, communicating once, full recomputation": (
+        4, 2, "fsdp", "nproc_per_node=2", "fsdp_communication=once", "activation_checkpointing=full"
+    ),
+    "hsdp 2x2": (2, 2, "hsdp", "nproc_per_node=4", "replicate_size=2"),
+    "tp 2": (4, 4, "tp", "nproc_per_node=2"),
+    "fsdp_tp 2x2, selective recomputation": (
+        8, 1, "fsdp_tp", "nproc_per_node=4", "tensor_parallel_size=2", "activation_checkpointing=selective"
+    ),
+}  # fmt: skip
 
 
 def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more: str) -> Result:
@@ -29,15 +43,28 @@ def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more
     return train(folder, name, *SETTINGS, f"data.train_files=[{tokens}]", *cut, *more)
 
 
+def weights(result: Result, step: int) -> dict[str, torch.Tensor]:
+    """Every parameter of a checkpoint, whole, put together from its files by their own account of where pieces lie."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(result.checkpoint(step).glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                lies, piece = json.loads(file.metadata()["pieces"])[name], file.get_tensor(name)
+                whole = found.setdefault(name, torch.full(lies["shape"], torch.nan, dtype=torch.float64))
+                whole[tuple(slice(o, o + n) for o, n in zip(lies["offset"], piece.shape, strict=True))] = piece.double()
+    assert not any(w.isnan().any() for w in found.values())
+    return found
+
+
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:
     settings = {
         "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2, "end_ratio": 0.1,
         "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, **more,
     }  # fmt: skip
-    return reference.train(load_file(result.checkpoint(0) / "model.safetensors"), np.load(tokens), **settings)
+    return reference.train(weights(result, 0), np.load(tokens), **settings)
 
 
-def compare(result: Result, want: reference.Reference, loss: float, norm: float, weights: float) -> None:
+def compare(result: Result, want: reference.Reference, loss: float, norm: float, moved_by: float) -> None:
     rows = result.rows()
     assert [r["step"] for r in rows] == list(range(1, len(want.losses) + 1))
     assert [r["target_tokens"] for r in rows] == want.counts
@@ -49,27 +76,27 @@ def compare(result: Result, want: reference.Reference, loss: float, norm: float,
     np.testing.assert_allclose([r["grad_norm_post_clip"] for r in rows], clipped, rtol=norm)
     assert [r["clipped_share"] for r in rows] == [float(n > LIMIT) for n in want.norms]
     assert 0 < sum(n > LIMIT for n in want.norms) < len(want.norms)  # the case must show both
-    final = load_file(result.checkpoint(len(rows)) / "model.safetensors")
+    final = weights(result, len(rows))
     assert final.keys() == want.weights.keys()
-    start = load_file(result.checkpoint(0) / "model.safetensors")
+    start = weights(result, 0)
     error = sum(float((w.double() - want.weights[k]).square().sum()) for k, w in final.items())
     moved = sum(float((w.double() - want.weights[k]).square().sum()) for k, w in start.items())
-    assert (error / moved) ** 0.5 < weights
+    assert (error / moved) ** 0.5 < moved_by
 
 
 @pytest.fixture(scope="module")
 def fp64(tmp_path_factory, tokens) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("fp64")
     runs = {name: cut_run(folder, tokens, name, *cut, "precision=fp64") for name, cut in CUTS.items()}
-    runs["4x2 on 2 ranks"] = cut_run(
-        folder, tokens, "ddp", 4, 2, "precision=fp64", "parallelism=ddp", "parallelism.nproc_per_node=2"
-    )
+    for number, (name, (micro, accum, kind, *more)) in enumerate(RANKS.items()):
+        layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
+        runs[name] = cut_run(folder, tokens, f"ranks{number}", micro, accum, "precision=fp64", *layout)
     return runs
 
 
-@pytest.mark.parametrize("cut", [*CUTS, "4x2 on 2 ranks"])
+@pytest.mark.parametrize("cut", [*CUTS, *RANKS])
 def test_float64_equals_one_big_batch(fp64, tokens, cut):
-    compare(fp64[cut], expected(fp64[cut], tokens), loss=1e-12, norm=1e-12, weights=1e-11)
+    compare(fp64[cut], expected(fp64[cut], tokens), loss=1e-12, norm=1e-12, moved_by=1e-11)
 
 
 def test_every_cut_sees_the_same_rows(fp64):
@@ -79,7 +106,7 @@ def test_every_cut_sees_the_same_rows(fp64):
 
 
 def test_two_ranks_print_once(fp64):
-    out = fp64["4x2 on 2 ranks"].out
+    out = fp64["ddp 2"].out
     assert sum("step" in line and "1/5" in line for line in out.splitlines()) == 1, out
 
 
@@ -107,7 +134,7 @@ def test_lower_precisions_stay_within_their_rounding(tmp_path, tokens, precision
     g = 6 * ROUNDOFF[precision]
     for name in ("16x1", "4x4"):
         result = cut_run(tmp_path, tokens, name, *CUTS[name], f"precision={precision}", "optimizer.eps=1e-2")
-        compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, weights=5 * g)
+        compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, moved_by=5 * g)
 
 
 def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
@@ -141,6 +168,6 @@ def test_a_window_without_valid_targets_is_passed(tmp_path):
         if i not in empty:
             assert row["train/loss"] == pytest.approx(want.losses[i], rel=1e-12)
             assert row["grad_norm"] == pytest.approx(want.norms[i], rel=1e-12)
-    final = load_file(result.checkpoint(len(rows)) / "model.safetensors")
+    final = weights(result, len(rows))
     for name, tensor in final.items():
         assert torch.allclose(tensor, want.weights[name], rtol=0, atol=1e-11)

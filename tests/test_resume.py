@@ -29,9 +29,10 @@ def exact(result: Result) -> list[dict]:
 
 
 def same_state(a: Path, b: Path) -> None:
-    first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = load_file(a / name), load_file(b / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[k], second[k]) for k in first)
     assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(torch.load(b / "state.pt", weights_only=True))
 
 

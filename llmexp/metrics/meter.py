@@ -52,7 +52,7 @@ class Meter:
         """Mean rate over all training steps of this attempt; the host waits."""
         return (self.counts()[0] - self._began_at) / self.train_time
 
-    def take(self, dp_size: int) -> dict[str, float]:
+    def take(self, ranks: int) -> dict[str, float]:
         """The counts and rates since the last row, and starts over. The host waits."""
         tokens_seen, clipped, steps = self.counts()
         rate = (tokens_seen - self._timed_from) / self._step_time
@@ -61,7 +61,7 @@ class Meter:
             "step_time": self._step_time / self._timed_steps,
             "data_time": self._data_time / self._timed_steps,
             "tokens_per_sec": rate,
-            "tokens_per_sec_per_rank": rate / dp_size,
+            "tokens_per_sec_per_rank": rate / ranks,
         }
         self._clipped.zero_()
         self._steps = self._timed_steps = 0

@@ -1,12 +1,13 @@
 """The loss end: from hidden states and targets to a summed cross-entropy, without ever holding all logits.
 
 Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model width,
-v vocabulary (or a tile of it), i tiles, 1 a dimension kept for broadcasting.
+v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for broadcasting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ KERNELS = ("auto", "chunked", "plain")
 
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
 MIN_CHUNKED_VOCAB = 2048
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """One rank's part of an output head whose rows, the vocabulary, are split over several ranks.
+
+    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a tensor in
+    place over these ranks and return it; `gather` returns the ranks' tensors joined along the last dimension.
+    """
+
+    first: int  # id of the first row of the part
+    size: int  # rows of the full vocabulary
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
 
 
 def _chunk_sizes(device: torch.device) -> tuple[int, int]:
@@ -63,6 +79,7 @@ def _chunked_nll(
     needs_weight: bool,
     operand_dtype: torch.dtype,
     compute_dtype: torch.dtype,
+    shard: VocabShard | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`, in one pass.
 
@@ -71,15 +88,18 @@ def _chunked_nll(
     c = exp(m - logsumexp) per row and tile, so that the scaling goes onto the small matrices and the tiles
     themselves need no further pass:
         dh = sum over tiles (e @ W) * c - W[target],   dW = e^T @ (h * c) - one_hot(target)^T @ h.
+    With a shard the ranks share a chunk's row maxima and sums in two reductions (MAX, then SUM) and dh in one
+    at the end. Its W is then a part, of which W[target] and one_hot see only the targets that lie there.
     """
     sum_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     # softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal range.
     scale = 256.0 if compute_dtype == torch.float16 else 1.0
     rows_per_chunk, tile_size = _chunk_sizes(h_nd.device)
     starts = range(0, weight_vd.shape[0], tile_size)
+    first_id = 0 if shard is None else shard.first
 
     nll = torch.zeros((), dtype=sum_dtype, device=h_nd.device)
-    grad_h_nd = torch.zeros_like(h_nd, dtype=sum_dtype) if needs_h else None
+    grad_h_nd = h_nd.new_zeros(h_nd.shape, dtype=sum_dtype) if needs_h else None  # contiguous, to be reduced
     grad_weight_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if needs_weight else None
     h_nd, weight_vd = h_nd.to(operand_dtype), weight_vd.to(operand_dtype)
 
@@ -89,12 +109,14 @@ def _chunked_nll(
     for first in range(0, h_nd.shape[0], rows_per_chunk):
         chunk = slice(first, first + rows_per_chunk)
         chunk_nd = h_nd[chunk].to(compute_dtype)
-        valid_n1 = (targets_n[chunk] != IGNORE_INDEX)[:, None]
-        # A masked row is computed with target 0 and multiplied away: its place is not known on the host.
-        target_n1 = targets_n[chunk][:, None].masked_fill(~valid_n1, 0)
+        target_n1 = targets_n[chunk][:, None]
+        valid_n1 = target_n1 != IGNORE_INDEX
+        target_n1 = target_n1 - first_id
+        here_n1 = valid_n1 & (target_n1 >= 0) & (target_n1 < weight_vd.shape[0])
+        # Other rows are computed with target 0 and multiplied away: their place is not known on the host.
+        target_n1 = target_n1.masked_fill(~here_n1, 0)
 
-        # nan, so that a target that is in no tile spoils the loss instead of passing unseen.
-        target_logit_n1 = torch.full_like(target_n1, torch.nan, dtype=sum_dtype)
+        target_logit_n1 = torch.zeros_like(target_n1, dtype=sum_dtype)
         tiles: list[Tensor] = []
         maxima: list[Tensor] = []
         sums: list[Tensor] = []
@@ -102,8 +124,7 @@ def _chunked_nll(
             z_nv = (chunk_nd @ weight_tile(start).T).to(sum_dtype)
             column_n1 = target_n1 - start
             clamped_n1 = column_n1.clamp(0, z_nv.shape[1] - 1)
-            here_n1 = column_n1 == clamped_n1
-            target_logit_n1 = torch.where(here_n1, z_nv.gather(1, clamped_n1), target_logit_n1)
+            target_logit_n1 = torch.where(column_n1 == clamped_n1, z_nv.gather(1, clamped_n1), target_logit_n1)
             maxima.append(z_nv.amax(1, keepdim=True))
             e_nv = z_nv.sub_(maxima[-1]).exp_()
             sums.append(e_nv.sum(1, keepdim=True))
@@ -111,11 +132,18 @@ def _chunked_nll(
                 tiles.append(e_nv.to(compute_dtype))
         max_ni = torch.cat(maxima, 1)
         max_n1 = max_ni.amax(1, keepdim=True)
+        if shard is not None:
+            max_n1 = shard.max(max_n1)
         relative_ni = (max_ni - max_n1).exp()
         total_n1 = (relative_ni * torch.cat(sums, 1)).sum(1, keepdim=True)
-        # Both terms are relative to the maximum, so that a loss far below 1 keeps its digits.
-        nll_n1 = total_n1.log() - (target_logit_n1 - max_n1)
-        nll += nll_n1.masked_fill(~valid_n1, 0).sum()
+        # Relative to the maximum, as the total is, so that a loss far below 1 keeps its digits.
+        at_target_n1 = (target_logit_n1 - max_n1).masked_fill(~here_n1, 0)
+        owners_n1 = here_n1.to(sum_dtype)
+        if shard is not None:
+            total_n1, at_target_n1, owners_n1 = shard.sum(torch.stack((total_n1, at_target_n1, owners_n1)))
+        # A target that is nobody's spoils the loss instead of passing unseen.
+        at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
+        nll += (total_n1.log() - at_target_n1).masked_fill(~valid_n1, 0).sum()
 
         if grad_h_nd is None and grad_weight_vd is None:
             continue
@@ -132,9 +160,11 @@ def _chunked_nll(
                 else:
                     grad_tile_vd.add_(_matmul(e_nv.T, scaled_nd, sum_dtype), alpha=1 / scale)
         if grad_h_nd is not None:
-            grad_h_nd[chunk].sub_(weight_vd[target_n1[:, 0]] * valid_n1)
+            grad_h_nd[chunk].sub_(weight_vd[target_n1[:, 0]] * here_n1)
         if grad_weight_vd is not None:
-            _subtract_rows(grad_weight_vd, target_n1[:, 0], (chunk_nd * valid_n1).to(sum_dtype))
+            _subtract_rows(grad_weight_vd, target_n1[:, 0], (chunk_nd * here_n1).to(sum_dtype))
+    if shard is not None and grad_h_nd is not None:
+        grad_h_nd = shard.sum(grad_h_nd)
     return nll, grad_h_nd, grad_weight_vd
 
 
@@ -170,18 +200,26 @@ class _ChunkedNLL(torch.autograd.Function):
         return (*scaled, *[None] * ctx.n_arguments)
 
 
-def chunked_cross_entropy_sum(h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor) -> Tensor:
+def chunked_cross_entropy_sum(
+    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
+) -> Tensor:
     """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64 in fp64).
 
-    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v. Under autocast the operands are
-    rounded to its dtype. It never holds more than 512 (on an accelerator 4096) rows of logits, and does no
-    gradient work without grad mode. The gradient can be taken once, and not differentiated again.
+    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum nan. Under
+    autocast the operands are rounded to its dtype. It never holds more than 512 (on an accelerator 4096) rows
+    of logits, and does no gradient work without grad mode. The gradient can be taken once, and not
+    differentiated again.
+
+    With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with the same h
+    and targets. Each gets the whole sum and the whole gradient by h, and the gradient of its own part.
     """
     grad_mode = torch.is_grad_enabled()
     needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
     dtypes = _compute_dtypes(h_btd, weight_vd)
     with torch.autocast(h_btd.device.type, enabled=False):
-        return _ChunkedNLL.apply(h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes)
+        return _ChunkedNLL.apply(
+            h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes, shard
+        )
 
 
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
@@ -203,51 +241,102 @@ class WindowLoss(nn.Module):
         super().__init__()
         if kernel not in KERNELS:
             raise ValueError(f"loss kernel {kernel!r}: must be one of {', '.join(KERNELS)}")
-        head_weight: Any = getattr(model, "head_weight", None)
-        has_head = hasattr(model, "features") and head_weight is not None
-        if kernel == "chunked" and not has_head:
+        self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
+        self.shard: VocabShard | None = None
+        if kernel == "chunked" and not self._has_head():
             raise ValueError(
                 f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; use 'plain'"
             )
-        self.model: Any = model  # nn.Module's own attribute types are too narrow for features()
         self.chunked = kernel == "chunked" or (
-            kernel == "auto" and has_head and head_weight.shape[0] >= MIN_CHUNKED_VOCAB
+            kernel == "auto" and self._has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         )
-        self._trunk: Callable[[Tensor], Tensor] = self._features if self.chunked else self._logits
+        self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
 
-    def _features(self, tokens_bt: Tensor) -> Tensor:
-        return self.model.features(tokens_bt)
+    def _has_head(self) -> bool:
+        return hasattr(self.model, "features") and getattr(self.model, "head_weight", None) is not None
 
-    def _logits(self, tokens_bt: Tensor) -> Tensor:
-        return self.model(tokens_bt)
+    def share_vocabulary(self, shard: VocabShard) -> None:
+        """From now on this rank's head is a part of the vocabulary; only the chunked loss can handle that.
+
+        `model.head_weight` is then a DTensor split by rows, or this rank's rows themselves. Raises ValueError
+        where the model has no head of its own that could be split.
+        """
+        if not self._has_head():
+            raise ValueError(
+                f"tensor parallelism: {type(self.model).__name__} lacks features() or head_weight, so its output "
+                "head cannot be split over ranks; use e.g. parallelism=fsdp"
+            )
+        self.shard = shard
+        self.chunked = True
+
+    def _trunk(self, tokens_bt: Tensor) -> Tensor:
+        """Everything before the chunked loss, or the whole model before the plain one."""
+        return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
+
+    def _head_weight(self) -> Tensor:
+        """The rows of the head that are on this rank (v, d); gradients flow back to the model's parameter."""
+        weight_vd = self.model.head_weight
+        return weight_vd.to_local() if self.shard is not None and hasattr(weight_vd, "to_local") else weight_vd
 
     def loss_kernel(self, device: torch.device) -> str:
-        """Which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)"."""
+        """Which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)".
+
+        With a shared vocabulary "vocab=160 of 320" counts this rank's rows: ask before FSDP cuts them further.
+        """
         if not self.chunked:
             return "plain"
         rows, tile = _chunk_sizes(device)
-        return f"chunked(rows={rows}, vocab={min(tile, self.model.head_weight.shape[0])})"
+        whole = "" if self.shard is None else f" of {self.shard.size}"
+        return f"chunked(rows={rows}, vocab={min(tile, self._head_weight().shape[0])}{whole})"
 
     def compile_trunk(self) -> None:
         """Run the trunk through torch.compile from now on; parameters and their names stay as they are.
 
         The trunk is all before the chunked loss, or the whole model before the plain one.
         """
-        self._trunk = torch.compile(self._features if self.chunked else self._logits, dynamic=False)
+        self._run_trunk = torch.compile(self._trunk, dynamic=False)
 
-    def forward(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+    def compile_blocks(self) -> None:
+        """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it has none.
+
+        Blocks of the same shapes share one compiled graph. For trunks that something in Python has to enter
+        between the blocks, as the gathering of sharded parameters does. Parameters' names stay as they are.
+        """
+        blocks = getattr(self.model, "blocks", None)
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
+            return self.compile_trunk()
+        for block in blocks:
+            block.compile(dynamic=False)
+
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than -100.
 
-        `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of 0.
+        `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of 0. Without
+        targets it returns the logits (b, t, v) of the whole vocabulary, which carry no gradient.
         Raises ValueError where a model's own logits do not have the shape (b, t, v).
         """
-        out = self._trunk(tokens_bt)
+        if targets_bt is None:
+            # Uncompiled: a text that grows token by token would be compiled anew for each length.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return self._logits(tokens_bt)
+        out = self._run_trunk(tokens_bt)
         if self.chunked:
-            return chunked_cross_entropy_sum(out, self.model.head_weight, targets_bt)
+            return chunked_cross_entropy_sum(out, self._head_weight(), targets_bt, self.shard)
+        return plain_cross_entropy_sum(self._checked(out, tokens_bt), targets_bt)
+
+    def _logits(self, tokens_bt: Tensor) -> Tensor:
+        out = self._run_trunk(tokens_bt)
+        if not self.chunked:
+            return self._checked(out, tokens_bt)
+        logits_btv = F.linear(out, self._head_weight())
+        return logits_btv if self.shard is None else self.shard.gather(logits_btv)
+
+    def _checked(self, out: Any, tokens_bt: Tensor) -> Tensor:
+        """What the model returned, if that is logits."""
         if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(
                 f"model._target_: {type(self.model).__name__} returned {got} for tokens of shape "
                 f"{tuple(tokens_bt.shape)}: it must return logits (batch, time, vocabulary)"
             )
-        return plain_cross_entropy_sum(out, targets_bt)
+        return out

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp import checkpoint, folder, mesh
+from llmexp import checkpoint, folder, mesh, saving
 from llmexp.data.reader import Window, read_windows
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, format_row
@@ -62,6 +63,15 @@ class Outputs:
 
 
 @dataclass
+class Saving:
+    """A checkpoint on its way: all ranks write their files, then rank 0 commits them."""
+
+    step: int
+    commit: Callable[[], Path]
+    committing: bool = False
+
+
+@dataclass
 class Loop:
     """The state of the loop on this rank."""
 
@@ -73,6 +83,8 @@ class Loop:
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
     own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
+    writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
+    saving: Saving | None = None  # the checkpoint that is on its way to the disk
     saved_step: int | None = None  # of the newest checkpoint
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
@@ -98,8 +110,12 @@ def train(loop: Loop) -> str:
     s.model.train()
     reader = read_ahead(s, p.step)
     profiler = start_profiler(loop)
+    first = p.step
     while p.step < max_steps:
-        if mesh.any_rank(s.mesh, STOP.requested):
+        stop, writing = mesh.any_rank(s.mesh, STOP.requested, loop.writer.busy())
+        if loop.saving is not None and not writing:
+            go_on_saving(loop)
+        if stop:
             loop.out.console.line(f"stopping at step {p.step:,}; saving a checkpoint")
             save(loop)
             if profiler is not None:
@@ -126,11 +142,13 @@ def train(loop: Loop) -> str:
         else:
             call_hooks(loop, "step_end", p.step)
         loop.out.console.progress(p.step, *loop.shown)
+        if p.step == first + 1:  # all ranks are there, compiled and warm
+            mesh.shorten_timeout(s.mesh, config.parallelism.timeout_s)
         if profiler is not None:
             profiler.step()
         if due_save:
-            save(loop)
-        if due_sample and loop.out.main:
+            save(loop, wait=last or not config.checkpoint.async_)
+        if due_sample and (loop.out.main or s.mesh.sharded):  # a split model speaks with all its ranks
             loop.out.console.line(f"sample: {sample_text(loop)}")
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
@@ -148,15 +166,16 @@ def settle(loop: Loop) -> int:
         p.consecutive_skips = 0
         return p.updates
     what = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[code]
-    if code != EMPTY and not s.scaler.is_enabled():
+    if code != EMPTY and not s.scaler.enabled:
         assert loop.own_nll is not None
+        finish_saving(loop)  # of a step before this one
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         raise TrainingFailed(f"step {p.step} has {what} that is not finite{where}; the update was not applied")
     p.skipped_steps += 1
     p.consecutive_skips += 1
     limit = s.parts.config.train.max_consecutive_skips
-    if code != EMPTY and s.scaler.get_scale() < 1:
+    if code != EMPTY and s.scaler.state_dict()["scale"] < 1:
         raise TrainingFailed(f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16")
     if p.consecutive_skips > limit:
         raise TrainingFailed(
@@ -178,20 +197,22 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     if code == OK:
         row["grad_norm"] = float(step.grad_norm)
         row["grad_norm_post_clip"] = float(step.grad_norm_post_clip)
-    row["weight_norm"] = float(torch.nn.utils.get_total_norm([q.detach() for q in s.parameters]))
+    row["weight_norm"] = float(mesh.global_norm(s.mesh, [q.detach() for q in s.parameters]))
     if step.loss_scale is not None:
         row["loss_scale"] = float(step.loss_scale)
     row |= {"skipped": code != OK, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
     if s.parts.config.train.data_digest:
-        digest = int(mesh.total(s.mesh, torch.tensor(window.digest)))
+        digest = int(mesh.total(s.mesh, torch.tensor(window.digest, device=s.mesh.device)))
         row["data_digest"] = f"{digest % 2**63:016x}"
-    row |= loop.meter.take(s.mesh.dp_size)
+    row |= loop.meter.take(s.mesh.world_size)
     if run.facts.flops_per_token is not None:
         flops_per_sec = run.facts.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
         if loop.peak_flops is not None:
             row["mfu"] = flops_per_sec / loop.peak_flops
-    row["peak_memory_gib"] = hardware.peak_memory_gib(s.mesh.device)
+    row["peak_memory_gib"] = float(
+        mesh.maximum(s.mesh, torch.tensor(hardware.peak_memory_gib(s.mesh.device), dtype=torch.float64))
+    )
     row["amp"] = int(s.parts.precision in ("bf16", "fp16"))
     row["eta"] = (run.max_steps - p.step) * row["step_time"]
     figures = call_hooks(loop, "step_end", p.step, row)
@@ -229,39 +250,64 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
     return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
 
 
-def save(loop: Loop) -> None:
-    """Commits a checkpoint of the current step; its rows reach the disk first."""
-    s, p = loop.s, loop.p
+def save(loop: Loop, wait: bool = True) -> None:
+    """Saves a checkpoint of the current step; its rows reach the disk first. Without `wait` it returns as soon as the
+    state is copied to host memory, and `go_on_saving` does the rest between later steps."""
+    s, p, out = loop.s, loop.p, loop.out
     settle(loop)
     if loop.saved_step == p.step:
         return
+    finish_saving(loop)
     tokens_seen, clipped, steps = loop.meter.counts()
-    if loop.out.rows is not None:
-        loop.out.rows.sync()
-        run = s.parts.run
-        meta = {
-            "tokens_seen": tokens_seen,
-            "geometry": {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size")},
-        }
-        state = {
-            "progress": dataclasses.asdict(p),
-            "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
-            "optimizers": [o.state_dict() for o in s.optimizers],
-            "scaler": s.scaler.state_dict(),
-        }
-        keep = s.parts.config.checkpoint.keep
-        checkpoint.save(loop.out.path / folder.CHECKPOINTS, p.step, s.model, state, meta, keep)
-    mesh.barrier(s.mesh)
-    loop.saved_step = p.step
-    call_hooks(loop, "saved", p.step)
+    run, root, keep = s.parts.run, out.path / folder.CHECKPOINTS, s.parts.config.checkpoint.keep
+    if out.rows is not None:
+        out.rows.sync()
+    geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
+    meta = {"tokens_seen": tokens_seen, "geometry": {**geometry, "parallelism": run.facts.parallelism}}
+    state = {
+        "progress": dataclasses.asdict(p),
+        "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+        "scaler": s.scaler.state_dict(),
+    }
+    pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
+    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep))
+    loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
+    if wait:
+        finish_saving(loop)
+
+
+def go_on_saving(loop: Loop) -> None:
+    """The next stage of the checkpoint that is on its way. All ranks are here at the same step. Raises OSError."""
+    saving, joined = loop.saving, loop.s.mesh
+    assert saving is not None
+    error: OSError | None = None
+    try:
+        loop.writer.wait()
+    except OSError as failed:
+        error = failed
+    if mesh.any_rank(joined, error is not None)[0]:
+        loop.saving = None
+        raise error or OSError(f"saving step {saving.step} failed on another rank")
+    if not saving.committing:
+        saving.committing = True
+        if loop.out.main:
+            loop.writer.start(saving.commit)
+        return
+    loop.saving, loop.saved_step = None, saving.step
+    call_hooks(loop, "saved", saving.step)
+
+
+def finish_saving(loop: Loop) -> None:
+    """Waits until the checkpoint that is on its way, if there is one, is committed."""
+    while loop.saving is not None:
+        go_on_saving(loop)
 
 
 def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter]:
-    """Puts a checkpoint back: parameters, moments, scaler, counters. (The RNG and the data position follow from the
-    step number.)"""
-    checkpoint.load_model(s.model, loaded.tensors)
-    for optimizer, state in zip(s.optimizers, loaded.state["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
+    """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters. (The RNG and
+    the data position follow from the step number.)"""
+    checkpoint.restore_model(loaded, s.model)
+    checkpoint.restore_optimizers(loaded, s.model, s.optimizers)
     s.scaler.load_state_dict(loaded.state["scaler"])
     return Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
 
@@ -293,7 +339,7 @@ def sample_text(loop: Loop) -> str:
     parts, run = loop.s.parts, loop.s.parts.run
     length = run.facts.max_position_embeddings or run.sequence_length
     tokens = parts.config.train.sample_tokens
-    return " ".join(sample(parts.tokenizer, loop.s.model, length, parts.precision, "", tokens).split())
+    return " ".join(sample(parts.tokenizer, loop.s.loss, length, parts.precision, "", tokens).split())
 
 
 def start_profiler(loop: Loop) -> torch.profiler.profile | None:

@@ -38,7 +38,7 @@ class Setup:
     module: nn.Module  # the same, wrapped for the mesh: training
     parameters: list[nn.Parameter]
     optimizers: list[Optimizer]
-    scaler: torch.amp.GradScaler
+    scaler: precision.Scaler
     clip: Clip
 
 
@@ -86,32 +86,31 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     count = mesh.total(
         s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True)
     )
-    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)  # x dp_size: DDP averages what is to be summed
+    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)  # x dp_size: DDP and FSDP average what is to be summed
     nll = torch.zeros((), dtype=dtype, device=device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-        with mesh.no_sync(s.mesh, s.module, last=i == len(window.micro_batches)):
+        with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = s.module(tokens_bt.to(device, non_blocking=True), targets_bt.to(device, non_blocking=True))
-            s.scaler.scale(micro_nll * weight).backward()
+            (micro_nll * weight * s.scaler.value).backward()
         nll += micro_nll.detach()
     own_nll = nll.clone()
     loss = mesh.total(s.mesh, nll) / count.clamp(min=1)
 
-    for optimizer in s.optimizers:
-        s.scaler.unscale_(optimizer)
-    norm = clipping.global_norm(s.parameters)
+    gradients = [p.grad for p in s.parameters if p.grad is not None]
+    held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
+    s.scaler.unscale(held)
+    norm = mesh.global_norm(s.mesh, gradients)
     code = torch.where(norm.isfinite(), OK, BAD_NORM)
     code = torch.where(loss.isfinite(), code, BAD_LOSS)
     code = torch.where(count > 0, code, EMPTY)
-    norm_after, clipped = clipping.clip(s.clip.kind, s.parameters, norm, s.clip.max_norm, s.clip.max_value)
+    norm_after, clipped = clipping.clip(s.mesh, s.clip.kind, gradients, norm, s.clip.max_norm, s.clip.max_value)
 
     lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
-    scale = s.scaler.scale(torch.ones((), device=device)) if s.scaler.is_enabled() else None
+    scale = s.scaler.value.clone() if s.scaler.enabled else None
     optim.update(s.optimizers, skip=code != OK)
-    if s.scaler.is_enabled():
-        s.scaler.update()
-    for optimizer in s.optimizers:
-        optimizer.zero_grad(set_to_none=False)
+    s.scaler.update(overflow=~norm.isfinite())
+    torch._foreach_zero_(held)
     return Step(loss, own_nll, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
 
 
@@ -167,13 +166,19 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
     """Model, loss, wrapping, optimizers and scaler on this rank's device."""
     config = parts.config
     precision.apply(parts.precision)
-    model = parts.build_model().to(joined.device)
+    model = parts.build_model()  # on the CPU, the same on each rank: what is split is split from whole tensors
+    if not joined.sharded:
+        model.to(joined.device)
     loss = WindowLoss(model)
-    if config.train.compile:
-        loss.compile_trunk()
-    module = mesh.wrap(joined, loss)
+    module = mesh.wrap(
+        joined,
+        loss,
+        activation_checkpointing=config.parallelism.activation_checkpointing,
+        compiled=config.train.compile,
+    )
+    model.to(joined.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not joined.distributed:  # DDP has buckets
+    if module is loss:  # DDP has buckets
         # Gradients live as long as the run: born between activations in each step they would fragment the heap, and
         # accumulation would cost memory. A parameter that a window does not touch has gradient 0, not none.
         for p in parameters:
@@ -186,7 +191,7 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         module=module,
         parameters=parameters,
         optimizers=parts.build_optimizers(model),
-        scaler=precision.grad_scaler(
+        scaler=precision.Scaler(
             parts.precision, joined.device, config.precision.init_scale, config.precision.growth_interval
         ),
         clip=config.clip,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import hashlib
 import json
 import os
 import shlex
+import socket
 import sys
 import time
 import traceback
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import yaml
 
-from llmexp import checkpoint, folder, mesh
+from llmexp import checkpoint, folder, mesh, saving
 from llmexp.assemble import Parts, assemble
-from llmexp.config import ConfigError, build
-from llmexp.data.files import cpu_count
+from llmexp.config import ConfigError, build, plain
 from llmexp.data.tokenizers import token_byte_lengths
+from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner, format_duration
 from llmexp.metrics.meter import Meter
@@ -31,6 +31,7 @@ from llmexp.metrics.plot import plot_losses
 from llmexp.metrics.tracker import open_tracker
 from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
+from llmexp.train import group
 from llmexp.train.loop import Loop, Outputs, Progress, resume, sample_text, train
 from llmexp.train.step import TrainingFailed, set_up
 
@@ -65,16 +66,13 @@ def main(argument: str) -> int:
             refuse_other_run(path, parts)
             recorded = folder.read_json(path / folder.RUN)
             request = {key: recorded.get(key) for key in ("overrides", "label", "group")}
-        group = int(os.environ.get("WORLD_SIZE", "1"))
-        if parts.run.dp_size > 1 and group == 1:
+        if request.get("queue"):
             with folder.locked(path):
-                record(path, parts, request)
-                return launch_group(path, parts)
-        joined = mesh.join(parts.device.type, parts.run.dp_size, parts.config.parallelism.timeout_s)
-        with folder.locked(path) if group == 1 else contextlib.nullcontext():
-            if group == 1:
-                record(path, parts, request)
-            return work(path, parts, joined)
+                record(path, parts, request, "queued")
+            return DONE
+        if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
+            return supervised(path, parts, request)
+        return work(path, parts, request)
     except ConfigError as error:
         print(f"llmexp: {error}", file=sys.stderr)
         return REFUSED
@@ -114,7 +112,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
-    old, new = _flat(folder.read_config(path)), _flat(dataclasses.asdict(parts.config))
+    old, new = _flat(folder.read_config(path)), _flat(plain(parts.config))
     differing = [
         f"{key} ({old.get(key)} there, {new.get(key)} here)"
         for key in sorted(old.keys() | new.keys())
@@ -136,9 +134,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def record(path: Path, parts: Parts, request: dict[str, Any]) -> None:
-    """config.yaml with every derived value written back, run.json, and the status "running"."""
-    folder.write_whole(path / folder.CONFIG, yaml.safe_dump(dataclasses.asdict(parts.config), sort_keys=False))
+def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
+    """config.yaml with every derived value written back, run.json, and the status."""
+    folder.write_whole(path / folder.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
         "overrides": request.get("overrides") or [],
         "label": request.get("label"),
@@ -146,66 +144,90 @@ def record(path: Path, parts: Parts, request: dict[str, Any]) -> None:
         "data_fingerprint": parts.corpus.fingerprint,
     }
     folder.write_json(path / folder.RUN, run)
-    folder.write_status(path, "running", started=time.time(), pid=os.getpid(), error=None, exit_code=None)
+    folder.write_status(
+        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), error=None, exit_code=None
+    )
 
 
-def launch_group(path: Path, parts: Parts) -> int:
-    """Starts one worker a rank and waits; the exit code comes from status.json, because torchrun flattens it."""
-    threads = max(1, cpu_count() // parts.run.dp_size)
-    with contextlib.suppress(Exception):  # what failed is in the workers' logs and in status.json
-        mesh.launch_ranks(str(path), parts.run.dp_size, threads)
-    status = folder.read_status(path)
-    if status["state"] == "failed":
-        print(
-            f"llmexp: training failed: {status['error']}; the logs of all ranks are in {path / 'logs'}", file=sys.stderr
-        )
-    if status["state"] == "running":  # every rank died without a word
-        fail(path, f"a worker died; the logs of all ranks are in {path / 'logs'}")
-        return FAILED
-    return int(status["exit_code"])
+def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
+    """The run on this host's ranks, from the agent's side; returns the exit code."""
+    with contextlib.ExitStack() as stack:
+        if parts.run.facts.layout.nnodes == 1:  # else rank 0 does both, wherever it is
+            stack.enter_context(folder.locked(path))
+            os.environ[LOCK_HELD] = "1"
+            record(path, parts, request)
+        code, text = group.supervise(path, parts)
+        if text:
+            fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
+        return code
 
 
-def fail(path: Path, text: str, trace: str = "") -> None:
-    """Says and records that training failed."""
+def fail(path: Path, code: int, text: str, trace: str = "") -> None:
+    """Says and records that the run failed."""
     safe = checkpoint.steps(path / folder.CHECKPOINTS)
     intact = f"the last checkpoint is {safe[-1].name}; to go on: llmexp resume {path}" if safe else "no checkpoint yet"
-    message = f"training failed: {text}; {intact}"
+    message = text if code == REFUSED else f"training failed: {text}; {intact}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
-        if folder.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
-            folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
+        folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
 
 
-def work(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
+def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     """Trains (this rank's part of) the run in the folder; returns the exit code."""
-    main_rank = joined.rank == 0
-    try:
-        code = run_training(path, parts, joined)
-    except (TrainingFailed, OSError) as error:
-        fail(path, str(error))
+    if group.given_up(path):
         return FAILED
+    joined: mesh.Mesh | None = None
+    try:
+        joined = group.join(path, parts)
+        with group.held(path, joined) as alone:
+            if joined.rank == 0:
+                if alone:
+                    record(path, parts, request)
+                else:  # again, after a restart
+                    folder.write_status(path, "running", error=None, exit_code=None)
+            code = run_training(path, parts, joined)
+        gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
+        mesh.leave(joined)
+        return DONE if code == PREEMPTED and STARTED in os.environ else code  # else the agent would start them again
+    except SystemExit as stopped:
+        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+        raise
     except (ConfigError, checkpoint.CheckpointError) as error:
-        folder.write_status(path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
-        raise ConfigError(str(error)) from None
+        return failed(path, REFUSED, str(error))
+    except (TrainingFailed, OSError) as error:
+        return failed(path, FAILED, str(error))
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            folder.write_status(path, "preempted", exit_code=error.code, error="stopped before the first step")
-            raise
-        text = f"{type(error).__name__}: {error}"
+        text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
             run = parts.run
             text = (
                 f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
                 f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
             )
-        fail(path, text, traceback.format_exc())
-        return FAILED
-    finally:
-        gc.collect()
-        mesh.leave(joined)
-    return code if main_rank else DONE
+        elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
+            text, trace = absent, ""
+        return failed(path, FAILED, text, trace, final=False)
+
+
+def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
+    """Records a failure and says it, or leaves that to the agent. `final`: it would only come again. Returns `code`."""
+    if STARTED not in os.environ:
+        fail(path, code, text, trace)
+        return code
+    group.report(path, int(os.environ["RANK"]), code, text, trace)
+    if os.environ["LOCAL_RANK"] != "0":  # into this rank's log; what local rank 0 prints is on the console
+        print(f"{trace}{text}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if folder.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
+            folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time(), final=final)
+    return code
+
+
+def log_line(text: str) -> None:
+    """Into this rank's own log."""
+    print(text, file=sys.stderr)
 
 
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
@@ -213,7 +235,15 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
     console = Console(path / folder.LOG if main_rank else None, run.max_steps, stream=stream)
     console.line(banner(banner_sections(run, str(path))))
-    loaded = checkpoint.latest(path / folder.CHECKPOINTS, console.line)
+    root = path / folder.CHECKPOINTS
+    if main_rank:
+        saving.clean(root)
+    loaded = checkpoint.latest(
+        root,
+        console.line if main_rank else log_line,
+        lambda bad: mesh.any_rank(joined, bad)[0],
+        (joined.rank, joined.world_size),
+    )
     s = set_up(parts, joined)
     p, meter = resume(s, loaded) if loaded else (Progress(), Meter(joined.device, 0, 0, 0))
     if loaded:
@@ -228,7 +258,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         group=config.tracker.group or recorded["group"],
         tags=config.tracker.tags,
         notes=config.tracker.notes,
-        config=dataclasses.asdict(config) | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
+        config=plain(config) | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
         run_id=hashlib.sha256(f"{config.tracker.project}/{path.resolve()}".encode()).hexdigest()[:12],
         mode=cast(Any, config.tracker.mode),
         start_timeout_s=config.tracker.start_timeout_s,
@@ -246,6 +276,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved_step=p.step if loaded else None,
     )
+    # A split model speaks with all its ranks; rank 0 says what came out.
+    says_more = config.train.sample_tokens and (main_rank or joined.sharded)
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
     STOP.training = True
@@ -262,8 +294,14 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         tracker.finish(summary, code)
         if state == "failed":
             console.close()
+    text = None
+    if state == "finished" and says_more:
+        try:  # the run is over and recorded: what goes wrong here is only said
+            text = sample_text(loop)
+        except Exception as error:
+            text = f"none: {error!r}"
     if main_rank:
-        say_the_end(loop, state, summary)
+        say_the_end(loop, state, summary, text)
     console.close()
     return code
 
@@ -288,7 +326,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
     return found
 
 
-def say_the_end(loop: Loop, state: str, summary: dict[str, Any]) -> None:
+def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
     """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.s.parts
     reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
@@ -299,8 +337,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any]) -> None:
     ]
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: what goes wrong here is only said
-        if state == "finished" and parts.config.train.sample_tokens:
-            sections.append(("sample", sample_text(loop)))
+        if text is not None:
+            sections.append(("sample", text))
         if loop.out.rows is not None:
             plot_losses(loop.out.rows.rows, path / "loss.png", f"{parts.config.name}/{path.name}")
             if (path / "loss.png").exists():

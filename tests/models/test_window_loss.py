@@ -1,21 +1,32 @@
 """The loss end against fp64 softmax arithmetic written out here."""
 
+import datetime
+import functools
 import math
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.models import loss
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import WindowLoss, chunked_cross_entropy_sum, plain_cross_entropy_sum
+from llmexp.models.loss import VocabShard, WindowLoss, chunked_cross_entropy_sum, plain_cross_entropy_sum
+from llmexp.models.sampling import generate
 
 
 def reference(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, np.ndarray, np.ndarray]:
@@ -248,6 +259,7 @@ def test_the_logits_are_never_whole() -> None:
 def test_a_target_outside_the_vocabulary_does_not_pass(target: int) -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     targets = torch.tensor([[1, 2, target, 4, 5]])
+    assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
     with torch.no_grad():
         assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
 
@@ -292,6 +304,246 @@ def test_on_a_gpu_exact_and_the_same_twice(dtype: torch.dtype, value_error: floa
     assert relative_error(runs[0][2], grad_weight) < gradient_error
 
 
+# A vocabulary that is split over ranks
+
+
+class Threads:
+    """Ranks as threads of this process; what they reduce meets in a list."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.values: list[Tensor] = [torch.empty(0)] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=30)
+
+    def shard(self, rank: int, size: int) -> VocabShard:
+        def together(combine: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+            self.values[rank] = value
+            self.barrier.wait()
+            out = combine(torch.stack(self.values))
+            self.barrier.wait()
+            return value.copy_(out)
+
+        return VocabShard(
+            first=rank * size // self.ranks,
+            size=size,
+            sum=functools.partial(together, lambda values: values.sum(0)),
+            max=functools.partial(together, lambda values: values.amax(0)),
+            gather=lambda value: value,
+        )
+
+    def run(self, work: Callable[[int], tuple]) -> list[tuple]:
+        with ThreadPoolExecutor(self.ranks) as pool:
+            return list(pool.map(work, range(self.ranks)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ranks=st.integers(1, 4),
+    part=st.integers(1, 15),
+    n=st.integers(1, 40),
+    d=st.integers(1, 9),
+    rows=st.integers(1, 17),
+    tile=st.integers(1, 9),
+    std=st.sampled_from([0.02, 1.0, 30.0]),
+    masked=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_split_of_the_vocabulary_is_exact_in_fp64(
+    ranks: int, part: int, n: int, d: int, rows: int, tile: int, std: float, masked: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    h, weight = leaves(n, d, ranks * part, std, torch.float64)
+    targets = torch.randint(0, ranks * part, (1, n)).masked_fill(torch.rand(1, n) < masked, -100)
+    threads = Threads(ranks)
+
+    def work(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        shard = threads.shard(rank, ranks * part)
+        own_h, own_weight = (x.detach().requires_grad_() for x in (h, weight[shard.first : shard.first + part]))
+        nll = chunked_cross_entropy_sum(own_h, own_weight, targets, shard)
+        return nll.detach(), *torch.autograd.grad(3 * nll, (own_h, own_weight))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "_chunk_sizes", lambda device: (rows, tile))
+        found = threads.run(work)
+    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    # As in test_any_cut_is_exact_in_fp64; the ranks' sums add no more terms.
+    scale = 1 + h.abs().max().item() + weight.abs().max().item()
+    for nll, own_grad_h, _ in found:
+        assert abs(nll.item() - value) < 1e-10 * scale
+        assert np.abs(own_grad_h[0].numpy() - 3 * grad_h).max() < 1e-10 * scale
+    assert np.abs(torch.cat([w for _, _, w in found]).numpy() - 3 * grad_weight).max() < 1e-10 * scale
+
+
+def test_a_target_between_the_parts_or_in_two_of_them_does_not_pass() -> None:
+    """Parts that do not make up the vocabulary: rows 40 to 49 are nobody's, or rows 40 to 59 are in both."""
+    h, weight = leaves(5, 8, 100, 1.0, torch.float32)
+    targets = torch.tensor([[1, 2, 45, 70, 99]])
+    for rows in (40, 60):
+        threads = Threads(2)
+
+        def work(rank: int, rows: int = rows, threads: Threads = threads) -> tuple[float]:
+            first = 50 if rank and rows == 40 else 40 * rank
+            shard = VocabShard(first, 100, threads.shard(rank, 100).sum, threads.shard(rank, 100).max, lambda x: x)
+            with torch.no_grad():
+                return (chunked_cross_entropy_sum(h, weight[first : first + rows], targets, shard).item(),)
+
+        assert all(math.isnan(nll) for (nll,) in threads.run(work)), rows
+
+
+SIZES = (1100, 64, 5000)  # n, d, v: three chunks of rows, and on each of two ranks two tiles
+KINDS = {"fp64": (torch.float64, 0.4), "fp32": (torch.float32, 0.4), "bf16": (torch.float32, 0.02)}  # dtype, std
+
+
+def split_case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, std = KINDS[kind]
+    torch.manual_seed(12)
+    h, weight = leaves(*SIZES, std, dtype)
+    targets = torch.randint(0, SIZES[2], (1, SIZES[0]))
+    return h, weight, targets.masked_fill(torch.rand(1, SIZES[0]) < 0.2, -100)
+
+
+def split_model(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(13)
+    model = GPT2(50, 16, 2, 2, 16, 32) if name == "tied" else tiny(tied_head=False)
+    tokens, targets = torch.randint(0, 50, (2, 3, 16))
+    return model.double(), tokens, targets.masked_fill(torch.rand(3, 16) < 0.3, -100)
+
+
+def text_of(module: nn.Module) -> list[int]:
+    return list(generate(module, [3, 1], 5, 1.0, 10, torch.Generator().manual_seed(0), context_length=16))
+
+
+def gloo_rank(rank: int, folder: str) -> None:
+    """What one of two processes finds, saved as `folder`/`rank`.pt."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    reduced: list[tuple[str, int]] = []
+
+    def reduce(name: str, value: Tensor) -> Tensor:
+        reduced.append((name, value.numel()))
+        dist.all_reduce(value, getattr(dist.ReduceOp, name))
+        return value
+
+    def gather(value: Tensor) -> Tensor:
+        parts = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(parts, value)
+        return torch.cat(parts, -1)
+
+    def shard_of(size: int) -> VocabShard:
+        by = functools.partial
+        return VocabShard(rank * size // 2, size, by(reduce, "SUM"), by(reduce, "MAX"), gather)
+
+    found: dict = {}
+    shard = shard_of(SIZES[2])
+    for kind in KINDS:
+        h, weight, targets = split_case(kind)
+        part = weight.detach()[shard.first : shard.first + SIZES[2] // 2].requires_grad_()
+        reduced.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"):
+            nll = chunked_cross_entropy_sum(h, part, targets, shard)
+        nll.backward()
+        found[kind] = nll.detach(), h.grad, part.grad
+        found["reduced"] = list(reduced)
+
+    with torch.no_grad():
+        reduced.clear()
+        chunked_cross_entropy_sum(h, part, targets, shard)
+        found["reduced without gradients"] = list(reduced)
+        outside = targets.clone()
+        outside[0, -1] = SIZES[2]
+        found["outside"] = chunked_cross_entropy_sum(h, part, outside, shard)
+        part[70, 3] = math.nan if rank else 0.0
+        found["nan on rank 1"] = chunked_cross_entropy_sum(h, part, targets, shard)
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for name in ("tied", "untied"):
+        model, tokens, targets = split_model(name)
+        # Rows of the table, which is a tied model's head, or rows of the head.
+        rows = RowwiseParallel(input_layouts=Replicate()) if name == "tied" else ColwiseParallel()
+        parallelize_module(model, mesh, {"token_embedding" if name == "tied" else "head": rows})
+        window_loss = WindowLoss(model)
+        window_loss.share_vocabulary(shard_of(50))
+        nll = window_loss(tokens, targets)
+        nll.backward()
+        gradients = [p.grad for p in model.parameters()]
+        found[name] = {
+            "split": sum(isinstance(g, DTensor) for g in gradients),
+            "nll": nll.detach(),
+            "gradients": [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients],
+            "logits": window_loss(tokens),
+            "text": text_of(window_loss),
+            "kernel": window_loss.loss_kernel(torch.device("cpu")),
+        }
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What two processes with gloo between them found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(gloo_rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_find_the_loss_and_gradients_of_one(two_ranks: list[dict], kind: str) -> None:
+    (nll, grad_h, first), (nll_1, grad_h_1, second) = (found[kind] for found in two_ranks)
+    assert torch.equal(nll, nll_1)
+    assert torch.equal(grad_h, grad_h_1)
+    h, weight, targets = split_case(kind)
+    value, expected_h, expected_weight = reference(h[0], weight, targets[0])
+    errors = relative_error(grad_h[0], expected_h), relative_error(torch.cat((first, second)), expected_weight)
+    if kind == "bf16":
+        # As without a split: the loss is free of roundings of rows, the gradients are no worse than autocast's.
+        with torch.autocast("cpu", torch.bfloat16):
+            plain_cross_entropy_sum(F.linear(h, weight), targets).backward()
+        plain = relative_error(h.grad[0], expected_h), relative_error(weight.grad, expected_weight)
+        assert nll.item() == pytest.approx(value, rel=2e-4)
+        assert errors[0] < 1.05 * plain[0]
+        assert errors[1] < 1.05 * plain[1]
+    else:
+        # fp32 as in test_fp32_value_and_gradients. In fp64 a logit is a sum of 64 products, all below 16 together:
+        # wrong by 64 x 16 x 2^-53 = 1.1e-13 at most, which exp makes relative; a few such errors meet in a term.
+        assert nll.item() == pytest.approx(value, rel=1e-6 if kind == "fp32" else 1e-12)
+        assert max(errors) < (2e-6 if kind == "fp32" else 1e-12)
+
+
+def test_two_small_reductions_a_chunk_and_one_of_the_hidden_gradient(two_ranks: list[dict]) -> None:
+    chunks = [512, 512, SIZES[0] - 1024]
+    expected = [reduction for rows in chunks for reduction in (("MAX", rows), ("SUM", 3 * rows))]
+    for found in two_ranks:
+        assert found["reduced"] == [*expected, ("SUM", SIZES[0] * SIZES[1])]
+        assert found["reduced without gradients"] == expected
+
+
+def test_what_spoils_the_loss_spoils_it_on_all_ranks(two_ranks: list[dict]) -> None:
+    for found in two_ranks:
+        assert math.isnan(found["outside"])
+        assert math.isnan(found["nan on rank 1"])
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_a_model_with_a_split_head_is_the_same_model(two_ranks: list[dict], name: str) -> None:
+    """Loss, all gradients, logits and sampled text, with the head as a DTensor."""
+    model, tokens, targets = split_model(name)
+    nll = WindowLoss(model, "plain")(tokens, targets)
+    nll.backward()
+    for found in (ranks[name] for ranks in two_ranks):
+        assert found["split"] == 1
+        assert found["kernel"] == "chunked(rows=512, vocab=25 of 50)"
+        expected = nll.detach(), [p.grad for p in model.parameters()], model(tokens).detach()
+        # As in test_kernels_agree_on_whole_models.
+        torch.testing.assert_close(
+            (found["nll"], found["gradients"], found["logits"]), expected, rtol=1e-11, atol=1e-12
+        )
+        assert not found["logits"].requires_grad
+        assert found["text"] == text_of(model)
+
+
 # WindowLoss
 
 
@@ -328,6 +580,24 @@ def test_auto_chooses_by_vocabulary_and_model() -> None:
         WindowLoss(nn.Linear(3, 3), "chunked")
 
 
+@pytest.mark.parametrize("kernel", ["plain", "chunked"])
+def test_without_targets_it_returns_the_models_logits(kernel: str) -> None:
+    model = tiny()
+    window_loss = WindowLoss(model, kernel)
+    tokens = torch.randint(0, 50, (3, 16))
+    assert torch.equal(window_loss(tokens), model(tokens))
+    assert not window_loss(tokens).requires_grad
+
+
+def test_a_head_that_cannot_be_split_is_named() -> None:
+    shard = Threads(1).shard(0, 50)
+    with pytest.raises(ValueError, match="tensor parallelism: Foreign lacks features"):
+        WindowLoss(Foreign()).share_vocabulary(shard)
+    window_loss = WindowLoss(tiny(), "plain")
+    window_loss.share_vocabulary(shard)
+    assert window_loss.loss_kernel(torch.device("cpu")) == "chunked(rows=512, vocab=50 of 50)"
+
+
 class Foreign(nn.Module):
     """A user's own model: nothing but logits."""
 
@@ -357,6 +627,8 @@ def test_a_foreign_model_with_another_output_is_named() -> None:
     window_loss = WindowLoss(nn.Sequential(nn.Embedding(50, 2), nn.Flatten()))
     with pytest.raises(ValueError, match=r"model\._target_: Sequential returned \(3, 32\)"):
         window_loss(tokens, tokens)
+    with pytest.raises(ValueError, match=r"Sequential returned \(3, 32\)"):
+        window_loss(tokens)
 
 
 def test_parameters_are_the_models_own_and_modes_reach_it() -> None:
@@ -393,3 +665,28 @@ def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
     # The same fp32 sums in another order: about 100 roundings of 2^-24.
     torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
     torch.testing.assert_close(compiled_gradients, eager_gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda: GPT2(50, 16, 10, 2, 16, 32), tiny, Foreign])
+def test_compiled_blocks_share_a_graph_and_leave_names_and_values(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a model without blocks, whose trunk is compiled. Another length of text compiles nothing."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()  # runs a graph as it is, so the same operations in the same order
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    torch.manual_seed(14)
+    model = make()
+    tokens, targets = torch.randint(0, 50, (2, 2, 16))
+    window_loss = WindowLoss(model)
+    eager = window_loss(tokens, targets)
+    eager_gradients = torch.autograd.grad(eager, list(model.parameters()))
+    logits = model(tokens[:, :7])
+    names = list(window_loss.state_dict())
+    window_loss.compile_blocks()
+    compiled = window_loss(tokens, targets)
+    compiled_gradients = torch.autograd.grad(compiled, list(model.parameters()))
+    assert graphs.frame_count == 1
+    assert torch.equal(eager, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(eager_gradients, compiled_gradients, strict=True))
+    assert torch.equal(window_loss(tokens[:, :7]), logits)
+    assert graphs.frame_count == 1
+    assert list(window_loss.state_dict()) == names == [f"model.{name}" for name in model.state_dict()]

@@ -1,0 +1,191 @@
+"""The process group and the device mesh of a rank, and figures over all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Who this process is. The ranks form replicas x shards x tensor-parallel ranks, the last varying fastest.
+
+    `dp_rank` and `dp_size` count the ranks that see different sequences: replicas x shards.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    kind: str
+    device: torch.device
+    sharding: DeviceMesh | None  # of FSDP: (shard,) or (replicate, shard)
+    tensor: DeviceMesh | None  # of tensor parallelism
+    once: bool  # FSDP communicates once a step instead of in every micro-batch
+
+    @property
+    def distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds parts of tensors only, so that a forward pass needs all ranks."""
+        return self.sharding is not None or self.tensor is not None
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see different sequences; None is all ranks."""
+        return self.sharding.get_group() if self.sharding is not None and self.tensor is not None else None
+
+
+def join(
+    device_type: str,
+    kind: str,
+    replicate_size: int,
+    shard_size: int,
+    tensor_parallel_size: int,
+    *,
+    once: bool = False,
+    backend: str | None = None,
+    timeout_s: float = 600.0,
+) -> Mesh:
+    """The mesh of this process; joins the process group that torchrun's environment describes where there is one.
+
+    All ranks have `timeout_s` seconds to come. Raises ValueError when the launched world is not the configured one.
+    """
+    sizes = (replicate_size, shard_size, tensor_parallel_size)
+    expected = replicate_size * shard_size * tensor_parallel_size
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world != expected:
+        raise ValueError(f"{world} ranks were started, but the run's parallelism has {expected}")
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    sharding = tensor = None
+    if world > 1:
+        if not dist.is_initialized():
+            names = f"cpu:gloo,cuda:{backend or 'nccl'}" if device_type == "cuda" else "gloo"
+            dist.init_process_group(names, timeout=datetime.timedelta(seconds=timeout_s))
+        if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
+            dims = {name: n for name, n in zip(("replicate", "shard", "tp"), sizes, strict=True) if n > 1}
+            dims = dims or {"shard": 1}
+            whole = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+            tensor = whole["tp"] if "tp" in dims else None
+            if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
+                sharding = whole[names_left]
+    dp_rank = rank // tensor_parallel_size
+    return Mesh(rank, world, dp_rank, replicate_size * shard_size, kind, device, sharding, tensor, once)
+
+
+def total(mesh: Mesh, value: Tensor) -> Tensor:
+    """Sum over the ranks that see different sequences, in place."""
+    if mesh.dp_size > 1:
+        dist.all_reduce(value, group=mesh.dp_group)
+    return value
+
+
+def maximum(mesh: Mesh, value: Tensor) -> Tensor:
+    """Largest over all ranks, in place."""
+    if mesh.distributed:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
+def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
+    """For each flag whether it is set on any rank; the same answer everywhere. Waits for all ranks."""
+    if not mesh.distributed:
+        return list(flags)
+    values = torch.tensor([int(flag) for flag in flags])  # on the CPU: its group is gloo, no device has to wait
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return [bool(v) for v in values]
+
+
+def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
+    """The ranks on which the flag is set; the same answer everywhere."""
+    flags = torch.zeros(mesh.world_size, dtype=torch.int64)
+    flags[mesh.rank] = int(flag)
+    if mesh.distributed:
+        dist.all_reduce(flags)
+    return flags.nonzero().flatten().tolist()
+
+
+def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:
+    """The ranks whose `digest` is not that of rank 0; the same answer everywhere."""
+    own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
+    first = own.clone()
+    if mesh.distributed:
+        dist.broadcast(first, 0)
+    return ranks_where(mesh, bool(own != first))
+
+
+def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:
+    """The ranks' values of equal shape, side by side along the last dimension."""
+    parts = [torch.empty_like(value) for _ in range(mesh.size())]
+    dist.all_gather(parts, value.contiguous(), group=mesh.get_group())
+    return torch.cat(parts, -1)
+
+
+def local_part(value: Any) -> Tensor:
+    """What this rank holds of a tensor: its storage for a split one, the tensor itself for a whole one."""
+    return value.to_local() if is_split(value) else value
+
+
+def is_split(value: Any) -> bool:
+    """Whether it is a DTensor; told by its looks, because importing that class costs a second."""
+    return hasattr(value, "to_local")
+
+
+def _copies(value: Any, world: int) -> float:
+    """Ranks that hold the same elements as this one."""
+    if not is_split(value):
+        return float(world)
+    shards = 1
+    for dim, placement in enumerate(value.placements):
+        assert not placement.is_partial(), "a gradient that was not reduced"
+        if not placement.is_replicate():
+            shards *= value.device_mesh.size(dim)
+    return world / shards
+
+
+def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
+    """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim tensor."""
+    if not mesh.sharded:
+        return torch.nn.utils.get_total_norm(values)
+    norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
+    copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
+    square = (norms.double().square() / copies.to(norms.device, non_blocking=True)).sum()
+    dist.all_reduce(square)
+    return square.sqrt().to(norms.dtype)
+
+
+def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
+    """Largest absolute value over tensors of which each rank may hold a part. A 0-dim tensor."""
+    held = [part for part in map(local_part, values) if part.numel()]
+    largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else torch.zeros((), device=mesh.device)
+    return maximum(mesh, largest) if mesh.sharded else largest
+
+
+def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
+    """From now on no rank waits longer than `timeout_s` for the others."""
+    if not mesh.distributed:
+        return
+    groups: list[Any] = [None]
+    for part in (mesh.sharding, mesh.tensor):
+        groups += part.get_all_groups() if part is not None else []
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
+def leave(mesh: Mesh) -> None:
+    """Leaves the group. Free the wrapped module and the optimizer first, or gloo may abort at exit."""
+    if mesh.distributed and dist.is_initialized():
+        dist.destroy_process_group()

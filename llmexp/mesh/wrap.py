@@ -1,0 +1,104 @@
+"""Spreading a model over the ranks, from outside: models are written for one device.
+
+DDP is torch's; sharding is FSDP2 (`fully_shard`); tensor parallelism is `parallelize_module` (column-wise into heads
+and MLP, row-wise out of them: Shoeybi et al. 2019, Megatron-LM), with the vocabulary split too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from llmexp.mesh.groups import Mesh, gather_last
+from llmexp.models.loss import VocabShard, WindowLoss
+from llmexp.models.recompute import blocks_of, recompute_blocks
+
+if TYPE_CHECKING:  # these take a second to import: a run on one rank, or under DDP, does without
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+_BY_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "head")
+_BY_ROW = ("out_proj", "down_proj")
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """How each named layer of a model is split; empty for a model whose blocks have none of the known names."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and last in _BY_COLUMN:
+            plan[name] = ColwiseParallel()
+        elif isinstance(module, nn.Linear) and last in _BY_ROW:
+            plan[name] = RowwiseParallel()
+        elif last == "token_embedding":  # by tokens, as the output head
+            plan[name] = RowwiseParallel(input_layouts=Replicate())
+    return plan if any(name.endswith(_BY_ROW) for name in plan) else {}
+
+
+def wrap(mesh: Mesh, loss: WindowLoss, *, activation_checkpointing: str, compiled: bool) -> nn.Module:
+    """The module to train. Parameters keep their names; under sharding they become this rank's parts."""
+    if mesh.tensor is not None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model))
+        loss.share_vocabulary(_vocab_shard(mesh, loss.model))
+    recompute_blocks(loss.model, activation_checkpointing)
+    if compiled and mesh.sharded:
+        loss.compile_blocks()
+    elif compiled:
+        loss.compile_trunk()
+    if mesh.sharding is not None:
+        from torch.distributed.fsdp import fully_shard
+
+        keep = mesh.once  # whole parameters from the first micro-batch to the last
+        for block in blocks_of(loss.model):
+            fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep)
+        # The root holds embedding, norm and head: everything is called through it.
+        fully_shard(loss, mesh=mesh.sharding, reshard_after_forward=False)
+        return loss
+    if mesh.kind == "ddp" and mesh.distributed:
+        ids = [mesh.device.index] if mesh.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(loss, device_ids=ids, gradient_as_bucket_view=True)
+    return loss
+
+
+def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
+    assert mesh.tensor is not None
+    tensor, size = mesh.tensor, model.head_weight.shape[0]
+    group = tensor.get_group()
+
+    def reduced(value: Any, how: dist.ReduceOp.RedOpType) -> Any:
+        dist.all_reduce(value, how, group=group)
+        return value
+
+    return VocabShard(
+        first=tensor.get_local_rank() * (size // tensor.size()),
+        size=size,
+        sum=lambda value: reduced(value, dist.ReduceOp.SUM),
+        max=lambda value: reduced(value, dist.ReduceOp.MAX),
+        gather=lambda value: gather_last(tensor, value),
+    )
+
+
+@contextlib.contextmanager
+def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a step.
+
+    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward pass.) FSDP reduces in
+    each one instead, and keeps no whole gradient, unless it communicates once.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
+        with module.no_sync():
+            yield
+        return
+    if mesh.sharding is not None and mesh.once:
+        sharded: Any = module  # fully_shard has made it an FSDPModule
+        sharded.set_requires_gradient_sync(last)
+        sharded.set_reshard_after_backward(last)
+    yield

@@ -1,0 +1,56 @@
+"""Activation checkpointing: a block's activations are computed again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# What `selective` keeps: products and attention, which cost most to compute again. All else is a matter of memory.
+_KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: its attribute `blocks`, or none."""
+    blocks = getattr(model, "blocks", None)
+    return list(blocks) if isinstance(blocks, nn.ModuleList) else []
+
+
+def recompute_blocks(model: nn.Module, kind: str) -> None:
+    """Makes each block keep its inputs only ("full": Chen et al. 2016), or its products and attention ("selective").
+
+    The blocks' forward functions are replaced in place, so that parameters keep their names. Dropout draws the same
+    numbers again, and losses stay bit-equal.
+    """
+    if kind == "none":
+        return
+    more: dict[str, Any] = {}
+    if kind == "selective":
+        more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    for block in blocks_of(model):
+        block.forward = _recomputed(block.forward, more)
+
+
+def _recomputed(forward: Callable[..., Any], more: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+
+    return checkpointed
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,247 @@
+"""Saving: every rank takes a snapshot and writes its files, then rank 0 commits them as one checkpoint.
+
+The format is in llmexp/checkpoint.py. Nothing here waits for another rank: that all have written before `commit` is
+the caller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy as copying
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp.checkpoint import (
+    FORMAT_VERSION,
+    MANIFEST,
+    NOT_RESTORED,
+    STATE,
+    Shape,
+    box,
+    fingerprint,
+    is_dtensor,
+    named_tensors,
+    names_by_id,
+    steps,
+)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one rank writes: by file and tensor name the local part, the full shape, the part's offset."""
+
+    rank: int
+    world: int
+    files: dict[str, dict[str, tuple[Tensor, Shape, Shape]]]
+    optimizers: list[dict[str, Any]]  # parameter groups and states that are no tensors, for state.pt
+
+
+def snapshot(model: nn.Module, optimizers: list[Optimizer], rank: int, world: int, copy: bool) -> Pieces:
+    """This rank's pieces of the model and the optimizers.
+
+    With `copy` they are cloned to host memory, with one wait for the device, and training may go on; without it they
+    are the live tensors. Raises ValueError for an optimizer of parameters that the model does not have.
+    """
+    tensors = {"model": named_tensors(model), "optimizer": dict[str, Tensor]()}
+    names = names_by_id(model, optimizers)
+    described: list[dict[str, Any]] = []
+    for number, optimizer in enumerate(optimizers):
+        groups = [
+            {k: copying.deepcopy(v) for k, v in group.items() if k not in NOT_RESTORED}
+            | {"params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        plain: dict[str, dict[str, Any]] = {}
+        for parameter, states in optimizer.state.items():
+            name = names[id(parameter)]
+            plain[name] = {k: copying.deepcopy(v) for k, v in states.items() if not isinstance(v, Tensor)}
+            tensors["optimizer"] |= {f"{number}/{name}/{k}": v for k, v in states.items() if isinstance(v, Tensor)}
+        described.append({"groups": groups, "state": plain})
+
+    spread = world > 1 and any(is_dtensor(t) for named in tensors.values() for t in named.values())
+    suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
+    files: dict[str, dict[str, tuple[Tensor, Shape, Shape]]] = {}
+    for kind, named in tensors.items():
+        own = files.setdefault(f"{kind}{suffix}.safetensors", {})
+        for name, tensor in named.items():
+            if _is_writer(tensor, rank):
+                local, offset, _ = box(tensor)
+                if local.numel() or not tensor.numel():  # of an uneven cut some ranks hold nothing
+                    own[name] = (_to_host(local) if copy else local, tuple(tensor.shape), offset)
+    if copy and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return Pieces(rank, world, {name: own for name, own in files.items() if own or rank == 0}, described)
+
+
+def _to_host(local: Tensor) -> Tensor:
+    return local.to("cpu", non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+
+
+def write(root: Path, step: int, pieces: Pieces) -> None:
+    """Writes and flushes this rank's files into the folder of the save, and a note with their fingerprints.
+
+    Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other ranks may be at it.
+    """
+    temporary = _temporary(root, step)
+
+    def undo() -> None:
+        for name in (*pieces.files, _note(pieces.rank)):
+            with contextlib.suppress(OSError):
+                (temporary / name).unlink()
+
+    with _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo):
+        root.mkdir(exist_ok=True)
+        temporary.mkdir(exist_ok=True)
+        written: dict[str, Any] = {}
+        for name, own in pieces.files.items():
+            boxes = {
+                key: {"shape": shape, "offset": offset, "dtype": str(local.dtype).removeprefix("torch.")}
+                for key, (local, shape, offset) in own.items()
+            }
+            save_file(
+                {key: local.contiguous() for key, (local, _, _) in own.items()},
+                temporary / name,
+                metadata={"format": "pt", "step": str(step), "pieces": json.dumps(boxes)},
+            )
+            written[name] = fingerprint(temporary / name)
+            _sync(temporary / name)
+        _write_json(temporary / _note(pieces.rank), written)
+
+
+def commit(
+    root: Path, step: int, pieces: Pieces, state: dict[str, Any], meta: dict[str, Any], keep: int | None
+) -> Path:
+    """Makes what all ranks have written checkpoint `step`, then removes all but the newest `keep`.
+
+    For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain containers) becomes state.pt,
+    with the pieces' optimizers under "optimizers"; `meta` (JSON) goes into the manifest. Raises OSError; the files of
+    this save are then removed and what was there before is untouched.
+    """
+    final, temporary = root / f"step_{step:08d}", _temporary(root, step)
+    with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
+        files: dict[str, Any] = {}
+        for rank in range(pieces.world):
+            note = temporary / _note(rank)
+            files |= json.loads(note.read_text(encoding="utf-8"))
+            note.unlink()
+        for name, expected in files.items():
+            if (temporary / name).stat().st_size != expected["size"]:
+                raise OSError(f"{temporary / name} does not have the size that its rank has written")
+        torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
+        torch.load(temporary / STATE, weights_only=True)  # what cannot be read again must not look saved
+        files[STATE] = fingerprint(temporary / STATE)
+        _sync(temporary / STATE)
+        _write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, **meta, "files": files})
+        _sync(temporary)
+        old = root / f".{final.name}.old.tmp"
+        if final.exists():  # it was found damaged, or the run would not be here again
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(final, old)
+        os.rename(temporary, final)
+        _sync(root)
+    shutil.rmtree(old, ignore_errors=True)
+    if keep is not None:
+        for found in [p for p in steps(root) if int(p.name[5:]) <= step][:-keep]:  # newer ones are damaged
+            with contextlib.suppress(OSError):
+                (found / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(found)
+    return final
+
+
+def clean(root: Path) -> None:
+    """Removes what killed or failed saves have left. For rank 0, under the run's lock, while no rank saves."""
+    for leftover in root.glob(".step_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+class Writer:
+    """Does one saving after another in the background, never two at once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, function: Callable[[], object]) -> None:
+        """Calls the function in the background, after the one before; raises what that one raised."""
+        self.wait()
+
+        def work() -> None:
+            try:
+                function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """Whether the function has not returned yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for the function and raises, once, what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+
+def _is_writer(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank, of those that hold the same piece, is the one that writes it.
+
+    FSDP shards what tensor parallelism leaves whole over a part of the ranks, once in each such part: the part with
+    rank 0 writes. Rank 0 also writes what is not sharded at all.
+    """
+    if not is_dtensor(tensor):
+        return rank == 0
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    axes = zip(sharded.placements, mesh.get_coordinate(), strict=True)
+    return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool((mesh.mesh == 0).any())
+
+
+@contextlib.contextmanager
+def _undone_on_failure(what: str, undo: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        undo()
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            raise OSError(f"saving {what} failed: {error}") from error  # torch and safetensors hide the errno
+        raise
+
+
+def _temporary(root: Path, step: int) -> Path:
+    return root / f".step_{step:08d}.tmp"
+
+
+def _note(rank: int) -> str:
+    return f"written-{rank:05d}.json"
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=2, allow_nan=False)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

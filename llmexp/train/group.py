@@ -1,0 +1,144 @@
+"""A run on more than one rank: the agent that starts and watches a host's ranks, and what ranks owe each other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder, mesh
+from llmexp.assemble import Parts
+from llmexp.config import ConfigError, Parallelism, plain
+from llmexp.mesh import agent
+from llmexp.metrics import hardware
+from llmexp.process import FAILED
+
+REPORT_S = 4.0  # for all ranks that waited in vain to say so
+
+
+def supervise(path: Path, parts: Parts) -> tuple[int, str]:
+    """Starts this host's ranks and waits: (exit code, what went wrong). The code comes from status.json, because
+    torch's agent flattens it. The trace of the rank that failed first is printed. Raises ConfigError.
+    """
+    p, began = parts.config.parallelism, time.time()
+
+    def failed_at() -> float:
+        status = folder.read_status(path)
+        return status["ended"] if status.get("state") == "failed" and status.get("ended", 0) > began else 0.0
+
+    try:
+        assert p.nproc_per_node is not None
+        death = agent.launch_ranks(
+            path,
+            nnodes=p.nnodes,
+            nproc_per_node=p.nproc_per_node,
+            threads=parts.run.facts.threads_per_rank,
+            max_restarts=p.max_restarts,
+            start_timeout_s=p.start_timeout_s,
+            failed_at=failed_at,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except agent.HostsMissing as error:
+        return FAILED, str(error)
+    status = folder.read_status(path)
+    if death is None and status.get("state") in ("finished", "preempted"):
+        return int(status["exit_code"]), ""
+    reports = [r for r in _reports(path) if r["time"] > began]
+    if reports and not (death and death.exit_code < 0):  # after a signal the others only saw what followed
+        first = reports[0]
+        sys.stderr.write(first["trace"])
+        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
+        return first["exit_code"], first["text"] + who
+    return FAILED, str(death or "a rank died")
+
+
+def join(path: Path, parts: Parts) -> mesh.Mesh:
+    """This rank's place among the ranks, which must all run the same code on the same config. Raises ConfigError."""
+    p, layout = parts.config.parallelism, parts.run.facts.layout
+    try:
+        joined = mesh.join(
+            parts.device.type,
+            p.kind,
+            layout.replicate_size,
+            layout.shard_size,
+            layout.tensor_parallel_size,
+            once=p.fsdp_communication == "once",
+            backend=p.backend,
+            timeout_s=p.start_timeout_s,
+        )
+    except ValueError as error:
+        asked = f"{layout.nnodes} x {layout.nproc_per_node}"
+        raise ConfigError(
+            f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or go on with other "
+            f"numbers: llmexp resume {path} parallelism.nproc_per_node=2"
+        ) from None
+    what = [plain(parts.config), hardware.versions(), hardware.source_digest()]
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).digest()
+    if differing := mesh.differing_ranks(joined, digest):
+        raise ConfigError(
+            f"{path}: rank {', '.join(map(str, differing))} has another config, llmexp, Python or library version than "
+            "rank 0; all hosts need one shared run folder and the same versions"
+        )
+    return joined
+
+
+@contextlib.contextmanager
+def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
+    """The folder's lock, held by rank 0 for all; False where an agent holds it already. Raises ConfigError, on all."""
+    alone = agent.LOCK_HELD not in os.environ
+    with contextlib.ExitStack() as stack:
+        refused: ConfigError | None = None
+        if alone and joined.rank == 0:
+            try:
+                stack.enter_context(folder.locked(path))
+            except ConfigError as error:
+                refused = error
+        if mesh.any_rank(joined, refused is not None)[0]:
+            raise refused or ConfigError(f"{path}: another process is training in this folder")
+        yield alone
+
+
+def report(path: Path, rank: int, code: int, text: str, trace: str) -> None:
+    """Leaves a rank's account of its failure where the agent finds it."""
+    account = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "exit_code": code, "text": text}
+    with contextlib.suppress(OSError):
+        (path / "logs").mkdir(exist_ok=True)
+        folder.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace})
+
+
+def _reports(path: Path) -> list[dict[str, Any]]:
+    """What failed ranks said, the earliest first."""
+    found = [folder.read_json(p) for p in (path / "logs").glob("failure-*.json")]
+    return sorted(found, key=lambda account: account["time"])
+
+
+def given_up(path: Path) -> bool:
+    """Whether a rank of the group that the agent now starts again has failed in a way that would only come again."""
+    status, since = folder.read_status(path), os.environ.get(agent.STARTED)
+    return bool(since and status.get("final") and status.get("state") == "failed" and status["ended"] > float(since))
+
+
+def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> str:
+    """After a collective that timed out: which ranks were not in it, or the empty string. Each rank that waited says so
+    in the run folder, which needs no network."""
+    if not joined.distributed or not re.search(r"time(d )?-?out", error, re.I):
+        return ""
+    waiting, now = path / "logs" / "waiting", time.time()
+    with contextlib.suppress(OSError):
+        waiting.mkdir(parents=True, exist_ok=True)
+        (waiting / str(joined.rank)).touch()
+        time.sleep(REPORT_S)
+        there = {int(p.name) for p in waiting.iterdir() if p.stat().st_mtime > now - 3 * REPORT_S}
+        if absent := sorted(set(range(joined.world_size)) - there):
+            which = ", ".join(map(str, absent))
+            return f"rank {which} did not arrive within {p.timeout_s:g} s (hung, stopped or cut off)"
+    return ""

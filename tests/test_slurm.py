@@ -1,0 +1,282 @@
+"""Slurm for real: two virtual nodes on this machine. tests/slurm/setup.sh installs it; without it the tests skip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmexp import slurm
+from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
+
+HERE = Path(__file__).parent / "slurm"
+PATH = os.environ["PATH"] + os.pathsep + "/usr/sbin"
+MISSING = [p for p in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(p, path=PATH) is None]
+MISSING += [] if os.geteuid() == 0 else ["root"]
+needs_slurm = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}; tests/slurm/setup.sh installs Slurm")
+
+# 60 steps of 0.1 s each while there is no file `fast`: time to be preempted in.
+SLOW = [
+    *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=60", "train.log_every=1", "train.eval_every=20",
+    "batch.real_batch_size=8", "checkpoint.every=1000", "hooks=[slow.slow]",
+]  # fmt: skip
+TWO_RANKS = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank",
+         "peak_memory_gib", "eta")  # fmt: skip
+HOOK = """
+import json, os, pathlib, time
+def slow(event, context):
+    if event == "step_start" and not os.path.exists("fast"):
+        time.sleep(0.1)
+    if event == "step_start" and context.step == 1 and "SLURM_JOB_ID" in os.environ:
+        pathlib.Path(f"environment-{os.environ['SLURM_JOB_ID']}.json").write_text(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment of a client of two idle nodes, n1 and n2; whatever happens, the daemons end with the tests."""
+    where = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    port = 20000 + os.getpid() * 3 % 10000
+    daemons = {**os.environ, "PATH": PATH, "SLURM_DIR": str(where), "BASE_PORT": str(port)}
+    try:
+        up = subprocess.run([HERE / "slurm-local.sh", "start"], env=daemons, capture_output=True, text=True, timeout=60)
+        assert up.returncode == 0, up.stdout + up.stderr
+        yield {"SLURM_CONF": str(where / "slurm.conf")}
+    finally:
+        subprocess.run([HERE / "slurm-local.sh", "stop"], env=daemons, timeout=60)
+        shutil.rmtree(where, ignore_errors=True)
+
+
+@pytest.fixture
+def work(cluster: dict[str, str], tmp_path: Path) -> Iterator[Path]:
+    """A folder with the hook; jobs that a test leaves behind are cancelled."""
+    (tmp_path / "slow.py").write_text(HOOK)
+    yield tmp_path
+    client(cluster, "scancel", "--user=root")
+    client(cluster, "scontrol", "update", "PartitionName=main", "GraceTime=10")
+    until(lambda: client(cluster, "squeue", "--noheader") == "", 30, "the end of all jobs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The rows of the run that others are compared to, on two ranks of this machine without Slurm."""
+    where = tmp_path_factory.mktemp("undisturbed")
+    (where / "slow.py").write_text(HOOK)
+    (where / "fast").touch()
+    return untimed(train(where, "run", *SLOW, *TWO_RANKS, "--allow", "slow"))
+
+
+def untimed(result: Result) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+
+
+def client(cluster: dict[str, str], *command: str, **env: str) -> str:
+    """What one of Slurm's commands prints."""
+    done = subprocess.run(command, env=environment(**cluster, **env), capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.2)
+
+
+def facts(cluster: dict[str, str], job: str) -> dict[str, str]:
+    """What Slurm knows of a job: JobState, ExitCode, Restarts, ..."""
+    return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", client(cluster, "scontrol", "show", "job", "--oneliner", job)))
+
+
+def until_state(cluster: dict[str, str], job: str, state: str, seconds: float = 40) -> None:
+    until(lambda: facts(cluster, job)["JobState"] == state, seconds, f"job {job} {state}")
+
+
+def until_rows(run: Path, cluster: dict[str, str], job: str) -> None:
+    """Until the run is under way."""
+    metrics = run / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.stat().st_size, 40, f"rows in {run}")
+    assert facts(cluster, job)["JobState"] == "RUNNING"
+
+
+def start_again(cluster: dict[str, str], job: str) -> None:
+    """Lets a job that was queued again start now; Slurm would hold it for two minutes."""
+    until_state(cluster, job, "PENDING")
+    client(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def state_of(run: Path) -> str:
+    return Result(0, "", "", run).json("status.json")["state"]
+
+
+@needs_slurm
+def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
+    """A job array for each number of nodes, submitted from a job, of whose variables the new jobs inherit none."""
+    (work / "fast").touch()
+    canary = "0123456789abcdef" * 2
+    sweep = [
+        "train",
+        "--allow",
+        "slow",
+        "-m",
+        "hydra/launcher=slurm",
+        *SLOW,
+        "parallelism=ddp",
+        "hydra.sweep.dir=sweep",
+    ]
+    command = ["srun", "--nodes=1", "--ntasks=1", "--mem=77", "--gpus-per-node=1", sys.executable, "-m", "llmexp"]
+    points = ["parallelism.nnodes=1,2", "parallelism.nproc_per_node=2", "hydra.launcher.timeout_min=10"]
+    env = environment(**cluster, PYTHONPATH=str(ROOT), WANDB_API_KEY=canary, USER_SAYS="hello")
+    done = subprocess.run([*command, *sweep, *points], cwd=work, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = sorted((work / "sweep").glob("[0-9]-*"))
+    assert [run.name for run in runs] == ["0-nnodes_1", "1-nnodes_2"]
+    for run in runs:
+        assert re.search(rf"{run.name} +running on n[\[12-]", done.stdout)
+        assert re.search(rf"^{run.name} +finished +\d", done.stdout, re.M), done.stdout  # in the table
+        assert state_of(run) == "finished"
+    one, two = (Result(0, "", "", run) for run in runs)
+    assert untimed(one) == undisturbed
+    assert [row["step"] for row in two.rows()] == list(range(1, 61))
+    # Four ranks add the same numbers in another order: float32, some thousand terms, 60 steps.
+    assert two.rows()[-1]["train/loss"] == pytest.approx(undisturbed[-1]["train/loss"], rel=1e-4)
+
+    seen = [json.loads(p.read_text()) for p in work.glob("environment-*.json")]
+    assert len(seen) == 2
+    for job in seen:
+        nodes = job["SLURM_JOB_NUM_NODES"]
+        assert job["SLURM_NTASKS"] == nodes
+        assert job["SLURM_CPUS_PER_TASK"] == "2"
+        assert job["USER_SAYS"] == "hello"
+        assert not {"SLURM_MEM_PER_NODE", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES"} & job.keys()
+    for path in work.rglob("*"):
+        kept = path.is_file() and not path.name.startswith("environment-")  # the hook's own
+        assert not kept or canary.encode() not in path.read_bytes(), path
+
+
+@needs_slurm
+def test_a_run_that_fails_shows_as_failed_in_slurm(cluster, work):
+    (work / "fast").touch()
+    result = llmexp("train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW, "optimizer.lr=0.001,1e30",
+                    "hydra.sweep.dir=sweep", cwd=work, timeout=110, **cluster)  # fmt: skip
+    assert result.code == 1, result.out + result.err
+    good, bad = sorted((work / "sweep").glob("[0-9]-*"))
+    assert (state_of(good), state_of(bad)) == ("finished", "failed")
+    assert re.search(r"1-lr_1e30 +failed: step \d+ has a", result.out)
+    jobs = [json.loads((run / "slurm.json").read_text())["job_id"] for run in (good, bad)]
+    ended = [facts(cluster, job) for job in jobs]
+    assert [(f["JobState"], f["ExitCode"], f["Restarts"]) for f in ended] == [
+        ("COMPLETED", "0:0", "0"), ("FAILED", "3:0", "0")
+    ]  # fmt: skip
+
+
+@needs_slurm
+def test_waiting_interrupted_taken_up_again_and_cancelled(cluster, work):
+    """A job warned of its time limit comes back; the waiting command may go and come; what scancel ends stays out."""
+    sweep = ["train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW, "train.seed=7", "hydra.sweep.dir=sweep",
+             "train.max_steps=1000"]  # fmt: skip
+    waiting = start(*sweep, cwd=work, **cluster)
+    run = work / "sweep" / "0-point"
+    until((run / "slurm.json").exists, 40, "the submission")
+    job = json.loads((run / "slurm.json").read_text())["job_id"]
+    until_rows(run, cluster, job)
+    client(cluster, "scancel", "--signal=USR2", job)  # what Slurm sends before the time limit
+    start_again(cluster, job)
+    until(lambda: state_of(run) == "running", 30, "the run to go on")
+    waiting.send_signal(signal.SIGINT)
+    out, err = waiting.communicate(timeout=20)
+    assert waiting.returncode == 75, out + err
+    assert f"to cancel them: scancel {job}\n" in out
+    assert "checkpoint.resume=auto" in out.splitlines()[-1]
+
+    waiting = start(*sweep, "checkpoint.resume=auto", cwd=work, **cluster)
+    until(lambda: facts(cluster, job)["JobState"] == "RUNNING", 10, "the job, which did not notice")
+    time.sleep(5)
+    client(cluster, "scancel", job)
+    out, err = waiting.communicate(timeout=60)  # without a database of ended jobs
+    assert waiting.returncode == 1, out + err
+    assert f"{job} " in out
+    assert "preempted; the job ended as CANCELLED" in out
+    assert state_of(run) == "preempted"
+    assert len(client(cluster, "squeue", "--noheader", "--states=all", "--name=llmexp-default").splitlines()) >= 1
+    ended = facts(cluster, job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1")
+
+
+@needs_slurm
+@pytest.mark.parametrize("grace_s", [10, 0])
+def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, undisturbed, grace_s):
+    """launchers/slurm.sbatch, two nodes; another partition takes them; rows and tracker go on in the same folder."""
+    client(cluster, "scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
+    tracked = [o for o in SLOW if o != "tracker=none"]
+    result = llmexp("train", "--allow", "slow", "--queue", *tracked, "parallelism=ddp", "parallelism.nnodes=2",
+                    "parallelism.nproc_per_node=1", "hydra.run.dir=run", cwd=work, **cluster)  # fmt: skip
+    assert result.code == 0, result.err
+    assert state_of(result.folder) == "queued"
+    (line,) = re.findall(r"^with Slurm +(.*)$", result.out, re.M)
+    env = environment(**cluster, PYTHONPATH=f"{work}{os.pathsep}{ROOT}")
+    submit = line.replace("sbatch ", "sbatch --parsable --exclusive ")
+    done = subprocess.run(submit, shell=True, cwd=work, env=env, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    until_rows(result.folder, cluster, job)
+    other = client(cluster, "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null",
+                   "--wrap=sleep 1")  # fmt: skip
+    until_state(cluster, other, "COMPLETED")
+    assert state_of(result.folder) == "preempted", (work / f"slurm-{job}.out").read_text()
+    before = len(result.rows())
+    assert 0 < before < 60
+    (work / "fast").touch()
+    start_again(cluster, job)
+    until_state(cluster, job, "COMPLETED", 60)
+    assert facts(cluster, job)["Restarts"] == "1"
+    assert state_of(result.folder) == "finished"
+    assert untimed(result) == undisturbed
+    assert f"step {before} of 60" in (result.folder / "train.log").read_text().partition("resumed from")[2]
+    wandb = {re.sub(r".*-", "", p.name) for p in result.folder.glob("wandb/offline-run-*")}
+    assert len(wandb) == 1, wandb  # one run's id
+
+
+@needs_slurm
+def test_bad_launcher_settings_are_refused_before_anything_is_made(cluster, work):
+    for bad, said in {
+        "hydra.launcher.partitin=main": "hydra.launcher.partitin: there is no such key",
+        "hydra.launcher.timeout_min=soon": "hydra.launcher.timeout_min: Value 'soon'",
+        "hydra.launcher.timeout_min=2": "hydra.launcher.timeout_min=2: ends before its own warning",
+        "hydra.launcher.mem_gb=0": "hydra.launcher.mem_gb=0.0: must be above 0",
+    }.items():
+        result = llmexp("train", "-m", "hydra/launcher=slurm", *TINY, bad, "hydra.sweep.dir=sweep", cwd=work, **cluster)
+        assert result.code == 2, result.out
+        assert said in result.err
+        assert not (work / "sweep").exists()
+
+
+def test_several_hosts_are_not_started_from_one(tmp_path):
+    for mode in ([], ["-m"]):
+        result = llmexp("train", *mode, *TINY, "parallelism=ddp", "parallelism.nnodes=2", cwd=tmp_path)
+        assert result.code == 2
+        assert "parallelism.nnodes=2: this command starts ranks on this host only" in result.err
+        assert ("hydra/launcher=slurm" if mode else "--queue") in result.err
+        assert not (tmp_path / "outputs").exists()
+
+
+def test_every_knob_of_the_launcher_is_in_its_yaml_with_a_comment():
+    text = (ROOT / "conf/hydra/launcher/slurm.yaml").read_text()
+    knobs = {f.name for f in dataclasses.fields(slurm.Settings)}
+    assert yaml.safe_load(text).keys() == knobs | {"_target_"}
+    for knob in knobs:
+        assert re.search(rf"^{knob}: .*  # \w", text, re.M), knob
