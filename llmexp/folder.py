@@ -27,7 +27,7 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 
 def write_whole(path: Path, text: str) -> None:
     """Writes under a temporary name, flushes to disk, renames."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")  # pids repeat on other hosts
     try:
         with open(temporary, "w", encoding="utf-8") as f:
             f.write(text)

@@ -168,6 +168,13 @@ def solve_batch(batch: Batch, dp_size: int) -> Batch:
     return replace(batch, micro_batch_size=micro, gradient_accumulation_steps=accum, real_batch_size=real)
 
 
+def cut_anew(batch: Batch, dp_size: int) -> Batch:
+    """The same real batch on another number of replicas: the largest micro-batch up to the old one that fits."""
+    micro, real = batch.micro_batch_size or 1, batch.real_batch_size or 1
+    fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
+    return replace(batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None)
+
+
 def _divide(real: int, by: int, what: str) -> int:
     if real % by == 0:
         return real // by
@@ -305,7 +312,8 @@ def ranks_sentence(run: Run) -> str:
         )
         if size > 1
     ]
-    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {run.facts.threads_per_rank} CPU thread(s) each"
+    threads = f"{run.facts.threads_per_rank} CPU thread{'s' if run.facts.threads_per_rank > 1 else ''} each"
+    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads}"
 
 
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:

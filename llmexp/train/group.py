@@ -26,13 +26,15 @@ REPORT_S = 4.0  # for all ranks that waited in vain to say so
 
 def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     """Starts this host's ranks and waits: (exit code, what went wrong). The code comes from status.json, because
-    torch's agent flattens it. The trace of the rank that failed first is printed. Raises ConfigError.
+    torch's agent flattens it. The trace of the rank that failed first is printed. Raises ConfigError, and SystemExit
+    where a signal stops what has not begun to train.
     """
     p, began = parts.config.parallelism, time.time()
 
-    def failed_at() -> float:
+    def outcome() -> tuple[str, float]:
         status = folder.read_status(path)
-        return status["ended"] if status.get("state") == "failed" and status.get("ended", 0) > began else 0.0
+        when = status.get("ended") or 0.0
+        return (status["state"], when) if when > began else ("", 0.0)
 
     try:
         assert p.nproc_per_node is not None
@@ -43,22 +45,31 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
             threads=parts.run.facts.threads_per_rank,
             max_restarts=p.max_restarts,
             start_timeout_s=p.start_timeout_s,
-            failed_at=failed_at,
+            outcome=outcome,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except agent.HostsMissing as error:
         return FAILED, str(error)
-    status = folder.read_status(path)
-    if death is None and status.get("state") in ("finished", "preempted"):
-        return int(status["exit_code"]), ""
+    except SystemExit as stopped:
+        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+        raise
+    for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
+        status = folder.read_status(path)
+        if death is None and status.get("state") in ("finished", "preempted"):
+            return int(status["exit_code"]), ""
+        if death is not None or outcome()[0]:
+            break
+        time.sleep(0.5)
+    if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone
+        report(path, death.rank, FAILED, str(death), "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
-    if reports and not (death and death.exit_code < 0):  # after a signal the others only saw what followed
-        first = reports[0]
+    if reports:
+        first = min(reports, key=lambda r: not r["killed"])  # after a signal the others only saw what followed
         sys.stderr.write(first["trace"])
-        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
+        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] or first["killed"] else ""
         return first["exit_code"], first["text"] + who
-    return FAILED, str(death or "a rank died")
+    return FAILED, str(death or "another host has given up; its own output says why")
 
 
 def join(path: Path, parts: Parts) -> mesh.Mesh:
@@ -81,13 +92,17 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
             f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or go on with other "
             f"numbers: llmexp resume {path} parallelism.nproc_per_node=2"
         ) from None
-    what = [plain(parts.config), hardware.versions(), hardware.source_digest()]
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).digest()
-    if differing := mesh.differing_ranks(joined, digest):
-        raise ConfigError(
-            f"{path}: rank {', '.join(map(str, differing))} has another config, llmexp, Python or library version than "
-            "rank 0; all hosts need one shared run folder and the same versions"
-        )
+    for what, value in (
+        ("config", plain(parts.config)),
+        ("llmexp source", hardware.source_digest()),
+        ("Python or library version", hardware.versions()),
+    ):
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
+        if differing := mesh.differing_ranks(joined, digest):
+            raise ConfigError(
+                f"{path}: rank {', '.join(map(str, differing))} has another {what} than rank 0; all hosts need one "
+                "shared run folder and the same versions"
+            )
     return joined
 
 
@@ -107,12 +122,12 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
         yield alone
 
 
-def report(path: Path, rank: int, code: int, text: str, trace: str) -> None:
-    """Leaves a rank's account of its failure where the agent finds it."""
+def report(path: Path, rank: int, code: int, text: str, trace: str, *, killed: bool = False) -> None:
+    """Leaves a rank's account of its failure where the agents find it; one that was `killed` has it left for it."""
     account = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "exit_code": code, "text": text}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
-        folder.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace})
+        folder.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed})
 
 
 def _reports(path: Path) -> list[dict[str, Any]]:
@@ -128,17 +143,29 @@ def given_up(path: Path) -> bool:
 
 
 def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> str:
-    """After a collective that timed out: which ranks were not in it, or the empty string. Each rank that waited says so
-    in the run folder, which needs no network."""
-    if not joined.distributed or not re.search(r"time(d )?-?out", error, re.I):
+    """After a collective that failed for want of other ranks: which were not in it, or the empty string. Each rank that
+    waited says so in the run folder, which needs no network."""
+    late = re.search(r"time(d )?-?out", error, re.I)
+    lost = p.nnodes > 1 and re.search(r"connection (closed|reset)|broken pipe", error, re.I)  # else the agent sees it
+    if not joined.distributed or not (late or lost):
         return ""
-    waiting, now = path / "logs" / "waiting", time.time()
-    with contextlib.suppress(OSError):
-        waiting.mkdir(parents=True, exist_ok=True)
-        (waiting / str(joined.rank)).touch()
+    since, own = time.time(), path / "logs" / "waiting" / str(joined.rank)
+    with contextlib.suppress(OSError, ValueError):
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(socket.gethostname())
         time.sleep(REPORT_S)
-        there = {int(p.name) for p in waiting.iterdir() if p.stat().st_mtime > now - 3 * REPORT_S}
-        if absent := sorted(set(range(joined.world_size)) - there):
-            which = ", ".join(map(str, absent))
+        oldest = own.stat().st_mtime - 3 * REPORT_S  # by the clock of the file system
+        waited = {int(p.name): p.read_text() for p in own.parent.iterdir() if p.stat().st_mtime > oldest}
+        known = {r["rank"] for r in _reports(path) if r["time"] > since - 3 * REPORT_S}
+        absent = sorted(set(range(joined.world_size)) - waited.keys() - known)
+        which = ", ".join(map(str, absent))
+        if absent and late:
             return f"rank {which} did not arrive within {p.timeout_s:g} s (hung, stopped or cut off)"
+        if absent:
+            return f"rank {which} was lost (killed, or its host is down)"
+        if late and p.nnodes > 1 and not known:
+            hosts = [(host, sorted(r for r in waited if waited[r] == host)) for host in sorted(set(waited.values()))]
+            ranks = ", ".join(f"{h} ({f'ranks {r[0]}-{r[-1]}' if len(r) > 1 else f'rank {r[0]}'})" for h, r in hosts)
+            waited_s = f"all ranks waited {p.timeout_s:g} s for each other in vain"
+            return f"{waited_s}; is the network between their hosts cut? {ranks}"
     return ""

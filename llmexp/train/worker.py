@@ -156,7 +156,11 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
             stack.enter_context(folder.locked(path))
             os.environ[LOCK_HELD] = "1"
             record(path, parts, request)
-        code, text = group.supervise(path, parts)
+        try:
+            code, text = group.supervise(path, parts)
+        except SystemExit as stopped:
+            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while waiting for other hosts")
+            raise
         if text:
             fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
         return code
