@@ -13,7 +13,7 @@ train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
 test: .venv/.ready check
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: .venv/.ready
 	.venv/bin/ruff check .

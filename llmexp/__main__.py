@@ -58,13 +58,11 @@ def run(arguments: list[str]) -> int:
             from llmexp import launch
 
             return launch.train(rest)
-        if command == "resume":
-            from llmexp import launch
-
-            return launch.resume(rest)
         from llmexp import commands as other
 
-        return {"plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](rest)
+        return {"resume": other.resume, "plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](
+            rest
+        )
     except ConfigError as error:
         print(f"llmexp: {error}", file=sys.stderr)
         return REFUSED

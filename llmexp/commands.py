@@ -1,13 +1,78 @@
-"""The commands besides train and resume: plan, prepare, sample."""
+"""The commands besides train: resume, plan, prepare, sample."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from llmexp.config import Config, ConfigError, build
+from llmexp.config import Config, ConfigError, build, nearest, plain
+
+
+def resume(arguments: list[str]) -> int:
+    """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run in its folder."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from llmexp import folder, launch
+    from llmexp.run import cut_anew, solve_layout
+
+    parser = argparse.ArgumentParser(
+        prog="llmexp resume",
+        description="Go on with a run in its folder, from its newest whole checkpoint.",
+        epilog=launch.ALLOW_HELP,
+    )
+    parser.add_argument("run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="changes to how the run is executed, for example batch.micro_batch_size=4; what it computes is fixed",
+    )
+    args = parser.parse_args(launch.take_allowed(arguments))
+    launch.check_overrides(args.overrides)
+    path = args.run_dir
+    if not folder.is_run(path) and (path / "multirun.yaml").exists():
+        raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
+    tree = folder.read_config(path)
+    build(tree)
+    micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
+    given = [o.partition("=")[0] for o in args.overrides]
+    if {micro, accum} & set(given):  # the real batch stays, and its cut is solved anew
+        tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
+    if folder.read_status(path).get("state") == "finished":
+        launch.say(f"{path}: this run is finished; nothing to do")
+        return 0
+    parsed = map(OverridesParser.create().parse_override, args.overrides)
+    for override in sorted(parsed, key=lambda o: o.key_or_group.count(".")):  # parallelism=fsdp before its sizes
+        key = override.key_or_group
+        *parents, name = key.split(".")
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or name not in node:
+            raise ConfigError(
+                f"{key}: there is no such key in {path / folder.CONFIG}.{nearest(key, launch.flat_keys(tree))}"
+            )
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
+        if key in ("parallelism", "parallelism.kind"):  # sizes of the old layout mean nothing in the new one
+            tree["parallelism"] |= {"kind": override.value(), "tensor_parallel_size": None, "replicate_size": None}
+            if override.value() == "single":
+                tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}
+            continue
+        node[name] = override.value()
+    launch.refuse_secrets(tree)
+    config = build(tree)
+    if not {micro, accum} & set(given):
+        layout = solve_layout(config.parallelism, config.parallelism.nproc_per_node or 1)
+        config = dataclasses.replace(config, batch=cut_anew(config.batch, layout.dp_size))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
+    recorded = folder.read_json(path / folder.RUN)
+    request = {"config": plain(config), "folder": str(path), "fixed": True}
+    return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group")})[0]
 
 
 def plan(arguments: list[str]) -> int:

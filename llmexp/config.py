@@ -186,7 +186,8 @@ def plain(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=lambda pairs: {k.removesuffix("_"): v for k, v in pairs})
 
 
-def _key(field: dataclasses.Field) -> str:
+def key_of(field: dataclasses.Field) -> str:
+    """A field's name in files and on the command line."""
     return field.name.removesuffix("_")  # `async` is a word of Python's
 
 
@@ -194,7 +195,7 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
     if not isinstance(mapping, Mapping):
         raise refuse(prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value")
     hints = typing.get_type_hints(cls)
-    fields = {_key(f): f for f in dataclasses.fields(cls)}
+    fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
             hint = nearest(str(key), fields)

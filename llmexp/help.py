@@ -16,7 +16,8 @@ MOST_USED = {
     "batch": ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size", "sequence_length"),
     "train": ("max_steps", "max_epochs", "max_tokens", "seed", "log_every", "eval_every", "compile"),
     "clip": ("max_norm",),
-    "checkpoint": ("every", "resume"),
+    "parallelism": ("nproc_per_node", "nnodes", "tensor_parallel_size", "activation_checkpointing", "max_restarts"),
+    "checkpoint": ("every", "async", "resume"),
     "tracker": ("project", "name", "tags", "mode"),
 }
 OPEN_KNOBS = {
@@ -28,6 +29,7 @@ OPEN_KNOBS = {
 EXAMPLES = """\
 llmexp train model=gpt_tiny data=text 'data.train_files=[book.txt]' train.max_epochs=2
 llmexp train batch.real_batch_size=32 batch.gradient_accumulation_steps=4
+llmexp train parallelism=ddp parallelism.nproc_per_node=2
 llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
 llmexp train experiment=shakespeare_nanogpt_cpu 'data.train_files=[tinyshakespeare.txt]'"""
 
@@ -67,7 +69,7 @@ def print_help(command: str, arguments: list[str]) -> None:
     print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
     sections: dict[str, Any] = get_type_hints(config.Config)
     for section, names in MOST_USED.items():
-        fields = {f.name: f.metadata for f in dataclasses.fields(sections[section])}
+        fields = {config.key_of(f): f.metadata for f in dataclasses.fields(sections[section])}
         for name in names:
             choices = f" ({' | '.join(fields[name]['choices'])})" if fields[name]["choices"] else ""
             table(f"{section}.{name}", fields[name]["doc"] + choices, 38, width)
@@ -77,6 +79,7 @@ def print_help(command: str, arguments: list[str]) -> None:
     print("\nFLAGS")
     for flag, text in (
         ("-m, --multirun", "a sweep: every combination of comma-separated values"),
+        ("--queue", "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ..."),
         ("--cfg job", "print the composed config and stop (--resolve: with interpolations resolved)"),
         ("--info", "where the config comes from: all, defaults, searchpath, ..."),
         ("--config-dir DIR", "your own config files: DIR/model/mine.yaml becomes model=mine"),

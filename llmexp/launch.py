@@ -5,8 +5,6 @@ command line + conf/ -> compose -> Config -> request -> `python -m llmexp.train 
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -32,14 +30,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
-from llmexp.config import Config, ConfigError, build, conf_dir, nearest, refuse
+from llmexp.config import Config, ConfigError, build, conf_dir, nearest, plain, refuse
 from llmexp.process import FAILED, REFUSED
 
 CONFIG_NAME = "config"
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
-SECRET = re.compile(
-    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_", re.I
-)  # names in the environment
+# Names in the environment.
+SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_", re.I)
 
 
 @contextmanager
@@ -143,10 +140,10 @@ def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
     with user_errors():
         keys = [str(k) for k in cfg if k != "hydra"]  # hydra's own section has values that only a sweep fills
-        plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
-    assert isinstance(plain, dict)
-    refuse_secrets(plain)
-    config = build({str(k): v for k, v in plain.items()})
+        tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
+    assert isinstance(tree, dict)
+    refuse_secrets(tree)
+    config = build({str(k): v for k, v in tree.items()})
     if re.fullmatch(r"[^/\x00-\x1f.-][^/\x00-\x1f]{0,79}", config.name) is None:
         raise refuse(
             "name",
@@ -295,6 +292,8 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         raise ConfigError(f"{message}; settings are written train.max_steps=100; see llmexp {command} --help")
 
     parser.error = unknown  # type: ignore[method-assign]
+    if command == "train":
+        parser.add_argument("--queue", action="store_true", help="make the run folder and start nothing")
     args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if getattr(args, flag, None) is not None:
@@ -326,19 +325,23 @@ def train(arguments: list[str]) -> int:
         return pass_to_hydra(args)
     worker = None if args.multirun else Worker()
     try:
+        from llmexp.sweep import refuse_hosts, sweep
+
         with hydra_app(args.config_dir) as hydra:
             cfg, multirun = compose(hydra, args.overrides, args.multirun)
             if multirun:
-                from llmexp.sweep import sweep
-
+                if args.queue:
+                    raise ConfigError("--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm")
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.discard()
                     worker = None
                 return sweep(hydra, cfg, args.overrides, arguments)
             config = typed(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
+        if not args.queue:
+            refuse_hosts(config)
         request = {
-            "config": dataclasses.asdict(config),
+            "config": plain(config),
             "folder": str(wanted),
             "fixed": fixed_folder(args.overrides, "hydra.run.dir"),
             "overrides": visible(args.overrides),
@@ -346,57 +349,15 @@ def train(arguments: list[str]) -> int:
         folder.check_writable(wanted)
         assert worker is not None
         running, worker = worker, None
-        return running.run(request)[0]
+        code, path = running.run(request | {"queue": args.queue})
+        if args.queue and code == 0 and path is not None:
+            from llmexp.slurm import how_to_start
+
+            say(how_to_start(path, config))
+        return code
     finally:
         if worker is not None:
             worker.discard()
-
-
-def resume(arguments: list[str]) -> int:
-    """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run in its folder."""
-    parser = argparse.ArgumentParser(
-        prog="llmexp resume",
-        description="Go on with a run in its folder, from its newest whole checkpoint.",
-        epilog=ALLOW_HELP,
-    )
-    parser.add_argument("run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="changes to how the run is executed, for example batch.micro_batch_size=4; what it computes is fixed",
-    )
-    args = parser.parse_args(take_allowed(arguments))
-    check_overrides(args.overrides)
-    path = args.run_dir
-    if not folder.is_run(path) and (path / "multirun.yaml").exists():
-        raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
-    tree = folder.read_config(path)
-    build(tree)
-    micro, accum, ranks = "batch.micro_batch_size", "batch.gradient_accumulation_steps", "parallelism.nproc_per_node"
-    given = [o.partition("=")[0] for o in args.overrides]
-    if {micro, accum, ranks} & set(given):  # the real batch stays, and its cut is solved anew
-        tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
-    if folder.read_status(path).get("state") == "finished":
-        say(f"{path}: this run is finished; nothing to do")
-        return 0
-    for override in map(OverridesParser.create().parse_override, args.overrides):
-        key = override.key_or_group
-        *parents, name = key.split(".")
-        node: Any = tree
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or name not in node:
-            raise ConfigError(f"{key}: there is no such key in {path / folder.CONFIG}.{nearest(key, flat_keys(tree))}")
-        if override.is_sweep_override():
-            raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
-        node[name] = override.value()
-    refuse_secrets(tree)
-    config = build(tree)
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
-    recorded = folder.read_json(path / folder.RUN)
-    request = {"config": dataclasses.asdict(config), "folder": str(path), "fixed": True}
-    return Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group")})[0]
 
 
 def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:

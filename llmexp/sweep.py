@@ -25,10 +25,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from llmexp import folder
-from llmexp.config import Config, ConfigError, build
+from llmexp.config import Config, ConfigError, build, plain, refuse
 from llmexp.process import DONE, PREEMPTED, REFUSED, die_with_parent
 
 PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this package only; `register` puts ours there
@@ -37,6 +37,35 @@ PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this packag
 @dataclass
 class LocalConf:
     _target_: str = f"{PLUGIN_MODULE}.LocalLauncher"
+
+
+@dataclass(frozen=True)
+class Point:
+    overrides: list[str]
+    cfg: DictConfig
+    config: Config
+    label: str
+    path: Path
+
+    def request(self) -> dict[str, Any]:
+        """What a worker needs to make the run."""
+        from llmexp.launch import visible
+
+        return {
+            "config": plain(self.config),
+            "folder": str(self.path),
+            "fixed": True,
+            "overrides": visible(self.overrides),
+            "label": self.label,
+            "group": str(self.path.parent),
+        }
+
+    def result(self, code: int) -> JobReturn:
+        """For sweepers that optimise: the final validation loss of the run that ended with `code`, if it has one."""
+        result = JobReturn(overrides=self.overrides, cfg=self.cfg, status=JobStatus.COMPLETED)
+        summary = {} if code == REFUSED else folder.read_status(self.path).get("summary", {})
+        result.return_value = summary.get("final val/loss", summary.get("final train/loss"))
+        return result
 
 
 class LocalLauncher(Launcher):
@@ -49,53 +78,104 @@ class LocalLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises KeyboardInterrupt when a signal stopped a point: the points after it do not start."""
-        from llmexp.launch import Worker, say, visible
+        from llmexp.launch import Worker, say
 
-        points, refused = load_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
-        if refused:
-            raise ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
+        points = all_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
+        for point in points:
+            refuse_hosts(point.config, "for several use hydra/launcher=slurm")
         results = []
         for point in points:
             say(f"--- {point.path.name}: {' '.join(point.overrides)}")
-            request = {
-                "config": dataclasses.asdict(point.config),
-                "folder": str(point.path),
-                "fixed": True,
-                "overrides": visible(point.overrides),
-                "label": point.label,
-                "group": str(point.path.parent),
-            }
             worker = Worker()
-            code, path = worker.run(request)
+            code, _ = worker.run(point.request())
             FINISHED.append((point, code))
             if worker.stopped:
                 raise KeyboardInterrupt
-            result = JobReturn(overrides=point.overrides, cfg=point.cfg, status=JobStatus.COMPLETED)
-            result.return_value = objective(path)
-            results.append(result)
+            results.append(point.result(code))
         return results
 
 
-@dataclass(frozen=True)
-class Point:
-    overrides: list[str]
-    cfg: DictConfig
-    config: Config
-    label: str
-    path: Path
+class SlurmLauncher(Launcher):
+    """Runs the points of a sweep as Slurm jobs and waits for them all."""
+
+    __module__ = PLUGIN_MODULE
+
+    def __init__(self, **knobs: Any) -> None:
+        """The knobs are read from the config, in `slurm_settings`."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config, self.hydra_context = config, hydra_context
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """A point whose job of an earlier sweep in this folder is still there is waited for, not submitted again.
+
+        Raises KeyboardInterrupt when a signal ended the waiting: the jobs go on.
+        """
+        from llmexp import slurm
+        from llmexp.launch import say
+
+        settings = slurm_settings(self.config)
+        points = all_points(self.hydra_context.config_loader, self.config, job_overrides, initial_job_idx)
+        jobs = slurm.live_jobs([p.path for p in points])
+        new = [p for p in points if p.path not in jobs]
+        answers = ask({"queue": [p.request() for p in new]}) if new else []
+        refused = {p.path: reason for p, reason in zip(new, answers, strict=True) if reason}
+        for path, reason in refused.items():
+            say(f"{path.name}  not started: {reason}")
+        waiting = [p for p in new if folder.read_status(p.path).get("state") == "queued" and p.path not in refused]
+        if waiting and (note := slurm.fixed_here(waiting[0].config, waiting[0].path)):
+            say(f"note: {note}")
+        where = Path(str(self.config.hydra.sweep.dir)) / "slurm"
+        submitted = slurm.submit([p.path for p in waiting], settings, where, name=f"llmexp-{points[0].config.name}")
+        earlier = f", {len(jobs)} submitted before are still there" if jobs else ""
+        say(f"{len(submitted)} jobs submitted{earlier}; what their processes print is in {where}")
+        jobs |= submitted
+        try:
+            slurm.wait(jobs, say)
+        except KeyboardInterrupt:
+            whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
+            say(f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}")
+            raise
+        finally:
+            codes = [REFUSED if p.path in refused else slurm.exit_code(p.path) for p in points]
+            FINISHED.extend(zip(points, codes, strict=True))
+        return [p.result(code) for p, code in zip(points, codes, strict=True)]
+
+
+def slurm_settings(cfg: DictConfig) -> Any:
+    """The knobs of hydra/launcher=slurm, checked. Raises ConfigError."""
+    from llmexp import slurm
+    from llmexp.launch import refuse_secrets, user_errors
+
+    with user_errors():
+        given = OmegaConf.masked_copy(cfg.hydra.launcher, [k for k in cfg.hydra.launcher if k != "_target_"])
+        typed = OmegaConf.create({"hydra": {"launcher": OmegaConf.structured(slurm.Settings)}})
+        OmegaConf.set_readonly(typed.hydra.launcher, False)  # as the dataclass is frozen
+        settings = OmegaConf.to_object(OmegaConf.merge(typed, {"hydra": {"launcher": given}}).hydra.launcher)
+    assert isinstance(settings, slurm.Settings)
+    refuse_secrets(dataclasses.asdict(settings), "hydra.launcher")  # the jobs' scripts are files
+    slurm.check(settings)
+    return settings
 
 
 FINISHED: list[tuple[Point, int]] = []  # points of this process's sweep with their exit codes
 
 
 def register() -> None:
-    """Makes `hydra/launcher=local` known to Hydra."""
+    """Makes our launchers known to Hydra; the knobs of slurm are in conf/."""
     Plugins.instance().register(LocalLauncher)  # first: it imports hydra_plugins where plugins are installed
+    Plugins.instance().register(SlurmLauncher)
     package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
     module = ModuleType(PLUGIN_MODULE)
-    vars(module)["LocalLauncher"] = LocalLauncher
+    vars(module).update(LocalLauncher=LocalLauncher, SlurmLauncher=SlurmLauncher)
     vars(package)["llmexp"] = sys.modules[PLUGIN_MODULE] = module
     ConfigStore.instance().store(group="hydra/launcher", name="local", node=LocalConf, provider="llmexp")
+
+
+def refuse_hosts(config: Config, instead: str = "for several, --queue makes the run's folder and says how") -> None:
+    """Raises ConfigError for a run on several hosts, which cannot be started from here."""
+    if (nodes := config.parallelism.nnodes) > 1:
+        raise refuse("parallelism.nnodes", nodes, f"this command starts ranks on this host only; {instead}", 1)
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
@@ -110,7 +190,7 @@ def load_points(
 ) -> tuple[list[Point], list[tuple[str, str]]]:
     """Every point that composes and divides, and (name, reason) of each one that is refused."""
     from llmexp.launch import chosen_folder, typed, user_errors
-    from llmexp.run import solve_batch
+    from llmexp.run import solve_batch, solve_layout
 
     chosen_folder(base, "hydra.sweep.dir")  # read once: ${now:} is then the same in all points
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
@@ -126,7 +206,7 @@ def load_points(
                     cfg.hydra.job.id, cfg.hydra.job.num, cfg.hydra.job.name = str(number), number, name
             path = chosen_folder(cfg, "hydra.sweep.dir") / chosen_folder(cfg, "hydra.sweep.subdir")
             config = typed(cfg)
-            solve_batch(config.batch, config.parallelism.nproc_per_node or 1)
+            solve_batch(config.batch, solve_layout(config.parallelism, config.parallelism.nproc_per_node or 1).dp_size)
             if config.checkpoint.resume == "never" and folder.is_run(path):
                 raise ConfigError(f"{path}: holds a run already; with checkpoint.resume=auto it is gone on with")
             if any(p.path == path for p in points):
@@ -136,6 +216,18 @@ def load_points(
             continue
         points.append(Point(list(overrides), cfg, config, name, path))
     return points, refused
+
+
+def all_points(loader: Any, base: DictConfig, job_overrides: Sequence[Sequence[str]], first: int) -> list[Point]:
+    """Every point. Raises ConfigError when one is refused."""
+    points, refused = load_points(loader, base, job_overrides, first)
+    if refused:
+        raise no_start(refused)
+    return points
+
+
+def no_start(refused: Sequence[tuple[str, str]]) -> ConfigError:
+    return ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
@@ -164,6 +256,11 @@ def is_grid(cfg: DictConfig) -> bool:
     return str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper")
 
 
+def is_slurm(cfg: DictConfig) -> bool:
+    """Whether the points become Slurm jobs."""
+    return str(cfg.hydra.launcher.get("_target_")) == f"{PLUGIN_MODULE}.SlurmLauncher"
+
+
 def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
     """Runs a sweep through Hydra's sweeper; a table at the end. `arguments`: the command line, for the way to go on.
 
@@ -171,13 +268,17 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
     """
     from llmexp.launch import CONFIG_NAME, chosen_folder, fixed_folder, say, user_errors
 
-    where = chosen_folder(cfg, "hydra.sweep.dir")
+    where, in_slurm = chosen_folder(cfg, "hydra.sweep.dir"), is_slurm(cfg)
     folder.check_writable(where)
+    if in_slurm:
+        slurm_settings(cfg)
     if is_grid(cfg):
         points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0)
+        for point in [] if in_slurm else points:
+            refuse_hosts(point.config, "for several use hydra/launcher=slurm")
         refused += [] if refused else check(points)
         if refused:
-            raise ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
+            raise no_start(refused)
     if not fixed_folder(overrides, "hydra.sweep.dir"):
         where = folder.claim(where, fixed=False)  # two sweeps of the same second get two folders
         overrides = [*overrides, f"hydra.sweep.dir={quoted(str(where))}"]
@@ -218,24 +319,23 @@ def reasons(refused: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def check(points: Sequence[Point]) -> list[tuple[str, str]]:
-    """(name, reason) of each point that would be refused. A process of its own looks, so that torch and the device stay
-    out of this one; it prepares the data of the points, which the runs need anyway."""
-    request = json.dumps([dataclasses.asdict(p.config) for p in points])
+    """(name, reason) of each point that would be refused. Prepares the points' data, which the runs need anyway."""
+    found = ask({"check": [p.request() for p in points]})
+    return [(p.path.name, reason) for p, reason in zip(points, found, strict=True) if reason]
+
+
+def ask(question: dict[str, list[dict[str, Any]]]) -> list[str | None]:
+    """The answers of a process of its own (the end of this file), so that torch and the device stay out of this one."""
     command = [sys.executable, "-P", "-m", "llmexp.sweep"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as child:
         try:
-            answer, _ = child.communicate(request)
+            answer, _ = child.communicate(json.dumps(question))
         finally:
             child.kill()
     if child.returncode != 0:
         raise ConfigError(f"the check of the sweep's points ended with exit code {child.returncode}")
-    return [(p.path.name, reason) for p, reason in zip(points, json.loads(answer), strict=True) if reason]
-
-
-def objective(path: Path | None) -> float | None:
-    """The final validation loss of a run, for sweepers that optimise; None when there is none."""
-    summary = folder.read_status(path).get("summary", {}) if path is not None else {}
-    return summary.get("final val/loss", summary.get("final train/loss"))
+    answers: list[str | None] = json.loads(answer)
+    return answers
 
 
 def results_table() -> str:
@@ -266,16 +366,22 @@ def table(rows: Sequence[Sequence[str]], left: int) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":  # the process that `check` starts: configs in, reasons out
+if __name__ == "__main__":  # what `ask` starts; a reason or null for each request
     die_with_parent()
-    configs = [build(plain) for plain in json.load(sys.stdin)]
+    ((purpose, requests),) = json.load(sys.stdin).items()
     from llmexp.assemble import assemble
+    from llmexp.train import worker
 
     found: list[str | None] = []
     with contextlib.redirect_stdout(sys.stderr):
-        for config in configs:
+        for request in requests:
             try:
-                assemble(config, write=True)
+                parts = assemble(build(request["config"]), write=True)
+                if purpose == "queue":
+                    path, fresh = worker.open_folder(parts, request)
+                    if fresh or not worker.is_finished(path):
+                        with folder.locked(path):
+                            worker.record(path, parts, request, "queued")
                 found.append(None)
             except ConfigError as error:
                 found.append(str(error))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in this process as in those that it starts
+os.environ.pop("COLUMNS", None)
 
 import numpy as np
 import pytest

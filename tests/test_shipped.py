@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from llmexp.__main__ import run
+from llmexp.config import key_of
 from tests.conftest import ROOT, SHARED, environment, llmexp
 
 CONF = ROOT / "conf"
@@ -92,7 +93,7 @@ def test_closed_sections_list_every_knob():
             yaml.safe_load((CONF / field.name / f"{option}.yaml").read_text()) for option in OPTIONS[field.name]
         ]  # fmt: skip
         if dataclasses.is_dataclass(hints[field.name]):
-            known = [f.name for f in dataclasses.fields(hints[field.name])]
+            known = [key_of(f) for f in dataclasses.fields(hints[field.name])]
             assert all(list(tree) == known for tree in trees), field.name
 
 

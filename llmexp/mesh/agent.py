@@ -16,17 +16,24 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks
+POLL_S = 0.5
+TOUCH_S, FRESH_S = 3.0, 10.0  # how often a host shows that it is there, and how long that holds
+ENDED, FAILED = ("finished", "preempted"), ("failed", "given up")  # given up: it would only fail again
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a stopped process never does
 
 
@@ -66,8 +73,8 @@ def rendezvous(nnodes: int) -> tuple[str, str]:
     if job and (address := env.get("SLURM_LAUNCH_NODE_IPADDR")):
         return f"{address}:{20000 + int(job) % 30000}", attempt  # jobs that share a node get ports of their own
     raise ValueError(
-        f"parallelism.nnodes={nnodes}: nothing says where the hosts meet; set LLMEXP_RDZV_ENDPOINT=HOST:PORT on each, "
-        "or start it with launchers/torchrun.sh or launchers/slurm.sbatch"
+        f"parallelism.nnodes={nnodes}: nothing says where the hosts meet; on each, set for example "
+        "LLMEXP_RDZV_ENDPOINT=host1:29400, or start it with launchers/slurm.sbatch"
     )
 
 
@@ -79,20 +86,20 @@ def launch_ranks(
     threads: int,
     max_restarts: int,
     start_timeout_s: float,
-    failed_at: Callable[[], float],
+    outcome: Callable[[], tuple[str, float]],
 ) -> Death | None:
-    """Starts this host's ranks and waits for them; None, or the first death when the group failed for good.
+    """Starts this host's ranks and waits for them. Returns the first death when the group failed for good; None when
+    it ended well, or failed elsewhere.
 
-    Rank 0 writes to the console; every rank's output is in run_dir/logs. `failed_at` says when a rank recorded a
-    failure (seconds since 1970), or 0. Raises HostsMissing.
+    Rank 0 writes to the console; every rank's output is in run_dir/logs. `outcome` says which of ENDED or FAILED the
+    run came to since the call, and when (seconds since 1970); ("", 0) until then. Raises HostsMissing, and SystemExit
+    where a signal stops what has not begun to train.
     """
     endpoint, run_id = rendezvous(nnodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said here, in words
-    hosts = run_dir / "logs" / "hosts"
-    hosts.mkdir(parents=True, exist_ok=True)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    here = hosts / f"{name}.{os.getpid()}"
-    here.touch()
+    here = run_dir / "logs" / "hosts" / f"{name}.{os.getpid()}"
+    here.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
         "OMP_NUM_THREADS": str(threads),
@@ -110,31 +117,84 @@ def launch_ranks(
         max_restarts=max_restarts,
         monitor_interval=0.1,
         log_line_prefix_template="[rank ${rank}] ",
-        # Rank 0 keeps the console as its standard output; what it prints there is in train.log too.
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(run_dir / "logs" / name),
-            redirects={n: Std.ALL if n else Std.ERR for n in range(nproc_per_node)},
-            tee={0: Std.ERR},
-        ),
     )
     if hasattr(launch, "signals_to_handle"):
         launch.signals_to_handle = "SIGQUIT"
-    try:
-        with forwarded_signals(), watched_ranks(failed_at, nproc_per_node) as killed:
-            elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir))
-    except ChildFailedError as error:
-        codes = {rank: 1 if f.pid in killed else f.exitcode for rank, f in error.failures.items()}
-        rank = min(codes, key=lambda r: (codes[r] >= 0, r))  # a signal comes from outside: the others followed
-        return Death(rank, codes[rank])
-    except (RendezvousTimeoutError, RendezvousConnectionError) as error:
-        there = sorted({p.name.rpartition(".")[0] for p in hosts.iterdir()})
-        raise HostsMissing(
-            f"{len(there)} of {nnodes} hosts came to {endpoint} within {start_timeout_s:g} s: {', '.join(there)}; "
-            f"missing: {missing_hosts(there, nnodes)} ({error or type(error).__name__})"
-        ) from None
-    finally:
-        here.unlink(missing_ok=True)
-    return None
+    with forwarded_signals() as signals:
+        watch = Watch(here, nnodes, nproc_per_node, start_timeout_s, outcome, signals)
+        while True:
+            known = len(watch.seen_at)
+            watch.restarts = launch.max_restarts
+            # Rank 0 keeps the console as its standard output; what it prints there is in train.log too.
+            launch.logs_specs = DefaultLogsSpecs(
+                log_dir=str(run_dir / "logs" / name),
+                redirects={n: Std.ALL if n else Std.ERR for n in range(nproc_per_node)},
+                tee={0: Std.ERR},
+            )
+            try:
+                attend(
+                    lambda: elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir)),
+                    watch,
+                )
+            except ChildFailedError as error:
+                codes = {rank: 1 if f.pid in watch.killed else f.exitcode for rank, f in error.failures.items()}
+                if signals and {*codes.values()} <= {code for n in signals for code in (-n, 128 + n)}:
+                    raise SystemExit(128 + signals[0]) from None
+                rank = min(codes, key=lambda r: (codes[r] >= 0, r))  # a signal comes from outside: the others followed
+                return Death(rank, codes[rank])
+            except (RendezvousError, DistError, TimeoutError) as error:
+                state, lost = outcome()[0], len(watch.seen_at) > known
+                given_up = state == "given up" or ((state == "failed" or lost) and not launch.max_restarts)
+                if state in ENDED or given_up or isinstance(error, RendezvousClosedError):  # closed by another host
+                    return None
+                if isinstance(error, (RendezvousTimeoutError, TimeoutError)):
+                    raise HostsMissing(who_came(here, nnodes, endpoint, start_timeout_s)) from None
+                if lost:
+                    launch.max_restarts -= 1
+                    where = f"{endpoint}, where the hosts meet"
+                    print(f"llmexp: lost {where}; waiting for it to come back", file=sys.stderr)
+                time.sleep(POLL_S)  # else the host where they meet has not come yet
+                continue
+            here.unlink(missing_ok=True)
+            return None
+
+
+def attend(work: Callable[[], object], watch: Watch) -> None:
+    """Calls `work` in a thread, because it may hang in the network for long, and looks after the ranks until it is
+    done. Raises what either raises."""
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="llmexp-agent", daemon=True)
+    thread.start()
+    thread.join(POLL_S)
+    while thread.is_alive():
+        watch.look()
+        thread.join(POLL_S)
+    if failure:
+        raise failure[0]
+
+
+def hosts_there(here: Path) -> list[str]:
+    """The hosts whose agents keep touching their files beside `here`, this one's. Needs no network, and no clock but
+    that of the file system."""
+    here.touch()
+    now = here.stat().st_mtime
+    return sorted(p.name.rpartition(".")[0] for p in here.parent.iterdir() if p.stat().st_mtime > now - FRESH_S)
+
+
+def who_came(here: Path, nnodes: int, endpoint: str, start_timeout_s: float) -> str:
+    """Which hosts are there, and which are not."""
+    there = hosts_there(here)
+    names, waited = ", ".join(there), f"{endpoint} within {start_timeout_s:g} s"
+    if len(there) >= nnodes:
+        return f"all {nnodes} hosts are there ({names}), but they did not meet at {waited}; do they all reach it?"
+    return f"{len(there)} of {nnodes} hosts came to {waited}: {names}; missing: {missing_hosts(there, nnodes)}"
 
 
 def missing_hosts(there: list[str], nnodes: int) -> str:
@@ -152,60 +212,98 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
 
 
 def children() -> list[int]:
-    """The processes that this one has started."""
+    """The processes that this one has started and that still run."""
     found: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += map(int, task.read_text().split())
-    return found
+    return [pid for pid in found if not ended(pid)]
+
+
+def ended(pid: int) -> bool:
+    """Whether the process is no more; it may be left as a zombie while torch's agent hangs in the network."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 @contextlib.contextmanager
-def forwarded_signals() -> Iterator[None]:
-    """Passes stop signals on to the ranks, which then save; the agent's own way would kill them after 30 s."""
+def forwarded_signals() -> Iterator[list[int]]:
+    """Passes stop signals on to the ranks, which then save; the agent's own way would kill them after 30 s. Yields the
+    list of those that came."""
+    came: list[int] = []
 
     def forward(number: int, frame: object) -> None:
+        came.append(number)
         for pid in children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            send(pid, number)
 
     old = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def watched_ranks(failed_at: Callable[[], float], nproc_per_node: int) -> Iterator[set[int]]:
-    """Says when the ranks are started again; and GRACE_S after a recorded failure kills those of its time that are
-    still there: a stopped or hung process heeds no other signal, and torch's agent would wait for it for 30 s more.
-    Yields the set of those that it killed.
-    """
-    over = threading.Event()
-    killed: set[int] = set()
-    seen_at: dict[int, float] = {}
+@dataclass
+class Watch:
+    """What is known of this host's ranks, and what torch's agent would not do for them or not soon enough."""
 
-    def watch() -> None:
-        while not over.wait(0.5):
-            now, there, known = time.time(), children(), len(seen_at)
-            for pid in there:
-                seen_at.setdefault(pid, now)
-            if known and len(seen_at) > known and len(seen_at) % nproc_per_node == 0:
-                print("llmexp: a rank was lost; all start again from the newest checkpoint", file=sys.stderr)
-            failure = failed_at()
-            if failure and now > failure + GRACE_S:
-                for pid in there:
-                    if seen_at[pid] < failure:
-                        killed.add(pid)
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
+    here: Path  # touched for the other hosts to see
+    nnodes: int
+    nproc_per_node: int
+    start_timeout_s: float
+    outcome: Callable[[], tuple[str, float]]
+    signals: list[int]
+    restarts: int = 0  # that are left
+    seen_at: dict[int, float] = field(default_factory=dict)  # by process: seconds since 1970
+    killed: set[int] = field(default_factory=set)
+    alive_at: float = field(default_factory=time.monotonic)  # when a rank was last there
+    failed_at: float | None = None  # when a failure was first seen
+    touched_at: float = 0.0
 
-    thread = threading.Thread(target=watch, name="llmexp-watch", daemon=True)
-    thread.start()
-    try:
-        yield killed
-    finally:
-        over.set()
-        thread.join()
+    def look(self) -> None:
+        """Says when the ranks are started again; and GRACE_S after a recorded failure kills those of its time that are
+        still there: a stopped or hung process heeds no other signal, and torch's agent would wait for it for 30 s more.
+
+        Raises TimeoutError when no rank has been there for longer than one may take to come, and SystemExit when there
+        is none that a signal could stop.
+        """
+        now, there, known = time.monotonic(), children(), len(self.seen_at)
+        if now > self.touched_at + TOUCH_S:
+            self.touched_at = now
+            with contextlib.suppress(OSError):
+                self.here.touch()
+        new = [pid for pid in there if pid not in self.seen_at]
+        self.seen_at |= dict.fromkeys(new, time.time())
+        state, recorded = self.outcome()
+        if self.signals:
+            for pid in new:
+                send(pid, self.signals[0])
+        elif known and new and state != "given up" and len(self.seen_at) % self.nproc_per_node == 0:
+            print("llmexp: a rank was lost; all start again from the newest checkpoint", file=sys.stderr)
+        self.failed_at = (self.failed_at or now) if state in FAILED else None
+        if self.failed_at is not None:
+            late = [pid for pid in there if self.seen_at[pid] < recorded and now > self.failed_at + GRACE_S]
+            for pid in late + (new if state == "given up" else []):
+                self.killed.add(pid)
+                send(pid, signal.SIGKILL)
+        if there:
+            self.alive_at = now
+        idle_s = now - self.alive_at
+        if state in ENDED:  # torch's agent waits for the other hosts, for 300 s even for one that is no more
+            overdue = idle_s > GRACE_S and len(hosts_there(self.here)) < self.nnodes
+        elif self.signals and not there and (self.restarts or not state):
+            raise SystemExit(128 + self.signals[0])
+        else:
+            no_more = state == "given up" or (state == "failed" and not self.restarts)
+            overdue = idle_s > (GRACE_S if no_more else self.start_timeout_s + 2)
+        if overdue:
+            raise TimeoutError

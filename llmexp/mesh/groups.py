@@ -181,8 +181,10 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
     groups: list[Any] = [None]
     for part in (mesh.sharding, mesh.tensor):
         groups += part.get_all_groups() if part is not None else []
+    # Public from torch 2.14 on, under another name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+        set_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def leave(mesh: Mesh) -> None:

@@ -34,7 +34,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     def outcome() -> tuple[str, float]:
         status = folder.read_status(path)
         when = status.get("ended") or 0.0
-        return (status["state"], when) if when > began else ("", 0.0)
+        state = "given up" if status.get("state") == "failed" and status.get("final") else status.get("state", "")
+        return (state, when) if when > began else ("", 0.0)
 
     try:
         assert p.nproc_per_node is not None
@@ -50,9 +51,10 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except agent.HostsMissing as error:
-        return FAILED, str(error)
+        before = [r["text"] for r in _reports(path) if r["time"] > began]
+        return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
     except SystemExit as stopped:
-        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while no rank was training")
         raise
     for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
         status = folder.read_status(path)
@@ -62,12 +64,13 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
             break
         time.sleep(0.5)
     if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone
-        report(path, death.rank, FAILED, str(death), "", killed=True)
+        on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
+        report(path, death.rank, FAILED, f"{death}{on}", "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
     if reports:
         first = min(reports, key=lambda r: not r["killed"])  # after a signal the others only saw what followed
         sys.stderr.write(first["trace"])
-        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] or first["killed"] else ""
+        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
         return first["exit_code"], first["text"] + who
     return FAILED, str(death or "another host has given up; its own output says why")
 

@@ -159,7 +159,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while waiting for other hosts")
+            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while hosts came together")
             raise
         if text:
             fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
