@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
+REPEAT_S = 1.0  # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -25,6 +28,7 @@ class Stop:
         self.importing = True
         self.training = False
         self._count = 0
+        self._last = -math.inf  # when a signal last counted, in seconds
 
     def install(self) -> Stop:
         for number in STOP_SIGNALS:
@@ -32,6 +36,9 @@ class Stop:
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() < self._last + REPEAT_S:
+            return
+        self._last = time.monotonic()
         self._count += 1
         self.requested = True
         self.signal_name = signal.Signals(number).name

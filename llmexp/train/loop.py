@@ -224,6 +224,8 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     if clash := sorted(figures.keys() & row.keys()):
         raise TrainingFailed(f"a hook returned {', '.join(clash)}, which the row has already; choose another name")
     row |= figures
+    # A row is strict JSON: what has overflowed is absent.
+    row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
     if out.rows is not None:
         out.rows.append(row)
         out.tracker.log(row)
