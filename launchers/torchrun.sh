@@ -2,8 +2,8 @@
 # One run on several hosts, without a scheduler. On each host, as often as it has to be started again:
 #   LLMEXP_RDZV_ENDPOINT=HOST1:29400 launchers/torchrun.sh RUN_DIR
 # RUN_DIR is made by `llmexp train --queue parallelism.nnodes=2 ...`, which prints this line, and is on a disk that all
-# hosts share. HOST1 is one of the hosts, by a name or address that all of them reach; the port is any free one there.
-# $LLMEXP_RDZV_ID tells runs apart that meet at the same port. $PYTHON: the interpreter that has llmexp.
+# hosts share. HOST1 is one of the hosts, by a name or address that all of them reach; the port is any that is free there,
+# another one for each run. $PYTHON: the interpreter that has llmexp.
 # A host that was lost and is started again within parallelism.start_timeout_s brings the run back, from its newest
 # checkpoint, up to parallelism.max_restarts times.
 #

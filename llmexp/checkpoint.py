@@ -163,7 +163,11 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
             raise CheckpointError(f"{path / MANIFEST} names {name!r}, which is no file of a checkpoint")
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if number % part[1] == part[0] and fingerprint(file) != expected:
+        try:
+            whole = number % part[1] != part[0] or fingerprint(file) == expected
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if not whole:
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)

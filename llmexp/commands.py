@@ -36,7 +36,7 @@ def resume(arguments: list[str]) -> int:
     path = args.run_dir
     if not folder.is_run(path) and (path / "multirun.yaml").exists():
         raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
-    tree = folder.read_config(path)
+    tree, recorded = folder.read_config(path), folder.read_json(path / folder.RUN)
     build(tree)
     micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
     given = [o.partition("=")[0] for o in args.overrides]
@@ -60,17 +60,17 @@ def resume(arguments: list[str]) -> int:
             raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
         if key in ("parallelism", "parallelism.kind"):  # sizes of the old layout mean nothing in the new one
             tree["parallelism"] |= {"kind": override.value(), "tensor_parallel_size": None, "replicate_size": None}
-            if override.value() == "single":
+            if "single" in (override.value(), recorded.get("parallelism")):
                 tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}
             continue
         node[name] = override.value()
     launch.refuse_secrets(tree)
     config = build(tree)
     if not {micro, accum} & set(given):
-        layout = solve_layout(config.parallelism, config.parallelism.nproc_per_node or 1)
-        config = dataclasses.replace(config, batch=cut_anew(config.batch, layout.dp_size))
+        ranks = config.parallelism.nproc_per_node
+        dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
+        config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
-    recorded = folder.read_json(path / folder.RUN)
     request = {"config": plain(config), "folder": str(path), "fixed": True}
     return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group")})[0]
 

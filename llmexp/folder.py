@@ -99,9 +99,9 @@ def claim(wanted: Path, fixed: bool) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, name: str = ".lock") -> Iterator[None]:
     """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
-    with open(path / ".lock", "a") as f:
+    with open(path / name, "a") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

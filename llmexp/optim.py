@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +42,11 @@ def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[d
     A kernel works on a whole group at once and takes no mix of parameters on different meshes.
     """
     weight_decay = _rate("weight_decay", weight_decay)
-    groups: dict[tuple[bool, int], dict] = {}
+    groups: dict[tuple[bool, Any], dict] = {}
     for p in sorted(parameters, key=lambda p: p.ndim < 2):
         matrix = p.ndim >= 2
         empty = {"params": [], "weight_decay": weight_decay if matrix else 0.0}
-        groups.setdefault((matrix, hash(getattr(p, "device_mesh", None))), empty)["params"].append(p)
+        groups.setdefault((matrix, getattr(p, "device_mesh", None)), empty)["params"].append(p)
     return list(groups.values())
 
 

@@ -168,8 +168,11 @@ def solve_batch(batch: Batch, dp_size: int) -> Batch:
     return replace(batch, micro_batch_size=micro, gradient_accumulation_steps=accum, real_batch_size=real)
 
 
-def cut_anew(batch: Batch, dp_size: int) -> Batch:
-    """The same real batch on another number of replicas: the largest micro-batch up to the old one that fits."""
+def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
+    """The same real batch on another number of replicas: the largest micro-batch up to the old one that fits, or any
+    that fits where the number is not known yet."""
+    if dp_size is None:
+        return replace(batch, micro_batch_size=None, gradient_accumulation_steps=None)
     micro, real = batch.micro_batch_size or 1, batch.real_batch_size or 1
     fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
     return replace(batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None)

@@ -206,7 +206,8 @@ def load_points(
                     cfg.hydra.job.id, cfg.hydra.job.num, cfg.hydra.job.name = str(number), number, name
             path = chosen_folder(cfg, "hydra.sweep.dir") / chosen_folder(cfg, "hydra.sweep.subdir")
             config = typed(cfg)
-            solve_batch(config.batch, solve_layout(config.parallelism, config.parallelism.nproc_per_node or 1).dp_size)
+            if (ranks := config.parallelism.nproc_per_node) is not None:  # else the devices decide, which torch counts
+                solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
             if config.checkpoint.resume == "never" and folder.is_run(path):
                 raise ConfigError(f"{path}: holds a run already; with checkpoint.resume=auto it is gone on with")
             if any(p.path == path for p in points):

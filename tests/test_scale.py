@@ -124,7 +124,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             parts = stack.enter_context(without_memory(parts, collectives))
         s = set_up(parts, joined)
         if planned and case.kind == "ddp":
-            s.module.register_comm_hook(None, all_reduced)  # type: ignore[operator]
+            s.module.register_comm_hook(None, all_reduced)
         begun = itertools.count(1)
 
         def look(*_: Any) -> None:
@@ -295,7 +295,9 @@ def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
 
 
 def all_reduced(state, bucket):
-    """What DDP does with a bucket, for a fake group, whose own futures hold no result."""
+    """What DDP does with a bucket, for a fake group, whose own futures hold no result. (DDP refuses annotations that
+    are texts, as they are in this file.)
+    """
     dist.all_reduce(bucket.buffer())
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -317,7 +319,7 @@ def processes(folder: Path, how: str, *each: tuple[dict[str, Case], dict[str, st
                     subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=log, stderr=subprocess.STDOUT)
                 )
         for n, process in enumerate(started):
-            assert process.wait(timeout=240) == 0, (folder / f"{n}.log").read_text()
+            assert process.wait(timeout=600) == 0, (folder / f"{n}.log").read_text()
     finally:
         for process in started:
             process.kill()
@@ -327,12 +329,15 @@ def processes(folder: Path, how: str, *each: tuple[dict[str, Case], dict[str, st
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> dict[str, Any]:
-    """The plans for llama_1b, and for the second of the real ranks (its first two windows).
+    """The plans for llama_1b, and for the second of the real ranks (its second window; for DDP also the first).
 
     DTensor remembers a mesh with the rank that it first saw there, so no process plans for two ranks of one mesh.
     """
-    second = {name: dataclasses.replace(case, rank=1, windows=case.windows[:2]) for name, case in REAL.items()}
-    first = {name: case for name, case in PLANNED.items() if name in ("ddp 1024", "fsdp 1024", "fsdp 1024, once")}
+    second = {
+        name: dataclasses.replace(case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2])
+        for name, case in REAL.items()
+    }
+    first = {name: case for name, case in PLANNED.items() if case.world == 1024 and case.rank == 0}
     others = {name: case for name, case in PLANNED.items() if name not in first}
     found = processes(tmp_path_factory.mktemp("planned"), "plan", (first, {}), ({**others, **second}, {}))
     return found[0] | found[1]
@@ -477,7 +482,7 @@ def test_real_ranks_do_what_their_plan_says(planned, real, name):
     plan, found = planned[name], real[1][name]
     for key in ("parameters", "gradients", "optimizer", "files"):
         assert found[key] == plan[key], key
-    assert found["windows"][:2] == plan["windows"]
+    assert found["windows"][:2][-len(plan["windows"]) :] == plan["windows"]
     assert all(each[name]["windows"] == found["windows"] for each in real)
 
 

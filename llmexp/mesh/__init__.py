@@ -1,6 +1,6 @@
 """Ranks: starting them, arranging them, spreading a model over them, sums over them.
 
-Besides checkpoints, the only place that touches torch.distributed.
+The only place that touches torch.distributed.
 """
 
 from llmexp.mesh.groups import (

@@ -56,20 +56,20 @@ class Death:
         return f"rank {self.rank} was ended by signal {-self.exit_code} ({name}{hint})"
 
 
-def rendezvous(nnodes: int) -> tuple[str, str]:
+def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
     """(endpoint, id) where the agents of all hosts meet: a free local port for one host, else $LLMEXP_RDZV_ENDPOINT,
-    else what Slurm says. Raises ValueError where nothing says it.
+    else what Slurm says. `name` tells runs apart that meet at the same port. Raises ValueError where nothing says it.
     """
     env = os.environ
     if nnodes == 1:
         return "localhost:0", uuid.uuid4().hex
     job = env.get("SLURM_JOB_ID")
-    attempt = f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}" if job else "llmexp"
+    attempt = f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}" if job else name
     if endpoint := env.get("LLMEXP_RDZV_ENDPOINT"):
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT is needed; for example host1:29400")
-        return endpoint, env.get("LLMEXP_RDZV_ID", attempt)
+        return endpoint, attempt
     if job and (address := env.get("SLURM_LAUNCH_NODE_IPADDR")):
         return f"{address}:{20000 + int(job) % 30000}", attempt  # jobs that share a node get ports of their own
     raise ValueError(
@@ -95,7 +95,7 @@ def launch_ranks(
     run came to since the call, and when (seconds since 1970); ("", 0) until then. Raises HostsMissing, and SystemExit
     where a signal stops what has not begun to train.
     """
-    endpoint, run_id = rendezvous(nnodes)
+    endpoint, run_id = rendezvous(nnodes, run_dir.absolute().name)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said here, in words
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     here = run_dir / "logs" / "hosts" / f"{name}.{os.getpid()}"

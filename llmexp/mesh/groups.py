@@ -76,8 +76,8 @@ def join(
             names = f"cpu:gloo,cuda:{backend or 'nccl'}" if device_type == "cuda" else "gloo"
             dist.init_process_group(names, timeout=datetime.timedelta(seconds=timeout_s))
         if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
-            dims = {name: n for name, n in zip(("replicate", "shard", "tp"), sizes, strict=True) if n > 1}
-            dims = dims or {"shard": 1}
+            named = zip(("replicate", "shard", "tp"), sizes, strict=True)
+            dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}
             whole = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
             tensor = whole["tp"] if "tp" in dims else None
             if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
@@ -170,7 +170,8 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
 def largest_entry(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """Largest absolute value over tensors of which each rank may hold a part. A 0-dim tensor."""
     held = [part for part in map(local_part, values) if part.numel()]
-    largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else torch.zeros((), device=mesh.device)
+    nothing = torch.zeros((), dtype=values[0].dtype, device=mesh.device)
+    largest = torch.stack(torch._foreach_norm(held, torch.inf)).max() if held else nothing
     return maximum(mesh, largest) if mesh.sharded else largest
 
 
@@ -184,7 +185,13 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
     # Public from torch 2.14 on, under another name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        set_timeout(datetime.timedelta(seconds=timeout_s), group)
+        # NCCL's watchdog ends the process without a word: gloo, which says what happened, has to notice first.
+        later = 15 if mesh.device.type == "cuda" else 0
+        set_timeout(datetime.timedelta(seconds=timeout_s + later), group)
+        if later:
+            whole: Any = group or dist.group.WORLD
+            gloo = whole._get_backend(torch.device("cpu"))
+            gloo._set_default_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def leave(mesh: Mesh) -> None:

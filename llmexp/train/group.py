@@ -53,9 +53,6 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     except agent.HostsMissing as error:
         before = [r["text"] for r in _reports(path) if r["time"] > began]
         return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
-    except SystemExit as stopped:
-        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while no rank was training")
-        raise
     for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
         status = folder.read_status(path)
         if death is None and status.get("state") in ("finished", "preempted"):
@@ -111,13 +108,16 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
 
 @contextlib.contextmanager
 def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
-    """The folder's lock, held by rank 0 for all; False where an agent holds it already. Raises ConfigError, on all."""
+    """The folder's locks, held by rank 0 for all; False where an agent holds the first already. The second outlives an
+    agent that was killed, while its ranks still save. Raises ConfigError, on all ranks."""
     alone = agent.LOCK_HELD not in os.environ
     with contextlib.ExitStack() as stack:
         refused: ConfigError | None = None
-        if alone and joined.rank == 0:
+        if joined.rank == 0:
             try:
-                stack.enter_context(folder.locked(path))
+                if alone:
+                    stack.enter_context(folder.locked(path))
+                stack.enter_context(folder.locked(path, ".lock-ranks"))
             except ConfigError as error:
                 refused = error
         if mesh.any_rank(joined, refused is not None)[0]:

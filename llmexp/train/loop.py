@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -165,10 +166,11 @@ def settle(loop: Loop) -> int:
         p.updates += 1
         p.consecutive_skips = 0
         return p.updates
+    if loop.saving is not None and loop.saving.step < p.step:  # this step may be the run's last
+        finish_saving(loop)
     what = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[code]
     if code != EMPTY and not s.scaler.enabled:
         assert loop.own_nll is not None
-        finish_saving(loop)  # of a step before this one
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         raise TrainingFailed(f"step {p.step} has {what} that is not finite{where}; the update was not applied")
@@ -257,9 +259,9 @@ def save(loop: Loop, wait: bool = True) -> None:
     state is copied to host memory, and `go_on_saving` does the rest between later steps."""
     s, p, out = loop.s, loop.p, loop.out
     settle(loop)
+    finish_saving(loop)
     if loop.saved_step == p.step:
         return
-    finish_saving(loop)
     tokens_seen, clipped, steps = loop.meter.counts()
     run, root, keep = s.parts.run, out.path / folder.CHECKPOINTS, s.parts.config.checkpoint.keep
     if out.rows is not None:
@@ -287,9 +289,11 @@ def go_on_saving(loop: Loop) -> None:
         loop.writer.wait()
     except OSError as failed:
         error = failed
-    if mesh.any_rank(joined, error is not None)[0]:
+    if failing := mesh.ranks_where(joined, error is not None):
         loop.saving = None
-        raise error or OSError(f"saving step {saving.step} failed on another rank")
+        if error is None:
+            time.sleep(1.0)  # who knows the cause says it first
+        raise error or OSError(f"saving step {saving.step} failed on rank {', '.join(map(str, failing))}")
     if not saving.committing:
         saving.committing = True
         if loop.out.main:
@@ -302,6 +306,11 @@ def go_on_saving(loop: Loop) -> None:
 def finish_saving(loop: Loop) -> None:
     """Waits until the checkpoint that is on its way, if there is one, is committed."""
     while loop.saving is not None:
+        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be missing.
+        pause = 0.001
+        while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
         go_on_saving(loop)
 
 

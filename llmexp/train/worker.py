@@ -144,9 +144,8 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         "data_fingerprint": parts.corpus.fingerprint,
     }
     folder.write_json(path / folder.RUN, run)
-    folder.write_status(
-        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), error=None, exit_code=None
-    )
+    fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
+    folder.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
 
 
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
@@ -159,7 +158,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped while hosts came together")
+            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before anything was saved")
             raise
         if text:
             fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
@@ -175,7 +174,10 @@ def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
-        folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
+        if (
+            "RANK" not in os.environ or folder.read_status(path).get("state") != "failed"
+        ):  # the first rank names the cause
+            folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
 
 
 def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
@@ -190,7 +192,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 if alone:
                     record(path, parts, request)
                 else:  # again, after a restart
-                    folder.write_status(path, "running", error=None, exit_code=None)
+                    folder.write_status(path, "running", error=None, exit_code=None, final=None, ended=None)
             code = run_training(path, parts, joined)
         gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
         mesh.leave(joined)
@@ -217,7 +219,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 
 def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
     """Records a failure and says it, or leaves that to the agent. `final`: it would only come again. Returns `code`."""
-    if STARTED not in os.environ:
+    if STARTED not in os.environ:  # on one rank, or under a launcher of another's
         fail(path, code, text, trace)
         return code
     group.report(path, int(os.environ["RANK"]), code, text, trace)
@@ -242,6 +244,12 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     root = path / folder.CHECKPOINTS
     if main_rank:
         saving.clean(root)
+    listed = hashlib.sha256(" ".join(p.name for p in checkpoint.steps(root)).encode()).digest()
+    if differing := mesh.differing_ranks(joined, listed):  # after this no rank can be writing what is cleaned away
+        raise ConfigError(
+            f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank 0; all hosts need "
+            "one shared run folder"
+        )
     loaded = checkpoint.latest(
         root,
         console.line if main_rank else log_line,
