@@ -57,7 +57,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         status = folder.read_status(path)
         if death is None and status.get("state") in ("finished", "preempted"):
             return int(status["exit_code"]), ""
-        if death is not None or outcome()[0]:
+        if death is not None or outcome()[0] in agent.FAILED:
             break
         time.sleep(0.5)
     if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone

@@ -160,7 +160,11 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         except SystemExit as stopped:
             folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before anything was saved")
             raise
-        if text:
+        if code == REFUSED:
+            print(f"llmexp: {text}", file=sys.stderr)
+            if LOCK_HELD in os.environ:
+                folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
+        elif text:
             fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
         return code
 
@@ -168,7 +172,9 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     """Says and records that the run failed."""
     safe = checkpoint.steps(path / folder.CHECKPOINTS)
-    intact = f"the last checkpoint is {safe[-1].name}; to go on: llmexp resume {path}" if safe else "no checkpoint yet"
+    hosts = folder.read_config(path)["parallelism"]["nnodes"]
+    again = f"llmexp resume {path}" if hosts == 1 else f"start it on each of the {hosts} hosts again"
+    intact = f"the last checkpoint is {safe[-1].name}; to go on: {again}" if safe else "no checkpoint yet"
     message = text if code == REFUSED else f"training failed: {text}; {intact}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
@@ -185,9 +191,11 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     if group.given_up(path):
         return FAILED
     joined: mesh.Mesh | None = None
+    ours = False  # until the folder's lock is, another process may be at work in it
     try:
         joined = group.join(path, parts)
         with group.held(path, joined) as alone:
+            ours = True
             if joined.rank == 0:
                 if alone:
                     record(path, parts, request)
@@ -201,7 +209,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
         raise
     except (ConfigError, checkpoint.CheckpointError) as error:
-        return failed(path, REFUSED, str(error))
+        return failed(path, REFUSED, str(error)) if ours else refused(path, str(error))
     except (TrainingFailed, OSError) as error:
         return failed(path, FAILED, str(error))
     except BaseException as error:
@@ -229,6 +237,15 @@ def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = T
         if folder.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
             folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time(), final=final)
     return code
+
+
+def refused(path: Path, text: str) -> int:
+    """Says why this rank does not start, without touching what may be another's run."""
+    if STARTED in os.environ:
+        group.report(path, int(os.environ["RANK"]), REFUSED, text, "")
+    else:
+        print(f"llmexp: {text}", file=sys.stderr)
+    return REFUSED
 
 
 def log_line(text: str) -> None:
