@@ -194,7 +194,7 @@ def test_the_wheel_brings_its_configuration(tmp_path):
         pytest.skip("hatchling, which builds the wheel, is not installed")
     source, built, target = tmp_path / "source", tmp_path / "built", tmp_path / "target"
     source.mkdir()
-    for name in ("llmexp", "conf", "pyproject.toml", "README.md"):
+    for name in ("llmexp", "conf", "launchers", "pyproject.toml", "README.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]

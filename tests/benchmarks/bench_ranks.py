@@ -5,6 +5,9 @@
 The two jobs of a pair are there at the same time and take turns, step by step, so that both see the same machine: whose
 turn it is not waits in a read. The runs are real ones, with rows, console and checks on and a row at each step. One
 thread a rank. Goal: bare time / run time under DDP at least 0.9.
+
+Memory on a CPU is what glibc's heap makes of it: freed blocks stay there, in pieces that fit nothing. So peaks are also
+taken from runs in which every larger block goes back to the system at once, which is what was in use (and is slower).
 """
 
 from __future__ import annotations
@@ -132,6 +135,12 @@ def bare(accumulation: int, steps: int) -> None:
     os._exit(0)  # gloo may abort at exit otherwise
 
 
+def environment() -> dict[str, str]:
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    paths = f"{HERE}:{HERE.parents[1]}"
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "WANDB_MODE": "offline"}
+
+
 def interleave(folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_up: int = WARM_UP) -> list[list[float]]:
     """Runs the commands at the same time, one step of each in turn; the seconds of each job's steps, mean of its ranks,
     without the first `warm_up` and the last one. Raises RuntimeError when one fails."""
@@ -140,17 +149,13 @@ def interleave(folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_
         for rank in range(ranks):
             os.mkfifo(folder / f"go-{job}-{rank}")
             pipes.append(os.open(folder / f"go-{job}-{rank}", os.O_RDWR))  # so that nobody has to wait for an opener
-    environment = os.environ | {
-        "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "WANDB_MODE": "offline",
-    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         processes, logs = [], []
         for job, command in enumerate(commands):
             logs.append(folder / f"log-{job}")
             out = stack.enter_context(open(logs[-1], "w"))
             turn = {"TURNS": f"{folder}:{job}:{len(commands)}"}
-            process = subprocess.Popen(command, cwd=folder, env=environment | turn, stdout=out, stderr=out)
+            process = subprocess.Popen(command, cwd=folder, env=environment() | turn, stdout=out, stderr=out)
             processes.append(stack.enter_context(process))
             stack.callback(process.terminate)
         for pipe in pipes[:ranks]:
@@ -170,12 +175,20 @@ def interleave(folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_
 
 
 def llmexp(run: Path, steps: int, *overrides: str, hooks: str = "bench_ranks.take_turns") -> list[str]:
-    """The command line of a real run that takes turns, with a row at each step."""
+    """The command line of a real run with a row at each step."""
     return [
         sys.executable, "-m", "llmexp", "train", "--allow", "bench_ranks", f"hooks=[{hooks}]", f"hydra.run.dir={run}",
         "data=synthetic", "precision=fp32", f"train.max_steps={steps}", "train.log_every=1", "train.eval_every=null",
         "train.eval_tokens=1024", "train.sample_tokens=0", "checkpoint.every=null", "tracker=none", *overrides,
     ]  # fmt: skip
+
+
+def peak_in_use(run: Path, *overrides: str) -> float:
+    """Peak GiB of the largest rank of a run on its own, in which freed memory does not stay on the heap."""
+    command = llmexp(run, 2, *overrides, hooks="")  # from its second step on a run has all that it ever has
+    given_back = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}  # bytes
+    subprocess.run(command, env=environment() | given_back, check=True, stdout=subprocess.DEVNULL)
+    return rows(run)[-1]["peak_memory_gib"]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -209,26 +222,27 @@ def bench_ddp(rounds: int, tracker: str) -> None:
 
 def bench_fsdp(rounds: int) -> None:
     ways = ("once", "every_micro_batch")
-    print("FSDP: time of a step, peak resident memory of a rank, received by a rank in a step")
+    print("FSDP: time of a step, peak of a rank, peak in use, received by a rank in a step")
     for accumulation in (4, 8):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            commands = [
-                llmexp(
-                    folder / way, WARM_UP + rounds + 1, "model=llama_100m", "model.n_layers=8", "parallelism=fsdp",
-                    f"parallelism.nproc_per_node={RANKS}", f"parallelism.fsdp_communication={way}",
-                    "batch.sequence_length=128", "batch.micro_batch_size=1",
+            overrides = {
+                way: [
+                    "model=llama_100m", "model.n_layers=6", "parallelism=fsdp", f"parallelism.nproc_per_node={RANKS}",
+                    "batch.sequence_length=128", "batch.micro_batch_size=1", f"parallelism.fsdp_communication={way}",
                     f"batch.gradient_accumulation_steps={accumulation}",
-                    hooks="bench_ranks.take_turns,bench_ranks.count_bytes",
-                )
+                ]
                 for way in ways
-            ]  # fmt: skip
+            }  # fmt: skip
+            hooks = "bench_ranks.take_turns,bench_ranks.count_bytes"
+            commands = [llmexp(folder / way, WARM_UP + rounds + 1, *overrides[way], hooks=hooks) for way in ways]
             seconds = interleave(folder, commands, RANKS)
-            ratios = [once / every for once, every in zip(*seconds, strict=True)]
             for way, taken in zip(ways, seconds, strict=True):
                 last, mib = rows(folder / way)[-1], rows(folder / way)[1]["received_mib"]
+                in_use = peak_in_use(folder / f"{way}-in-use", *overrides[way])
                 print(f"  accumulation {accumulation}, {way:17}: {statistics.median(taken):6.2f} s, "
-                      f"{last['peak_memory_gib']:.2f} GiB, {mib:,.0f} MiB")  # fmt: skip
+                      f"{last['peak_memory_gib']:.2f} GiB, {in_use:.2f} GiB in use, {mib:,.0f} MiB")  # fmt: skip
+            ratios = [once / every for once, every in zip(*seconds, strict=True)]
             print(f"  accumulation {accumulation}: time once / every_micro_batch {quartiles(ratios)}")
 
 

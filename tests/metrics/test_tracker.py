@@ -340,9 +340,9 @@ def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, Dead
 def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:
     with FakeWandb("hangs after start") as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=5)
+        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=12)
     assert_cost_nothing(outcome)
-    assert outcome.costs["finish"] < 5 + 1
+    assert outcome.costs["finish"] < 12 + 1  # on a busy machine wandb alone needs some seconds to start
     assert outcome.exit_s < 5
     (said,) = outcome.said
     folder = re.search(r"`wandb sync (.*)`", said)
