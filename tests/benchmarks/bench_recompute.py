@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_recompute.py [--micro-batch 1 2 4] [--rounds 5]
 
-Times are those of the first micro-batch size; the runs take turns, step by step (see bench_ranks, also for what "in use"
-is). All must print the same losses and norms, bit for bit. The vocabulary is that of GPT-2, padded. Weights, gradients
-and Adam's moments are there whatever is computed again, so the share that is saved grows with the micro-batch. Goal:
-`full` lowers the peak of the process by at least a third.
+Times are those of the first micro-batch size; the runs take turns, step by step (see bench_ranks, also for what "in
+use" is). All must print the same losses and norms, bit for bit. The vocabulary is that of GPT-2, padded. Weights,
+gradients and Adam's moments are there whatever is computed again: the share that is saved grows with the micro-batch.
+Goal: `full` lowers the peak of the process by at least a third.
 """
 
 from __future__ import annotations
