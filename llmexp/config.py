@@ -67,8 +67,23 @@ class Train:
     compile: bool = knob("compile the model with torch.compile", True)
     data_digest: bool = knob("put a digest of each window's tokens into its row", True)
     max_consecutive_skips: int = knob("stop after more skipped updates in a row than this", 50, at_least=0)
+    stop_step: int | None = knob("save and stop after this step, as a signal does; null: never", 100, at_least=1)
     profile_start: int | None = knob("first step of a torch.profiler trace; null: no trace", 10, at_least=1)
     profile_steps: int = knob("steps in the trace", 3, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    noise_scale_every: int | None = knob(
+        "optimizer steps between measurements of the gradient noise scale; null: never", 10, at_least=1
+    )
+    outlier_sigma: float | None = knob(
+        "an outlier's loss or norm is this many standard deviations off its trailing window; null: no check",
+        6.0,
+        above=0,
+    )
+    outlier_window: int = knob("steps in the trailing window", 128, at_least=8)
+    skip_outliers: bool = knob("skip the update of an outlier step", True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +156,7 @@ class Config:
     name: str = knob("first part of the run folder: outputs/<name>/<stamp>", "default")
     batch: Batch
     train: Train
+    metrics: Metrics
     model: dict[str, Any]
     data: dict[str, Any]
     tokenizer: dict[str, Any]
@@ -152,6 +168,28 @@ class Config:
     tracker: Tracker
     checkpoint: Checkpoint
     hooks: list[str] = knob("your own functions, called at step start and end, after evaluation, after a save", [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How the points of a sweep are run; no part of a run's own config."""
+
+    resume: str | None = knob("folder of a sweep to go on with; null: a new one", "outputs/default/2030-01-01_12-00-00")
+    max_parallel: int | None = knob(
+        "points at the same time; null: one for each slot of devices, 1 on a CPU", 2, at_least=1
+    )
+    devices_per_run: int | None = knob("CUDA devices of each point; null: what its ranks need", 1, at_least=1)
+    on_infeasible: str = knob("what a point that cannot run does", "skip", choices=("refuse", "skip"))
+    max_retries: int = knob("times that a failed point is started again at once", 1, at_least=0)
+    stop_on_failure: bool = knob("start no further point after one has failed", True)
+    silence_s: float | None = knob(
+        "seconds without a sign of life after which a point is ended; null: never", 1800.0, above=0
+    )
+    halving: float | None = knob(
+        "successive halving: share of its steps that each point gets at first; null: all", 0.125, above=0, at_most=1
+    )
+    halving_keep: float = knob("share of the points that goes on after each rung", 0.5, above=0, at_most=1)
+    report: str = knob("table at the end", "throughput", choices=("runs", "throughput"))
 
 
 OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule")
@@ -189,6 +227,11 @@ def plain(config: Config) -> dict[str, Any]:
 def key_of(field: dataclasses.Field) -> str:
     """A field's name in files and on the command line."""
     return field.name.removesuffix("_")  # `async` is a word of Python's
+
+
+def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
+    """The `sweep` section. Raises ConfigError."""
+    return typing.cast(Sweep, _build(Sweep, mapping, "sweep."))
 
 
 def _build(cls: type, mapping: Any, prefix: str) -> Any:

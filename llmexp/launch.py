@@ -139,7 +139,8 @@ def known_keys(loader: Any, overrides: Sequence[str]) -> list[str]:
 def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
     with user_errors():
-        keys = [str(k) for k in cfg if k != "hydra"]  # hydra's own section has values that only a sweep fills
+        # hydra's own section has values that only a sweep fills; how a sweep is run is no part of a run
+        keys = [str(k) for k in cfg if k not in ("hydra", "sweep")]
         tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
     assert isinstance(tree, dict)
     refuse_secrets(tree)

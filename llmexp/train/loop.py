@@ -106,6 +106,7 @@ def train(loop: Loop) -> str:
     s, p, meter, config = loop.s, loop.p, loop.meter, loop.s.parts.config
     max_steps, log_every, every = s.parts.run.max_steps, config.train.log_every, config.checkpoint.every
     eval_every, sample_every = config.train.eval_every, config.train.sample_every
+    stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
     if p.step == 0 and config.checkpoint.save_initial:
         save(loop)
     s.model.train()
@@ -116,7 +117,7 @@ def train(loop: Loop) -> str:
         stop, writing = mesh.any_rank(s.mesh, STOP.requested, loop.writer.busy())
         if loop.saving is not None and not writing:
             go_on_saving(loop)
-        if stop:
+        if stop or p.step >= stop_step:
             loop.out.console.line(f"stopping at step {p.step:,}; saving a checkpoint")
             save(loop)
             if profiler is not None:
@@ -132,7 +133,7 @@ def train(loop: Loop) -> str:
             loop.pending, loop.own_nll = step.verdict, step.own_nll
             meter.add(step.target_tokens, step.clipped)
             last = p.step == max_steps
-            due_eval = last or (eval_every is not None and p.step % eval_every == 0)
+            due_eval = last or p.step == stop_step or (eval_every is not None and p.step % eval_every == 0)
             due_row = due_eval or p.step % log_every == 0
             due_save = last or (every is not None and p.step % every == 0)
             due_sample = sample_every is not None and not last and p.step % sample_every == 0

@@ -39,8 +39,8 @@ from llmexp.train.step import TrainingFailed, set_up
 EXECUTION_KEYS = (
     "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
     "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every", "train.eval_tokens",
-    "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.profile_start",
-    "train.profile_steps", "train.max_consecutive_skips", "data.cache_dir",
+    "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.stop_step",
+    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every", "train.max_consecutive_skips", "data.cache_dir",
 )  # fmt: skip
 
 
@@ -359,7 +359,9 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
     console, path, parts = loop.out.console, loop.out.path, loop.s.parts
     reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
-    stopped = f"preempted by {STOP.signal_name or 'another rank'} {reached}, checkpoint saved"
+    by_plan = loop.p.step == parts.config.train.stop_step
+    cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
+    stopped = f"preempted by {cause} {reached}, checkpoint saved"
     sections = [
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
