@@ -16,6 +16,9 @@ llmexp: language-model pretraining experiments
   llmexp prepare [overrides]            tokenise the data into the cache
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN_DIR --prompt TEXT   generate text from a run
+  llmexp compare PATH...                which setting is best, and is the difference real
+  llmexp runs [FOLDER ...]              list runs and sweeps, mark them, clear up
+  llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
 
 llmexp train --help lists the config groups and the most used knobs.
 Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
@@ -35,7 +38,7 @@ def run(arguments: list[str]) -> int:
     from llmexp.config import ConfigError, nearest
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    commands = ("train", "plan", "prepare", "resume", "sample")
+    commands = ("train", "plan", "prepare", "resume", "sample", "sync", "compare", "runs")
     try:
         if command in ("-h", "--help", "help"):
             print(USAGE, end="")
@@ -58,6 +61,18 @@ def run(arguments: list[str]) -> int:
             from llmexp import launch
 
             return launch.train(rest)
+        if command == "sync":
+            from llmexp.sync import sync
+
+            return sync(rest)
+        if command == "compare":
+            from llmexp.compare import command as comparison
+
+            return comparison.run(rest)
+        if command == "runs":
+            from llmexp.compare import runs
+
+            return runs.run(rest)
         from llmexp import commands as other
 
         return {"resume": other.resume, "plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](
@@ -81,6 +96,8 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
     if len(words) == 2 and any(a.startswith("query=") for a in arguments):
         print("\n".join(c for c in commands if c.startswith(words[1])))
         return 0
+    if len(words) > 2 and words[1] in ("compare", "runs") and any(a.startswith("query=") for a in arguments):
+        return 0  # they take paths, which the shell completes where nothing is said
     if len(words) > 2 and words[1] in commands:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
     for flag, folder in itertools.pairwise(words):

@@ -7,21 +7,25 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmexp.config import Config, ConfigError, build, nearest, plain
+from llmexp.config import ConfigError, build, nearest, plain
+
+if TYPE_CHECKING:
+    from llmexp.sweep.points import Point, Refused
 
 
 def resume(arguments: list[str]) -> int:
-    """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run in its folder."""
+    """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run, or with a sweep, in its folder."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from llmexp import folder, launch
     from llmexp.run import cut_anew, solve_layout
+    from llmexp.sweep import ledger
 
     parser = argparse.ArgumentParser(
         prog="llmexp resume",
-        description="Go on with a run in its folder, from its newest whole checkpoint.",
+        description="Go on with a run in its folder, from its newest whole checkpoint; or with a sweep.",
         epilog=launch.ALLOW_HELP,
     )
     parser.add_argument("run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00")
@@ -34,12 +38,13 @@ def resume(arguments: list[str]) -> int:
     args = parser.parse_args(launch.take_allowed(arguments))
     launch.check_overrides(args.overrides)
     path = args.run_dir
-    if not folder.is_run(path) and (path / "multirun.yaml").exists():
-        raise ConfigError(f"{path}: is a sweep; resume its runs, or start it again with checkpoint.resume=auto")
+    if not folder.is_run(path) and ledger.is_sweep(path):
+        return launch.train([*ledger.read(path).arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
     tree, recorded = folder.read_config(path), folder.read_json(path / folder.RUN)
     build(tree)
     micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
     given = [o.partition("=")[0] for o in args.overrides]
+    tree["train"]["stop_step"] = None  # it has been there
     if {micro, accum} & set(given):  # the real batch stays, and its cut is solved anew
         tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
     if folder.read_status(path).get("state") == "finished":
@@ -72,13 +77,14 @@ def resume(arguments: list[str]) -> int:
         config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
     request = {"config": plain(config), "folder": str(path), "fixed": True}
-    return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group")})[0]
+    return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group", "swept")})[0]
 
 
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
     from llmexp import folder, launch
-    from llmexp.sweep import expand, is_grid, load_points
+    from llmexp.sweep.main import settings_of
+    from llmexp.sweep.points import expand, is_grid, load_points, twins
 
     args = launch.parse("plan", arguments)
     with launch.hydra_app(args.config_dir) as hydra:
@@ -88,8 +94,11 @@ def plan(arguments: list[str]) -> int:
                 "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be planned"
             )
         if multirun:
-            points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, args.overrides), 0)
-            return plan_sweep([(p.path.name, p.config) for p in points], refused)
+            settings, where = settings_of(cfg)
+            grid = expand(hydra, cfg, args.overrides)
+            points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
+            same = twins(points, [p.identity for p in points])
+            return plan_sweep([p for p in points if p.name not in {s.name for s in same}], [*refused, *same])
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
     folder.check_writable(wanted)
     from llmexp.assemble import assemble
@@ -100,23 +109,24 @@ def plan(arguments: list[str]) -> int:
     return 0
 
 
-def plan_sweep(points: list[tuple[str, Config]], refused: list[tuple[str, str]]) -> int:
+def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
     """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
     from llmexp.assemble import assemble
-    from llmexp.sweep import reasons, table
+    from llmexp.sweep.points import reasons
+    from llmexp.sweep.show import table
 
     rows: list[tuple[str, ...]] = [
         ("run", "micro_batch", "accumulation", "dp", "real_batch", "length", "steps", "tokens", "epochs")
     ]
-    for name, config in points:
+    for point in points:
         try:
-            run = assemble(config, write=False).run
+            run = assemble(point.config, write=False).run
         except ConfigError as error:
-            refused.append((name, str(error)))
+            refused.append(point.refused(str(error)))
             continue
         sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
         counts = (run.sequence_length, run.max_steps, run.max_tokens)
-        rows.append((name, *(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"))
+        rows.append((point.name, *(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"))
     if len(rows) > 1:
         print(table(rows, left=1), flush=True)
     for line in reasons(refused):

@@ -99,20 +99,37 @@ def claim(wanted: Path, fixed: bool) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path, name: str = ".lock") -> Iterator[None]:
+def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Iterator[None]:
     """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
     with open(path / name, "a") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{path}: another process is training in this folder") from None
+        for attempt in range(5):
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # maybe only by a look of `is_locked`
+                if attempt == 4:
+                    raise ConfigError(f"{path}: another process is {doing} this folder") from None
+                time.sleep(0.05)
         yield
+
+
+def is_locked(path: Path, name: str = ".lock") -> bool:
+    """Whether a process holds the folder's lock, as far as this host can see."""
+    try:
+        with open(path / name, "rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def read_status(path: Path) -> dict[str, Any]:
     """status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
-        return dict(read_json(path / STATUS))
+        status = read_json(path / STATUS)
+        return status if isinstance(status, dict) else {}
     return {}
 
 

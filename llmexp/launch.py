@@ -42,7 +42,7 @@ SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_I
 @contextmanager
 def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
     """Hydra over conf/ and the user's --config-dir, with our launcher known to it."""
-    from llmexp.sweep import register
+    from llmexp.sweep.launchers import register
 
     register()
     search_path = create_config_search_path(f"file://{conf_dir()}")
@@ -183,9 +183,16 @@ def fixed_folder(overrides: Sequence[str], key: str) -> bool:
     return any(o.lstrip("+~").startswith(key + "=") for o in overrides)
 
 
+def quoted(text: str) -> str:
+    """`text` as the value of an override: in quotes where Hydra's grammar needs them."""
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
+        return text
+    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+
+
 def visible(overrides: Sequence[str]) -> list[str]:
     """The overrides that say something about the run itself, for names and records."""
-    hidden = ("hydra.", "hydra/", "tracker", "checkpoint.resume", "name=")
+    hidden = ("hydra.", "hydra/", "tracker", "checkpoint.resume", "name=", "sweep.")
     return [o for o in overrides if not o.lstrip("+").startswith(hidden)]
 
 
@@ -326,7 +333,8 @@ def train(arguments: list[str]) -> int:
         return pass_to_hydra(args)
     worker = None if args.multirun else Worker()
     try:
-        from llmexp.sweep import refuse_hosts, sweep
+        from llmexp.sweep.main import sweep
+        from llmexp.sweep.points import refuse_hosts
 
         with hydra_app(args.config_dir) as hydra:
             cfg, multirun = compose(hydra, args.overrides, args.multirun)
@@ -374,7 +382,7 @@ def pass_to_hydra(args: Any) -> int:
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
     with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides):
         if args.cfg and args.multirun:
-            from llmexp.sweep import expand
+            from llmexp.sweep.points import expand
 
             for overrides in expand(hydra, compose(hydra, args.overrides, multirun=True)[0], args.overrides):
                 say(f"# {' '.join(overrides)}")

@@ -172,14 +172,20 @@ def live_jobs(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: job for path, job in known.items() if job in found and found[job][0] not in OVER}
 
 
-def wait(jobs: Mapping[Path, str], say: Callable[[str], None]) -> None:
-    """Returns when every job has ended; says each change of a job's state. Needs no accounting database: the run's own
-    status.json tells how a job ended, and squeue whether it is still there.
+def wait(
+    jobs: Mapping[Path, str],
+    changed: Callable[[Path, str, str], None],
+    say: Callable[[str], None],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Returns when every job has ended; `changed` gets each change of a job's state (run folder, job, words), `tick` is
+    called every second. Needs no accounting database: the run's own status.json tells how a job ended, and squeue
+    whether it is still there.
 
     Raises KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP. The jobs do not notice.
     """
     left, shown, ended = dict(jobs), dict.fromkeys(jobs, ""), dict.fromkeys(jobs, 0.0)
-    asked, changed, answers = {}, time.monotonic(), True
+    asked, changed_at, answers = {}, time.monotonic(), True
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     old = {n: signal.signal(n, signal.default_int_handler) for n in wanted}
     try:
@@ -198,12 +204,13 @@ def wait(jobs: Mapping[Path, str], say: Callable[[str], None]) -> None:
                 settled = bool(ended[path]) and now - ended[path] >= SETTLE_S
                 text, known = look(path, job, state, reason, settled)
                 if text != shown[path]:
-                    say(f"{job:<12} {path.name}  {text}")
-                    shown[path], changed = text, now
+                    changed(path, job, text)
+                    shown[path], changed_at = text, now
                 if known:
                     del left[path]
-            if left:
-                time.sleep(1 if now - changed < 60 else 10)
+            for _ in range(1 if now - changed_at < 60 else 10):
+                tick()
+                time.sleep(1 if left else 0)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in this process as in those that it starts
 os.environ.pop("COLUMNS", None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, which every child would inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest

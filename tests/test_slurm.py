@@ -219,15 +219,20 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert re.search(r"1-hooks__slow.bad +failed: the hook slow.bad failed at step_start of step 3", out)
     assert re.search(r"0-hooks__slow.slow +pending", out.partition("running")[2])
     assert f"to cancel them: scancel {job.partition('_')[0]}\n" in out
-    assert "checkpoint.resume=auto" in out.splitlines()[-1]
+    assert out.splitlines()[-1] == "stopped; to go on: llmexp resume sweep --allow slow"
+    ledger = json.loads((work / "sweep" / "sweep.json").read_text())
+    assert (ledger["state"], [p["state"] for p in ledger["points"]]) == ("preempted", ["running", "failed"])
 
-    waiting = start(*sweep, "checkpoint.resume=auto", cwd=work, **cluster)
+    waiting = start("resume", "sweep", "--allow", "slow", cwd=work, **cluster)
     until(lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing, 90, "the failed run's second job")
     assert json.loads((good / "slurm.json").read_text())["job_id"] == job
     client(cluster, "scancel", job)
     out, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 1, out + err
-    assert "1 jobs submitted, 1 submitted before are still there" in out
+    assert "1 jobs submitted before are still there" in out
+    assert "1 jobs submitted; what their processes print" in out
+    ledger = json.loads((work / "sweep" / "sweep.json").read_text())
+    assert [p["state"] for p in ledger["points"]] == ["preempted", "failed"]
     assert "0-hooks__slow.slow  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")

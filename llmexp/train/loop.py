@@ -22,6 +22,9 @@ from llmexp.data.reader import Window, read_windows
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, format_row
 from llmexp.metrics.meter import Meter
+from llmexp.metrics.noise import NoiseScale
+from llmexp.metrics.norms import Norms
+from llmexp.metrics.outliers import describe
 from llmexp.metrics.tracker import Tracker
 from llmexp.process import STOP
 from llmexp.run import Run
@@ -31,6 +34,9 @@ from llmexp.train.step import (
     BAD_NORM,
     EMPTY,
     OK,
+    OUTLIER,
+    SKIPPED_OUTLIER,
+    Seen,
     Setup,
     Step,
     TrainingFailed,
@@ -50,6 +56,19 @@ class Progress:
     skipped_steps: int = 0
     consecutive_skips: int = 0
     best_val_loss: float | None = None
+    outlier_count: int = 0
+    outlier_steps: list[int] = dataclasses.field(default_factory=list)  # the last OUTLIERS_KEPT of them
+
+
+OUTLIERS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measures for its comparison with others."""
+
+    norms: Norms
+    noise: NoiseScale
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,7 @@ class Loop:
     out: Outputs
     p: Progress
     meter: Meter
+    measured: Measured
     byte_lengths: Tensor
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
@@ -162,15 +182,20 @@ def settle(loop: Loop) -> int:
     p, s = loop.p, loop.s
     if loop.pending is None:
         return p.updates
-    code, loop.pending = loop.pending.read(), None
-    if code == OK:
+    seen, loop.pending = loop.pending.read(), None
+    code = seen.code
+    note(loop, seen)
+    if code in (OK, OUTLIER):
         p.updates += 1
         p.consecutive_skips = 0
         return p.updates
     if loop.saving is not None and loop.saving.step < p.step:  # this step may be the run's last
         finish_saving(loop)
-    what = {EMPTY: "no valid target", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[code]
-    if code != EMPTY and not s.scaler.enabled:
+    what = {EMPTY: "no valid target", SKIPPED_OUTLIER: "an outlier", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[
+        code
+    ]
+    overflowed = code in (BAD_LOSS, BAD_NORM)
+    if overflowed and not s.scaler.enabled:
         assert loop.own_nll is not None
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
@@ -178,7 +203,7 @@ def settle(loop: Loop) -> int:
     p.skipped_steps += 1
     p.consecutive_skips += 1
     limit = s.parts.config.train.max_consecutive_skips
-    if code != EMPTY and s.scaler.state_dict()["scale"] < 1:
+    if overflowed and s.scaler.state_dict()["scale"] < 1:
         raise TrainingFailed(f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16")
     if p.consecutive_skips > limit:
         raise TrainingFailed(
@@ -188,26 +213,47 @@ def settle(loop: Loop) -> int:
     return p.updates
 
 
+def note(loop: Loop, seen: Seen) -> None:
+    """What is measured of the last step; its figures are on the host now."""
+    p, outliers = loop.p, loop.s.outliers
+    if seen.code in (OUTLIER, SKIPPED_OUTLIER):
+        assert outliers.limits is not None
+        p.outlier_count += 1
+        p.outlier_steps = [*p.outlier_steps, p.step][-OUTLIERS_KEPT:]
+        skipped = "; its update was skipped" if seen.code == SKIPPED_OUTLIER else ""
+        why = describe(outliers.limits, seen.loss, seen.grad_norm)
+        loop.out.console.line(f"step {p.step:,} is an outlier: {why}{skipped}")
+    if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
+        outliers.add(seen.loss, seen.grad_norm)
+        if seen.small is not None:
+            loop.measured.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+    if seen.code in (OK, OUTLIER):
+        loop.measured.norms.add(seen.grad_norm, seen.clipped)
+
+
 def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     """Evaluates when due and writes the step's row; the host reads the device here."""
     s, p, run, out = loop.s, loop.p, loop.s.parts.run, loop.out
-    code = step.verdict.read()
+    code = step.verdict.read().code
     row: dict[str, Any] = {"step": p.step, "tokens_seen": loop.meter.counts()[0]}
     row["epoch"] = min(p.step * run.real_batch_size, run.total_sequences) / run.train_sequences
-    if code in (OK, BAD_NORM):
+    applied = code in (OK, OUTLIER)
+    if code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = float(step.loss)
     row["lr"] = step.lr
-    if code == OK:
+    if applied:
         row["grad_norm"] = float(step.grad_norm)
         row["grad_norm_post_clip"] = float(step.grad_norm_post_clip)
     row["weight_norm"] = float(mesh.global_norm(s.mesh, [q.detach() for q in s.parameters]))
     if step.loss_scale is not None:
         row["loss_scale"] = float(step.loss_scale)
-    row |= {"skipped": code != OK, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
+    row |= {"skipped": not applied, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
     if s.parts.config.train.data_digest:
         digest = int(mesh.total(s.mesh, torch.tensor(window.digest, device=s.mesh.device)))
         row["data_digest"] = f"{digest % 2**63:016x}"
-    row |= loop.meter.take(s.mesh.world_size)
+    row |= loop.meter.take(s.mesh.world_size) | loop.measured.norms.take() | loop.measured.noise.figures()
+    if s.outliers.sigma is not None:
+        row["outlier_steps"] = p.outlier_count
     if run.facts.flops_per_token is not None:
         flops_per_sec = run.facts.flops_per_token * row["tokens_per_sec_per_rank"]
         row["tflops_per_sec_per_rank"] = flops_per_sec / 1e12
@@ -272,6 +318,9 @@ def save(loop: Loop, wait: bool = True) -> None:
     state = {
         "progress": dataclasses.asdict(p),
         "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+        "norms": loop.measured.norms.state_dict(),
+        "noise": loop.measured.noise.state_dict(),
+        "outliers": s.outliers.state_dict(),
         "scaler": s.scaler.state_dict(),
     }
     pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
@@ -315,13 +364,23 @@ def finish_saving(loop: Loop) -> None:
         go_on_saving(loop)
 
 
-def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter]:
-    """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters. (The RNG and
-    the data position follow from the step number.)"""
+def measuring(s: Setup) -> Measured:
+    """For a run that starts."""
+    config = s.parts.config
+    return Measured(Norms(config.clip.kind, config.clip.max_norm), NoiseScale(s.parts.run.sequence_length))
+
+
+def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter, Measured]:
+    """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters, measurements.
+    (The RNG and the data position follow from the step number.)"""
     checkpoint.restore_model(loaded, s.model)
     checkpoint.restore_optimizers(loaded, s.model, s.optimizers)
     s.scaler.load_state_dict(loaded.state["scaler"])
-    return Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
+    measured = measuring(s)
+    for name, part in (("norms", measured.norms), ("noise", measured.noise), ("outliers", s.outliers)):
+        if name in loaded.state:  # older checkpoints have none
+            part.load_state_dict(loaded.state[name])
+    return Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"]), measured
 
 
 def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:

@@ -18,9 +18,12 @@ from llmexp import mesh, optim, precision
 from llmexp.assemble import Parts
 from llmexp.config import Clip
 from llmexp.data.reader import Window, eval_batches
+from llmexp.metrics.noise import SmallGradient
+from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
 
-OK, EMPTY, BAD_LOSS, BAD_NORM = range(4)  # verdicts on a window; anything but OK skips the update
+# Verdicts on a window: those beyond OUTLIER skip the update.
+OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 
 class TrainingFailed(RuntimeError):
@@ -40,6 +43,8 @@ class Setup:
     optimizers: list[Optimizer]
     scaler: precision.Scaler
     clip: Clip
+    small: SmallGradient
+    outliers: Outliers
 
 
 @dataclass(frozen=True)
@@ -57,21 +62,36 @@ class Step:
     loss_scale: Tensor | None
 
 
-class Verdict:
-    """A window's verdict on its way to the host. `read` waits for that copy alone, not for work queued after it."""
+@dataclass(frozen=True)
+class Seen:
+    """What the host sees of a window."""
 
-    def __init__(self, code: Tensor) -> None:
+    code: int
+    loss: float
+    grad_norm: float
+    clipped: bool
+    target_tokens: float
+    small: tuple[float, float] | None  # mean square norm and targets of the small batch, where it was measured
+
+
+class Verdict:
+    """A window's verdict and the figures behind it on their way to the host, in one copy. `read` waits for that copy
+    alone, not for work queued after it."""
+
+    def __init__(self, *figures: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._code = code
-        if code.device.type == "cuda":
-            self._code = torch.empty((), dtype=code.dtype, pin_memory=True).copy_(code, non_blocking=True)
+        self._figures = torch.stack(figures)  # one of them is float64, and so are all
+        if self._figures.device.type == "cuda":
+            pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
+            self._figures = pinned.copy_(self._figures, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> int:
+    def read(self) -> Seen:
         if self._event is not None:
             self._event.synchronize()
-        return int(self._code)
+        code, loss, norm, clipped, count, *small = self._figures.tolist()
+        return Seen(int(code), loss, norm, bool(clipped), count, (small[0], small[1]) if small else None)
 
 
 def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step:
@@ -92,7 +112,8 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
         with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 micro_nll = s.module(tokens_bt.to(device, non_blocking=True), targets_bt.to(device, non_blocking=True))
-            (micro_nll * weight * s.scaler.value).backward()
+            with s.small.watching(window.step + 1, i, window.micro_batches, s.parameters):
+                (micro_nll * weight * s.scaler.value).backward()
         nll += micro_nll.detach()
     own_nll = nll.clone()
     loss = mesh.total(s.mesh, nll) / count.clamp(min=1)
@@ -107,11 +128,25 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     norm_after, clipped = clipping.clip(s.mesh, s.clip.kind, gradients, norm, s.clip.max_norm, s.clip.max_value)
 
     lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
+    code = look_for_outlier(s, code, loss, norm)  # by the limits of the settled steps: all before this one
     scale = s.scaler.value.clone() if s.scaler.enabled else None
-    optim.update(s.optimizers, skip=code != OK)
+    small = s.small.take(count, s.scaler.value)
+    optim.update(s.optimizers, skip=code > OUTLIER)
     s.scaler.update(overflow=~norm.isfinite())
     torch._foreach_zero_(held)
-    return Step(loss, own_nll, count, norm, norm_after, clipped & (code == OK), Verdict(code), lr, scale)
+    clipped = clipped & (code <= OUTLIER)
+    verdict = Verdict(code, loss, norm, clipped, count, *small)
+    return Step(loss, own_nll, count, norm, norm_after, clipped, verdict, lr, scale)
+
+
+def look_for_outlier(s: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
+    """The verdict, with outliers told from the windows that were OK. Nothing waits: the limits are numbers."""
+    limits = s.outliers.limits
+    if limits is None:
+        return code
+    outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
+    found = SKIPPED_OUTLIER if s.parts.config.metrics.skip_outliers else OUTLIER
+    return torch.where(outside & (code == OK), found, code)
 
 
 @torch.no_grad()
@@ -195,4 +230,6 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
             parts.precision, joined.device, config.precision.init_scale, config.precision.growth_interval
         ),
         clip=config.clip,
+        small=SmallGradient(joined, config.metrics.noise_scale_every),
+        outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
     )

@@ -27,12 +27,14 @@ from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner, format_duration
 from llmexp.metrics.meter import Meter
+from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
 from llmexp.metrics.tracker import open_tracker
+from llmexp.metrics.tracker.local import run_fields, upload_is_pending
 from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
 from llmexp.train import group
-from llmexp.train.loop import Loop, Outputs, Progress, resume, sample_text, train
+from llmexp.train.loop import Loop, Outputs, Progress, measuring, resume, sample_text, train
 from llmexp.train.step import TrainingFailed, set_up
 
 # What may differ when a run is resumed in its folder: nothing here changes what is computed.
@@ -40,8 +42,11 @@ EXECUTION_KEYS = (
     "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
     "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every", "train.eval_tokens",
     "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.stop_step",
-    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every", "train.max_consecutive_skips", "data.cache_dir",
+    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every",
+    "train.max_consecutive_skips", "data.cache_dir",
 )  # fmt: skip
+
+RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
 def main(argument: str) -> int:
@@ -65,7 +70,7 @@ def main(argument: str) -> int:
             parts = assemble(build(folder.read_config(path)), write=True)
             refuse_other_run(path, parts)
             recorded = folder.read_json(path / folder.RUN)
-            request = {key: recorded.get(key) for key in ("overrides", "label", "group")}
+            request = {key: recorded.get(key) for key in RECORDED}
         if request.get("queue"):
             with folder.locked(path):
                 record(path, parts, request, "queued")
@@ -138,9 +143,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     """config.yaml with every derived value written back, run.json, and the status."""
     folder.write_whole(path / folder.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
-        "overrides": request.get("overrides") or [],
-        "label": request.get("label"),
-        "group": request.get("group"),
+        **{key: request.get(key) for key in RECORDED},
         "data_fingerprint": parts.corpus.fingerprint,
     }
     folder.write_json(path / folder.RUN, run)
@@ -274,7 +277,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         (joined.rank, joined.world_size),
     )
     s = set_up(parts, joined)
-    p, meter = resume(s, loaded) if loaded else (Progress(), Meter(joined.device, 0, 0, 0))
+    fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(s)
+    p, meter, measured = resume(s, loaded) if loaded else fresh
     if loaded:
         console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
     rows = folder.Rows(path / folder.METRICS, p.step) if main_rank else None
@@ -282,13 +286,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     tracker = open_tracker(
         cast(Any, config.tracker.kind if main_rank else "none"),
         run_dir=path,
-        project=config.tracker.project,
-        name=config.tracker.name or recorded["label"] or ",".join(recorded["overrides"]) or path.name,
-        group=config.tracker.group or recorded["group"],
-        tags=config.tracker.tags,
-        notes=config.tracker.notes,
-        config=plain(config) | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
-        run_id=hashlib.sha256(f"{config.tracker.project}/{path.resolve()}".encode()).hexdigest()[:12],
+        **run_fields(path, plain(config), recorded),
+        earlier=list(rows.rows) if rows is not None else (),
         mode=cast(Any, config.tracker.mode),
         start_timeout_s=config.tracker.start_timeout_s,
         finish_timeout_s=config.tracker.finish_timeout_s,
@@ -301,6 +300,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         out=Outputs(path, main_rank, console, tracker, rows),
         p=p,
         meter=meter,
+        measured=measured,
         byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved_step=p.step if loaded else None,
@@ -319,7 +319,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         if rows is not None:
             rows.close()
         if main_rank and state != "failed":
-            folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary)
+            folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary, **details(loop))
         tracker.finish(summary, code)
         if state == "failed":
             console.close()
@@ -352,6 +352,28 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["train_time"] = loop.meter.train_time
         found["mean tokens_per_sec"] = loop.meter.tokens_per_sec()
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib", "skipped_steps") if k in last}
+    norms = loop.measured.norms
+    if norms.steps:
+        found["clip_share"] = norms.clipped / norms.steps
+    if loop.s.outliers.sigma is not None:
+        found["outlier_steps"] = loop.p.outlier_count
+    return found | loop.measured.noise.figures()
+
+
+def details(loop: Loop) -> dict[str, Any]:
+    """What status.json holds besides the summary, as far as it was measured: how the run clipped, and the gradient
+    noise scale."""
+    found: dict[str, Any] = {}
+    if clip := loop.measured.norms.summary():
+        found["clip"] = clip
+    noise = loop.measured.noise
+    if noise.measurements:
+        noise_found: dict[str, Any] = {
+            key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
+        }
+        noise_found["measurements"] = noise.measurements
+        noise_found["verdict"] = noise.verdict(loop.s.parts.run.real_batch_size)
+        found["noise"] = noise_found
     return found
 
 
@@ -366,6 +388,11 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         ("result", f"finished {reached}" if state == "finished" else stopped),
         *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
     ]
+    measured = details(loop)
+    if "noise" in measured:
+        sections.append(("noise scale", measured["noise"]["verdict"]))
+    if "clip" in measured:
+        sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
     to_copy: list[tuple[str, str]] = []
     try:  # the run is over and recorded: what goes wrong here is only said
         if text is not None:
@@ -378,6 +405,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         sections.append(("missing", f"the end of this report: {error!r}"))
     quoted = shlex.quote(str(path))
     to_copy.append(("folder", str(path)))
+    if upload_is_pending(path):
+        to_copy.append(("upload", f"llmexp sync {quoted}"))
     allowed = f" --allow {shlex.quote(os.environ['LLMEXP_ALLOW'])}" if os.environ.get("LLMEXP_ALLOW") else ""
     command = f"llmexp resume {quoted}" if state == "preempted" else f'llmexp sample {quoted} --prompt "The "'
     to_copy.append(("next", command + allowed))

@@ -1,23 +1,48 @@
-"""A server that speaks as much of wandb's protocol as one run needs, and misbehaves on request."""
+"""A server that speaks as much of wandb's protocol as runs need, and misbehaves on request."""
 
 from __future__ import annotations
 
 import gzip
 import http.server
 import json
+import re
+import sys
 import threading
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Behaviour = Literal["ok", "rate limited", "hangs after start"]
+Behaviour = Literal[
+    "ok",
+    "rate limited",  # 429 to everything
+    "rate limited at first",  # 429 to the first rows
+    "hangs after start",
+    "dies in the middle",  # takes the first rows, and no connection after them
+    "refuses rows",  # says no for good
+]
+
+
+@dataclass
+class FakeRun:
+    """What arrived of one run; `rows` holds the history lines in order."""
+
+    variables: dict[str, Any]  # of its last upsert
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    lines_sent: int = 0  # also those that were sent again
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    preempting: bool = False
 
 
 class FakeWandb:
-    """Listens on 127.0.0.1; `rows` holds the history lines that were uploaded, in order."""
+    """Listens on 127.0.0.1; `runs` holds what was uploaded, by run id. `behaviour` may be changed on the way."""
 
     def __init__(self, behaviour: Behaviour = "ok") -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
+        self.behaviour = behaviour
+        self.runs: dict[str, FakeRun] = {}
         self.requests = 0
+        self.deleted: set[str] = set()  # run ids that cannot be used again
+        self._refusals = 2
         self._closed = threading.Event()
         fake = self
 
@@ -29,21 +54,11 @@ class FakeWandb:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                is_graphql = self.path == "/graphql"
-                if behaviour == "rate limited":
-                    self.reply({"error": "rate limit"}, 429)
-                elif behaviour == "hangs after start" and not is_graphql:
-                    fake._closed.wait()
-                elif is_graphql:
-                    self.reply({"data": fake.graphql(json.loads(body))})
-                else:
-                    if self.path.endswith("file_stream"):
-                        fake.take_stream(json.loads(body))
-                    self.reply({})
+                self.reply(*fake.answer(self.path, body))
 
             do_GET = do_POST = do_PUT = answer
 
-            def reply(self, answer: dict[str, Any], status: int = 200) -> None:
+            def reply(self, status: int, answer: dict[str, Any]) -> None:
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -54,41 +69,110 @@ class FakeWandb:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(http.server.ThreadingHTTPServer):
+            def handle_error(self, request: Any, address: Any) -> None:
+                if not isinstance(sys.exc_info()[1], ConnectionError):  # wandb hangs up as it likes
+                    super().handle_error(request, address)
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.block_on_close = False
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def run(self) -> FakeRun:
+        """The only run."""
+        (run,) = self.runs.values()
+        return run
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        is_rows = path.endswith("file_stream")
+        has_rows = is_rows and "wandb-history.jsonl" in (json.loads(body).get("files") or {})
+        match self.behaviour:
+            case "rate limited":
+                return 429, {"error": "rate limit"}
+            case "rate limited at first" if has_rows and self._refusals:
+                self._refusals -= 1
+                return 429, {"error": "rate limit"}
+            case "hangs after start" if path != "/graphql":
+                self._closed.wait()
+            case "refuses rows" if is_rows:
+                return 403, {"error": "no"}
+        if path == "/graphql":
+            return self.graphql(json.loads(body))
+        if is_rows:
+            self.take_stream(self.runs[path.split("/")[-2]], json.loads(body))
+            if has_rows and self.behaviour == "dies in the middle":
+                self._server.shutdown()
+                self._server.server_close()
+                self._closed.wait()
+        return 200, {}
+
+    def graphql(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         variables = request.get("variables") or {}
-        match request.get("operationName"):
+        entity = {"id": "e", "name": "someone"}
+        named = re.search(r"\b(?:query|mutation) (\w+)", request["query"])
+        match named and named[1]:
             case "RunResumeStatus":
-                return {"model": None}
-            case "UpsertBucket":
-                entity = {"id": "e", "name": "someone"}
-                bucket = {
+                run = self.runs.get(variables["name"])
+                bucket = run and {
                     "id": "b",
                     "name": variables["name"],
-                    "displayName": variables["displayName"],
-                    "description": None,
-                    "config": variables["config"],
-                    "sweepName": None,
-                    "project": {"id": "p", "name": variables["project"], "entity": entity},
-                    "historyLineCount": 0,
+                    "summaryMetrics": json.dumps(run.summary),
+                    "displayName": run.variables["displayName"],
+                    "logLineCount": 0,
+                    "historyLineCount": len(run.rows),
+                    "eventsLineCount": 0,
+                    "historyTail": json.dumps([json.dumps(row) for row in run.rows[-1:]]),
+                    "eventsTail": "[]",
+                    "config": json.dumps(run.config),
+                    "tags": run.variables.get("tags") or [],
+                    "notes": run.variables.get("notes"),
+                    "wandbConfig": json.dumps({"t": {}}),
                 }
-                return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+                return 200, {"data": {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}}
+            case "UpsertBucket":
+                name = variables["name"]
+                if name in self.deleted:
+                    return 409, {"errors": [{"message": f"run {name} was previously created and deleted"}]}
+                inserted = name not in self.runs
+                run = self.runs.setdefault(name, FakeRun(variables))
+                run.variables = run.variables | {k: v for k, v in variables.items() if v is not None}
+                run.config |= json.loads(variables["config"] or "{}")
+                bucket = {
+                    "id": "b",
+                    "name": name,
+                    "displayName": run.variables.get("displayName"),
+                    "description": None,
+                    "config": json.dumps(run.config),
+                    "sweepName": None,
+                    "project": {"id": "p", "name": run.variables["project"], "entity": entity},
+                    "historyLineCount": len(run.rows),
+                }
+                return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": inserted}}}
+            case "Viewer" | "GetDefaultEntity":
+                return 200, {"data": {"viewer": {"id": "u", "entity": "someone", "username": "someone", "flags": "{}"}}}
+            case "Run" if run := self.runs.get(variables["name"]):
+                empty = dict.fromkeys(("summaryMetrics", "config", "systemMetrics"), "{}")
+                bucket = {"id": "b", "name": variables["name"], "tags": [], "historyLineCount": len(run.rows)} | empty
+                bucket |= {"user": {"name": "someone", "username": "someone"}, "state": "finished"}
+                return 200, {"data": {"project": {"internalId": "1", "run": bucket}}}
             case "CreateRunFiles":
                 files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]]
-                return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
-        return {}
+                return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
+        return 200, {"data": {}}
 
-    def take_stream(self, body: dict[str, Any]) -> None:
+    def take_stream(self, run: FakeRun, body: dict[str, Any]) -> None:
         files = body.get("files") or {}
         if history := files.get("wandb-history.jsonl"):
             # The offset is the line number: a chunk that is sent again replaces itself.
-            self.rows[history["offset"] :] = [json.loads(line) for line in history["content"]]
+            run.rows[history["offset"] :] = [json.loads(line) for line in history["content"]]
+            run.lines_sent += len(history["content"])
         if summary := files.get("wandb-summary.json"):
-            self.summary = json.loads(summary["content"][-1])
+            run.summary = json.loads(summary["content"][-1])
+        run.preempting |= bool(body.get("preempting"))
+        if body.get("complete"):
+            run.exit_code = body["exitcode"]
 
     def __enter__(self) -> FakeWandb:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -26,7 +26,19 @@ from fake_wandb import FakeWandb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.tracker import NoTracker, _has_login, _Plan, _read_position, _safe_id, open_tracker
+from llmexp.metrics.tracker import NoTracker, open_tracker
+from llmexp.metrics.tracker.calls import has_login
+from llmexp.metrics.tracker.local import (
+    Position,
+    cut,
+    cut_tags,
+    next_id,
+    read_position,
+    run_fields,
+    safe_id,
+    upload_is_pending,
+    write_position,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -59,7 +71,7 @@ for number, row in enumerate(spec["rows"]):
     slowest = max(slowest, time.perf_counter() - start)
     time.sleep(spec["pause"])
 start = time.perf_counter()
-tracker.finish({"final/loss": 1.25}, 0)
+tracker.finish({"final/loss": 1.25}, spec["exit_code"])
 finish = time.perf_counter() - start
 print(json.dumps({"open": opened, "log": slowest, "finish": finish, "at": time.time(),
                   "where": tracker.url_or_path}), flush=True)
@@ -102,6 +114,7 @@ def run_worker(
     kill_core_at: int | None = None,
     die_at: int | None = None,
     terminal: bool = False,
+    exit_code: int = 0,
     **options: Any,
 ) -> Outcome:
     run_dir.mkdir(exist_ok=True)
@@ -123,6 +136,7 @@ def run_worker(
         "pause": pause,
         "kill_core_at": kill_core_at,
         "die_at": die_at,
+        "exit_code": exit_code,
     }
     # No login and no settings of whoever runs this test.
     home = run_dir.parent / "home"
@@ -166,7 +180,10 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def history(run_dir: Path, log: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """The rows in the wandb logs, without what wandb adds to them."""
     log = records(run_dir) if log is None else log
-    items = [record["history"]["item"] for record in log if record["type"] == "history"]
+    return bare([record["history"]["item"] for record in log if record["type"] == "history"])
+
+
+def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
 
 
@@ -191,7 +208,7 @@ def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
     assert run["project"] == "a-project"
     assert run["display_name"] == "lr=3e-4"
     assert run["run_group"] == "a-sweep"
-    assert run["tags"] == ["gpt", "t" * 64]
+    assert run["tags"] == ["gpt", cut("t" * 80, 64)]
     assert run["notes"] == "some notes"
     assert run["config"]["update"]["optimizer"] == {"lr": 3e-4}
     metrics = [record["metric"] for record in log if record["type"] == "metric"]
@@ -235,24 +252,35 @@ def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
     assert steps == [row["step"] for row in rows]
 
 
-def plan(run_dir: Path, run_id: str = "r") -> _Plan:
-    return _Plan(run_dir, "p", "n", None, [], None, {}, run_id, "offline", 1, 1, print)
-
-
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}', "\udcff"],
-)
-def test_a_damaged_position_means_send_all(tmp_path: Path, text: str) -> None:
-    assert _read_position(plan(tmp_path)) == (-1, -1)
+    [
+        "", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}',
+        '{"run_id": "r", "tokens_seen": 1, "step": Infinity}', '{"run_id": 3, "tokens_seen": 1, "step": 1}',
+        '{"run_id": "a/b", "tokens_seen": 1, "step": 1}', "\udcff",
+    ],
+)  # fmt: skip
+def test_a_damaged_position_is_none(tmp_path: Path, text: str) -> None:
+    assert read_position(tmp_path) is None
     (tmp_path / "tracker.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert _read_position(plan(tmp_path)) == (-1, -1)
+    assert read_position(tmp_path) is None
+    assert not upload_is_pending(tmp_path)
+
+
+def test_a_position_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_position(tmp_path, Position("r", 5, 2))
+    assert read_position(tmp_path) == Position("r", 5, 2)
+    assert upload_is_pending(tmp_path)
+    write_position(tmp_path, Position("r", 5, 2, {"step": 2}))
+    assert read_position(tmp_path) == Position("r", 5, 2, {"step": 2})
+    assert not upload_is_pending(tmp_path)
 
 
 def test_the_position_belongs_to_one_run_id(tmp_path: Path) -> None:
-    (tmp_path / "tracker.json").write_text('{"run_id": "r", "tokens_seen": 5, "step": 2}')
-    assert _read_position(plan(tmp_path)) == (5, 2)
-    assert _read_position(plan(tmp_path, "other")) == (-1, -1)
+    write_position(tmp_path, Position("another", 10**9, 10**9))
+    rows = make_rows(1, 3)
+    run_worker(tmp_path, rows)
+    assert history(tmp_path) == rows
 
 
 def test_online_rows_arrive(tmp_path: Path) -> None:
@@ -262,8 +290,15 @@ def test_online_rows_arrive(tmp_path: Path) -> None:
         outcome = run_worker(tmp_path / "run", rows, env=env, start_timeout_s=20)
     assert_cost_nothing(outcome)
     assert outcome.said == []
-    assert [{k: v for k, v in row.items() if not k.startswith("_")} for row in server.rows] == rows
-    assert server.summary["final/loss"] == 1.25
+    assert bare(server.run.rows) == rows
+    assert server.run.summary["final/loss"] == 1.25
+    assert server.run.variables["jobType"] == "train"
+    assert server.run.variables["groupName"] == "a-sweep"
+    assert server.run.exit_code == 0
+    position = read_position(tmp_path / "run")
+    url = f"{server.url}/someone/a-project/runs/run-1"
+    mark = {"project": "a-project", "step": 50, "exit_code": 0, "url": url}
+    assert position == Position("run-1", rows[-1]["tokens_seen"], 50, mark)
     assert outcome.costs["where"] == f"{server.url}/someone/a-project/runs/run-1"
     assert not list((tmp_path / "run" / "wandb").glob("offline-*"))
 
@@ -345,9 +380,8 @@ def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> N
     assert outcome.costs["finish"] < 12 + 1  # on a busy machine wandb alone needs some seconds to start
     assert outcome.exit_s < 5
     (said,) = outcome.said
-    folder = re.search(r"`wandb sync (.*)`", said)
-    assert folder is not None, said
-    assert list(Path(folder[1]).glob("*.wandb"))
+    assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
+    assert upload_is_pending(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("mode", "lines"), [("auto", 0), ("online", 1)])
@@ -506,21 +540,21 @@ def test_where_a_login_is_found(
     if netrc is not None:
         (tmp_path / ".netrc").write_text(netrc)
     settings = SimpleNamespace(base_url="https://api.wandb.ai", api_key=settings_key)
-    assert _has_login(settings) is expected
+    assert has_login(settings) is expected
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_run_ids_are_safe_and_stay_distinct(a: str, b: str) -> None:
-    safe_a, safe_b = _safe_id(a), _safe_id(b)
+    safe_a, safe_b = safe_id(a), safe_id(b)
     assert re.fullmatch(r"[a-z0-9-]{1,64}", safe_a)
     assert not safe_a.startswith("-")
-    assert _safe_id(safe_a) == safe_a
+    assert safe_id(safe_a) == safe_a
     assert (safe_a == safe_b) == (a == b) or safe_a == b or safe_b == a
 
 
 def test_ordinary_run_ids_are_kept() -> None:
-    assert _safe_id("llmexp-0f3a") == "llmexp-0f3a"
-    assert _safe_id("A/B") != _safe_id("a-b")
+    assert safe_id("llmexp-0f3a") == "llmexp-0f3a"
+    assert safe_id("A/B") != safe_id("a-b")
 
 
 def test_importing_costs_no_heavy_library() -> None:
@@ -543,3 +577,111 @@ def test_both_configs_have_the_same_keys() -> None:
     for text in texts.values():
         for line in text.splitlines()[1:]:
             assert re.fullmatch(r"\w+: .*\S +# .+", line), f"a key without its comment: {line}"
+
+
+def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None:
+    """Handed over is not arrived: tracker.json says step 30, the server has fewer rows, or none."""
+    run_dir, rows = tmp_path / "run", make_rows(1, 40)
+    assert run_worker(run_dir, rows[:30], mode="offline").said == []
+    with FakeWandb() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        resumed = run_worker(run_dir, rows[25:40], env=env, start_timeout_s=20, earlier=rows[:25])
+    assert resumed.said == []
+    assert bare(server.run.rows) == rows
+    assert server.run.lines_sent == 40
+    assert not upload_is_pending(run_dir)
+
+
+def test_a_server_that_refuses_rows_or_dies_is_said(tmp_path: Path) -> None:
+    """wandb's finish returns as if all were well when the server has refused the rows for good."""
+    with FakeWandb("refuses rows") as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20)
+    (said,) = outcome.said
+    assert "0 of 20 rows" in said
+    assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
+    assert outcome.costs["finish"] < 15.5
+    assert upload_is_pending(tmp_path / "run")
+
+
+def test_a_server_that_dies_in_the_middle_costs_the_finish_timeout(tmp_path: Path) -> None:
+    with FakeWandb("dies in the middle") as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        options = {"start_timeout_s": 20, "finish_timeout_s": 8}
+        outcome = run_worker(tmp_path / "run", make_rows(1, 400), env=env, pause=0.01, **options)
+    assert len(outcome.said) == 1
+    assert outcome.costs["finish"] < 8 + 1
+    assert outcome.exit_s < 5
+    assert upload_is_pending(tmp_path / "run")
+
+
+def test_a_preempted_run_is_not_called_failed(tmp_path: Path) -> None:
+    with FakeWandb() as server:
+        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
+        run_worker(tmp_path / "run", make_rows(1, 3), env=env, start_timeout_s=20, exit_code=75)
+    assert server.run.exit_code == 75
+    assert server.run.preempting
+
+
+@given(st.lists(st.text(max_size=100), max_size=8))
+def test_tags_are_cut_and_stay_distinct(tags: list[str]) -> None:
+    kept = cut_tags(tags)
+    assert all(1 <= len(tag) <= 64 for tag in kept)
+    assert len(kept) == len(set(tags) - {""})
+    assert [tag for tag in tags if len(tag) <= 64 and tag not in kept] in ([], [""] * tags.count(""))
+
+
+def test_long_tags_with_one_beginning_stay_distinct() -> None:
+    tags = [f"model.a_long_key_of_a_model.another_one.and_a_third={'x' * 30}{n}" for n in range(3)]
+    assert len({tag[:60] for tag in tags}) == 1
+    assert len(set(cut_tags(tags))) == 3
+    assert cut("a" * 64, 64) == "a" * 64
+
+
+def tree(**tracker: Any) -> dict[str, Any]:
+    chosen = {"project": "p", "name": None, "group": None, "tags": ["mine"], "notes": None}
+    return {"tracker": chosen | tracker, "clip": {"max_norm": 0.5}}
+
+
+def test_fields_of_a_run_of_a_sweep(tmp_path: Path) -> None:
+    recorded = {
+        "label": "clip.max_norm=0.5,seed=1",
+        "group": "/data/outputs/gpt/2030-01-01_12-00-00",
+        "overrides": ["model=gpt2", "clip.max_norm=0.5", "+extra.key=3", "seed=1"],
+        "swept": ["clip.max_norm", "+extra.key", "seed"],
+        "max_steps": 7,
+        "data_fingerprint": {"a": 1},
+    }
+    fields = run_fields(tmp_path, tree(), recorded)
+    assert fields["group"] == "gpt/2030-01-01_12-00-00"
+    assert fields["name"] == "clip.max_norm=0.5,seed=1"
+    assert fields["tags"] == ["mine", "clip.max_norm=0.5", "extra.key=3", "seed=1"]
+    assert fields["config"]["clip"] == {"max_norm": 0.5}
+    assert fields["config"]["run"]["max_steps"] == 7
+    assert "data_fingerprint" not in fields["config"]["run"]
+    chosen = run_fields(tmp_path, tree(group="g", name="n"), recorded)
+    assert (chosen["group"], chosen["name"]) == ("g", "n")
+
+
+def test_fields_of_a_single_run(tmp_path: Path) -> None:
+    recorded = {"label": None, "group": None, "overrides": ["a=1", "b=2"]}  # an older run.json has no swept
+    fields = run_fields(tmp_path, tree(), recorded)
+    assert (fields["group"], fields["name"], fields["tags"]) == (None, "a=1,b=2", ["mine"])
+    assert run_fields(tmp_path, tree(), recorded | {"overrides": []})["name"] == tmp_path.name
+
+
+def test_the_run_id_stays_when_the_folder_moves(tmp_path: Path) -> None:
+    first = run_fields(tmp_path, tree(), {})["run_id"]
+    assert run_fields(tmp_path / "other", tree(), {})["run_id"] != first
+    (tmp_path / "other").mkdir()
+    write_position(tmp_path / "other", Position(first))
+    assert run_fields(tmp_path / "other", tree(), {})["run_id"] == first
+
+
+@given(st.text(max_size=80))
+def test_the_next_run_id_is_another_safe_one(text: str) -> None:
+    ids = [safe_id(text)]
+    for _ in range(3):
+        ids.append(next_id(ids[-1]))
+    assert len(set(ids)) == 4
+    assert all(safe_id(run_id) == run_id for run_id in ids)

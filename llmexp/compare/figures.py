@@ -1,0 +1,111 @@
+"""Figures of a run: what is read off its records, at its end or at a common position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llmexp.compare.records import Column, Record
+from llmexp.compare.rows import Columns, elapsed
+
+TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
+DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
+
+COLUMNS = (
+    Column("val/loss", "val loss there", "lower", 5),
+    Column("final val/loss", "final val loss", "lower", 5),
+    Column("best val/loss", "best val loss", "lower", 5),
+    Column("val/bits_per_byte", "val bits/byte", "lower", 5),
+    Column("train/loss", "train loss (mean of last 5 %)", "lower", 5),
+    Column("tokens_seen", "tokens"),
+    Column("steps", "steps"),
+    Column("train_time", "time (s)", "lower"),
+    Column("tokens_per_sec", "tokens/s", "higher"),
+    Column("peak_memory_gib", "peak memory (GiB)", "lower", 3),
+    Column("clip_share", "steps clipped", "", 3),
+    Column("noise_scale", "noise scale (sequences)", "", 3),
+    Column("skipped_steps", "skipped steps", "lower"),
+    Column("outlier_steps", "outlier steps", "lower"),
+)
+_SUMMARY = {  # figure: its name in the summary, its name in a row
+    "tokens_seen": ("tokens_seen", "tokens_seen"),
+    "steps": ("steps", "step"),
+    "train_time": ("train_time", None),
+    "tokens_per_sec": ("mean tokens_per_sec", "tokens_per_sec"),
+    "peak_memory_gib": ("peak_memory_gib", "peak_memory_gib"),
+    "clip_share": ("clip_share", None),
+    "noise_scale": ("noise_scale", "noise_scale"),
+    "skipped_steps": ("skipped_steps", "skipped_steps"),
+    "outlier_steps": ("outlier_steps", "outlier_steps"),
+}
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def positions(record: Record, align: str) -> np.ndarray:
+    """Where each row stands: target tokens, steps, or seconds of training. Empty where that is not known."""
+    if align == "time":
+        seconds = elapsed(record.columns)
+        return np.zeros(0) if seconds is None else seconds
+    return np.asarray(record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0)))
+
+
+def counts(record: Record) -> bool:
+    """Whether the run has a say in how far all have come: it neither broke off nor was left out."""
+    return record.state not in DEAD and record.rung is None and len(record.columns["step"]) > 0
+
+
+def common_position(records: Sequence[Record], align: str) -> tuple[float, Record] | None:
+    """The last position that all runs that count have reached, and the run that came no further."""
+    ends = [(float(np.nanmax(x)), r) for r in records if counts(r) and len(x := positions(r, align)) and x[-1] > 0]
+    return min(ends, key=lambda end: end[0], default=None)
+
+
+def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
+    """Everything known of the run. Losses are those at or before the position `at`, never interpolated; a run that has
+    not come so far has no `val/loss`."""
+    found: dict[str, float | None] = {}
+    columns, place = record.columns, positions(record, align)
+    upto = len(columns["step"])
+    if at is not None and len(place):
+        upto = int(np.searchsorted(place, at * (1 + 1e-9), side="right"))
+        reached = place[-1] >= at * (1 - 1e-9)
+    else:
+        reached = at is None
+    for key in ("val/loss", "val/bits_per_byte"):
+        if key in _at_hand(columns):
+            values = columns[key][np.isfinite(columns[key])]
+            seen = columns[key][:upto][np.isfinite(columns[key][:upto])]
+            if key == "val/loss" and len(values):
+                found["final val/loss"] = float(values[-1])
+                found["best val/loss"] = float(seen.min()) if len(seen) else None
+            if reached and len(seen):
+                found[key] = float(seen[-1])
+    if "train/loss" in _at_hand(columns):
+        losses = columns["train/loss"][:upto]
+        losses = losses[np.isfinite(losses)]
+        if len(losses):
+            found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
+    summary = record.status.get("summary")
+    summary = summary if isinstance(summary, dict) else {}
+    last = columns.last if isinstance(columns, Columns) else {}
+    for name, (key, row_key) in _SUMMARY.items():
+        value = number(summary.get(key))
+        found[name] = value if value is not None or row_key is None else number(last.get(row_key))
+    if found["train_time"] is None and len(columns["step"]) and record.state != "finished":
+        seconds = elapsed(columns)
+        found["train_time"] = float(seconds[-1]) if seconds is not None else None
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _at_hand(columns: dict[str, np.ndarray]) -> list[str]:
+    """Keys that can be had without reading the whole file, which holds all losses in the usual form."""
+    return list(dict.keys(columns))

@@ -1,0 +1,191 @@
+"""metrics.jsonl as columns. What a table needs is picked out of the text; the rest is parsed when it is asked for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else is parsed as JSON.
+_NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
+_ROW = re.compile(rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?")
+_SPARSE = {key: re.compile(b'"%s":%s[,}]' % (key.encode(), _NUMBER)) for key in ("val/loss", "val/bits_per_byte")}
+
+
+class Columns(dict[str, np.ndarray]):
+    """The columns of a metrics file: float64, NaN where a row has none, one row a step, in order of the steps.
+
+    `step`, `tokens_seen`, `train/loss` and the validation losses are there at once; to ask for anything else reads the
+    whole file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self.problems: tuple[str, ...] = ()
+        text = b""
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.problems = (f"{path}: cannot be read: {error.strerror}",)
+        self.last = last_row(text)
+        quick = _quick(text)
+        self._whole = quick is None
+        if quick is None:
+            quick, problems = _parse(path, text)
+            self.problems += problems
+        self.update(quick)
+
+    def load(self) -> Columns:
+        """Itself, with every column read."""
+        if not self._whole:
+            self._whole = True
+            try:
+                columns, self.problems = _parse(self._path, self._path.read_bytes())
+            except OSError:  # removed in the meantime
+                columns = {}
+            rows = len(super().__getitem__("step"))  # a running run may have written more since then
+            for key, column in columns.items():
+                if len(column) >= rows:
+                    self.setdefault(key, column[:rows])
+        return self
+
+    def __missing__(self, key: str) -> np.ndarray:
+        if not self._whole:
+            return self.load()[key]
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (not self._whole and dict.__contains__(self.load(), key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without reading the rest
+        return _restored, (dict(dict.items(self)), vars(self))
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self.load())
+
+    def __len__(self) -> int:
+        return dict.__len__(self.load())
+
+    def keys(self) -> Any:
+        return dict.keys(self.load())
+
+    def items(self) -> Any:
+        return dict.items(self.load())
+
+    def values(self) -> Any:
+        return dict.values(self.load())
+
+
+def _restored(columns: dict[str, np.ndarray], state: dict[str, Any]) -> Columns:
+    new = Columns.__new__(Columns)
+    new.update(columns)
+    vars(new).update(state)
+    return new
+
+
+def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Seconds of training until each row; None where they were not measured.
+
+    `step_time` is the mean over the steps since the row before, so what a resumed run did twice counts once.
+    """
+    if "step_time" not in columns or not len(columns["step"]):
+        return None
+    steps = np.diff(columns["step"], prepend=0.0)
+    return np.cumsum(np.nan_to_num(steps * columns["step_time"], nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _quick(text: bytes) -> dict[str, np.ndarray] | None:
+    """The columns that tables need, or None where the text is not in the usual form. Written for speed."""
+    letters = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(letters == ord("\n"))  # what follows the last newline was never finished
+    rows, usual = len(ends), text.startswith(b'{"step":')
+    if not rows or not usual or np.any(letters[ends - 1] != ord("}")):
+        return None
+    text = text[: ends[-1] + 1]
+    found = _ROW.findall(text)
+    if len(found) != rows or np.count_nonzero(letters[: len(text)] == ord("{")) != rows:
+        return None
+    steps, tokens, losses = zip(*found, strict=True)
+    columns = {"step": np.array(steps, dtype=float), "tokens_seen": np.array(tokens, dtype=float)}
+    if any(losses):
+        columns["train/loss"] = np.array([loss or b"nan" for loss in losses], dtype=float)
+    if np.any(np.diff(columns["step"]) <= 0):
+        return None
+    place = text.find(b'"val/')
+    while place >= 0:
+        row = int(np.searchsorted(ends, place))
+        for key, pattern in _SPARSE.items():
+            if match := pattern.search(text, place, int(ends[row])):
+                columns.setdefault(key, np.full(rows, np.nan))[row] = float(match.group(1))
+        place = text.find(b'"val/', int(ends[row]))
+    return {key: np.where(np.isfinite(column), column, np.nan) for key, column in columns.items()}
+
+
+def last_row(text: bytes) -> dict[str, Any]:
+    """The last finished row; empty where that is none."""
+    end = text.rfind(b"\n")
+    return _row(text[text.rfind(b"\n", 0, max(end, 0)) + 1 : max(end, 0)]) or {}
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**53:
+        return None
+    return dict(row)
+
+
+def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """All columns, and what could not be read, in words."""
+    problems = []
+    lines = text.split(b"\n")[:-1]
+    rows = [row for row in map(_row, lines) if row is not None]
+    if lost := len(lines) - len(rows):
+        problems.append(f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over")
+    if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
+        problems.append(f"{path}: steps are repeated or out of order; the last row of each step counts")
+        by_step = {row["step"]: row for row in rows}
+        rows = [by_step[step] for step in sorted(by_step)]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = {"step": np.zeros(0)}
+    for key in list(keys)[:1000]:
+        column = _column([row.get(key) for row in rows])
+        if key == "step" or np.isfinite(column).any():
+            columns[key] = column
+    return columns, tuple(problems)
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    try:
+        column = np.array(values, dtype=float)  # None is NaN
+    except (ValueError, TypeError, OverflowError):
+        column = np.zeros((0, 0))
+    if column.ndim != 1:  # not all are numbers
+        return np.array([_value(value) for value in values])
+    return np.where(np.abs(column) < 1e308, column, np.nan)
+
+
+def _value(value: Any) -> float:
+    if isinstance(value, str):  # a digest of tokens: hexadecimal, kept as far as float64 is exact
+        return float(int(value[-13:], 16)) if re.fullmatch(r"[0-9a-f]{16}", value) else math.nan
+    if isinstance(value, (int, float)) and abs(value) < 1e308:  # nan is not
+        return float(value)
+    return math.nan

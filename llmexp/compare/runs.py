@@ -1,0 +1,242 @@
+"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; marks and clearing up."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.compare.command import columns
+from llmexp.compare.figures import number
+from llmexp.compare.reading import MARK, Sweep, clean, clean_name, find, read_facts, read_mark, read_status, state_of
+from llmexp.compare.rows import last_row
+from llmexp.config import ConfigError
+from llmexp.process import DONE, REFUSED
+
+STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
+_STYLES = {"finished": "green", "running": "cyan", "failed": "red", "cut": "red", "preempted": "yellow"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run of the list. What is not known is None."""
+
+    path: Path
+    sweep: Path | None
+    name: str
+    state: str
+    step: int | None
+    max_steps: int | None
+    loss: float | None  # the last val loss, else train loss
+    age_s: float | None  # since its status or its rows last changed
+    size: int  # bytes on disk
+    mark: str
+    error: str
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code 0, or 2 where there is no run. Raises ConfigError."""
+    args = _arguments(arguments)
+    if args.state is not None and args.state not in STATES:
+        raise ConfigError(f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed")
+    if args.mark is not None and not clean(args.mark):
+        raise ConfigError("--mark: a text is needed; for example --mark baseline (--unmark takes a mark away)")
+    if args.yes and not args.remove_checkpoints:
+        raise ConfigError("--yes: belongs to --remove-checkpoints")
+    if (args.mark is not None or args.unmark) and not (args.folders or args.name or args.state):
+        raise ConfigError(
+            "--mark, --unmark: name the runs, for example llmexp runs outputs/default/try1 --mark baseline"
+        )
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    found, problems = find(args.folders or ["outputs"])
+    for problem in problems:
+        print(f"llmexp: {problem}", file=sys.stderr)
+    if not found:
+        return REFUSED
+    lines = [_line(path, sweep) for path, sweep in found]
+    lines = [
+        line for line in lines
+        if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name, args.name))
+    ]  # fmt: skip
+    if args.mark is not None or args.unmark:
+        for line in lines:
+            _mark(line.path, None if args.unmark else clean(args.mark)[:400])
+        lines = [_line(line.path, Sweep(line.sweep) if line.sweep else None) for line in lines]
+    if args.remove_checkpoints:
+        return _remove_checkpoints(lines, args.yes)
+    if args.json:
+        print(json.dumps({"runs": [_plain(line) for line in lines], "problems": problems}, indent=2, allow_nan=False))
+    elif lines:
+        _show(lines)
+    else:
+        print("no run is like that")
+    return DONE
+
+
+def _line(path: Path, sweep: Sweep | None) -> Line:
+    status, facts = read_status(path), read_facts(path)
+    summary = status.get("summary")
+    summary = summary if isinstance(summary, dict) else {}
+    row = _last_row(path / folder.METRICS)
+    step = number(row.get("step"))
+    most = number(facts.get("max_steps"))
+    losses = (summary.get("final val/loss"), row.get("val/loss"), row.get("train/loss"))
+    times = [t for t in (number(status.get("updated")), _changed(path / folder.METRICS)) if t is not None]
+    return Line(
+        path=path,
+        sweep=sweep.path if sweep else None,
+        name=clean_name(path),
+        state=state_of(path, status),
+        step=int(step) if step is not None else None,
+        max_steps=int(most) if most is not None else None,
+        loss=next((value for loss in losses if (value := number(loss)) is not None), None),
+        age_s=max(0.0, time.time() - max(times)) if times else None,
+        size=disk_size(path),
+        mark=read_mark(path),
+        error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
+    )
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL))
+            return last_row(f.read())
+    except OSError:
+        return {}
+
+
+def disk_size(path: Path) -> int:
+    """Bytes that the files below take on disk; links are not followed."""
+    total = 0
+    for root, _, files in os.walk(path):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
+
+
+def _plain(line: Line) -> dict[str, Any]:
+    whole = {**vars(line), "path": str(line.path), "sweep": str(line.sweep) if line.sweep else None}
+    return {key: value for key, value in whole.items() if value not in (None, "")}
+
+
+def readable_size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def readable_age(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _show(lines: Sequence[Line]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=columns(), highlight=False, markup=False, emoji=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    wide = console.width >= 80
+    table.add_column("state", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    for title in ("step", "loss", "age", "size")[: 4 if wide else 2]:
+        table.add_column(title, justify="right", no_wrap=True)
+    current: Path | None = None
+    for line in sorted(lines, key=lambda line: str(line.sweep or line.path.parent)):
+        group = line.sweep or line.path.parent
+        if group != current:
+            current = group
+            members = [m for m in lines if (m.sweep or m.path.parent) == group]
+            tally = Counter(m.state for m in members)
+            counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
+            head = f"{clean(group)}\n{counts}" if line.sweep else clean(group)
+            table.add_row("sweep" if line.sweep else "", Text(head, style="bold"))
+        done = "" if line.step is None else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
+        about = "".join(f"\n{text}" for text in (line.mark and f"mark: {line.mark}", line.error[:200]) if text)
+        loss = f"{line.loss:#.5g}" if line.loss is not None else ""
+        cells = (done, loss, readable_age(line.age_s), readable_size(line.size))
+        state = Text(line.state, style=_STYLES.get(line.state, ""))
+        table.add_row(state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2])
+    console.print(table)
+    console.print(f"\n{len(lines)} runs, {readable_size(sum(line.size for line in lines))}")
+
+
+def _mark(path: Path, text: str | None) -> None:
+    try:
+        if text is None:
+            (path / MARK).unlink(missing_ok=True)
+        else:
+            folder.write_whole(path / MARK, text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path / MARK}: cannot be written: {error.strerror}") from None
+
+
+def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
+    """All checkpoints of finished runs but the newest; without `yes` only says which."""
+    freed, count = 0, 0
+    for line in lines:
+        if line.state != "finished" or folder.is_locked(line.path):
+            continue
+        where = line.path / folder.CHECKPOINTS
+        if where.is_symlink() or not where.is_dir():
+            continue
+        steps = sorted(p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and not p.is_symlink())
+        steps.sort(key=lambda p: int(p.name.removeprefix("step_")))
+        for old in [p for p in steps[:-1] if p.is_dir()]:
+            size = disk_size(old)
+            print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
+            if yes:
+                try:
+                    shutil.rmtree(old)
+                except OSError as error:
+                    print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+                    continue
+            freed, count = freed + size, count + 1
+    tail = "freed" if yes else "would be freed; --yes removes them"
+    print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
+    return DONE
+
+
+def _arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="llmexp runs", description="List runs and sweeps; mark them; clear up.")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="runs, sweeps, folders of them (default: outputs)")
+    parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
+    parser.add_argument("--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--remove-checkpoints", action="store_true", help="of finished runs, all but the newest one")
+    what.add_argument("--mark", metavar="TEXT", help="put a mark on the runs, which lists and comparisons show")
+    what.add_argument("--unmark", action="store_true", help="take the mark away")
+    parser.add_argument("--yes", action="store_true", help="do remove; else it is only listed what would be")
+    return parser.parse_args(arguments)

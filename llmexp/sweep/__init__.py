@@ -1,0 +1,1 @@
+"""Sweeps: points, their ledger, and where they run (this machine, Slurm, Ray)."""

@@ -1,0 +1,194 @@
+"""Where the points of a sweep run: our Hydra launchers local, slurm and ray, which differ in `execute` only."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from llmexp.config import ConfigError
+from llmexp.sweep import main
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.local import Job, run_all, visible_devices
+from llmexp.sweep.points import Point
+from llmexp.sweep.show import Display
+
+PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this package only; `register` puts ours there
+
+
+@dataclass
+class LocalConf:
+    _target_: str = f"{PLUGIN_MODULE}.LocalLauncher"
+
+
+class LocalLauncher(Launcher):
+    """Runs the points of a sweep on this machine."""
+
+    __module__ = PLUGIN_MODULE
+
+    def __init__(self, **knobs: Any) -> None:
+        """The knobs are read from the config, in `check_launcher`."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context = hydra_context
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Only sweepers other than Hydra's basic one come here."""
+        return main.launch(self.hydra_context.config_loader, job_overrides, initial_job_idx)
+
+
+class SlurmLauncher(LocalLauncher):
+    """Runs the points of a sweep as Slurm jobs."""
+
+    __module__ = PLUGIN_MODULE
+
+
+class RayLauncher(LocalLauncher):
+    """Runs the points of a sweep as tasks of a Ray cluster."""
+
+    __module__ = PLUGIN_MODULE
+
+
+NAMES = {"LocalLauncher": "local", "SlurmLauncher": "slurm", "RayLauncher": "ray"}
+
+
+def register() -> None:
+    """Makes our launchers known to Hydra; the knobs of slurm and ray are in conf/."""
+    plugins = Plugins.instance()  # first: it imports hydra_plugins where plugins are installed
+    package = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+    module = ModuleType(PLUGIN_MODULE)
+    for launcher in (LocalLauncher, SlurmLauncher, RayLauncher):
+        plugins.register(launcher)
+        setattr(module, launcher.__name__, launcher)
+    vars(package)["llmexp"] = sys.modules[PLUGIN_MODULE] = module
+    ConfigStore.instance().store(group="hydra/launcher", name="local", node=LocalConf, provider="llmexp")
+
+
+def check_launcher(cfg: DictConfig) -> str:
+    """local, slurm or ray; their knobs are checked. Raises ConfigError."""
+    target = str(cfg.hydra.launcher.get("_target_"))
+    name = NAMES.get(target.removeprefix(f"{PLUGIN_MODULE}."))
+    if name is None:
+        raise ConfigError(f"hydra/launcher: {target} does not run here; it is one of {', '.join(NAMES.values())}")
+    if name == "slurm":
+        slurm_settings(cfg)
+    if name == "ray":
+        ray_settings(cfg)
+    return name
+
+
+def settings_as(kind: type, cfg: DictConfig) -> Any:
+    """The knobs of the launcher as the dataclass `kind`. Raises ConfigError."""
+    from llmexp.launch import refuse_secrets, user_errors
+
+    with user_errors():
+        given = OmegaConf.masked_copy(cfg.hydra.launcher, [k for k in cfg.hydra.launcher if k != "_target_"])
+        typed = OmegaConf.create({"hydra": {"launcher": OmegaConf.structured(kind)}})
+        OmegaConf.set_readonly(typed.hydra.launcher, False)  # as the dataclass is frozen
+        settings: Any = OmegaConf.to_object(OmegaConf.merge(typed, {"hydra": {"launcher": given}}).hydra.launcher)
+    refuse_secrets(dataclasses.asdict(settings), "hydra.launcher")  # the jobs' scripts are files
+    return settings
+
+
+def slurm_settings(cfg: DictConfig) -> Any:
+    from llmexp import slurm
+
+    settings = settings_as(slurm.Settings, cfg)
+    slurm.check(settings)
+    return settings
+
+
+def ray_settings(cfg: DictConfig) -> Any:
+    from llmexp.sweep import ray
+
+    settings = settings_as(ray.Settings, cfg)
+    ray.check(settings)
+    return settings
+
+
+def at_work(current: main.Current, points: Sequence[Point], say: Callable[[str], None]) -> dict[Path, str]:
+    """Slurm jobs of an earlier command for these points that have not ended."""
+    if current.launcher != "slurm":
+        return {}
+    from llmexp import slurm
+
+    jobs = slurm.live_jobs([p.path for p in points])
+    if jobs:
+        say(f"{len(jobs)} jobs submitted before are still there")
+    return jobs
+
+
+def execute(
+    current: main.Current,
+    ledger: Ledger,
+    queued: Sequence[tuple[Point, Entry]],
+    jobs: dict[Path, str],
+    display: Display,
+) -> bool:
+    """Runs the queued points where the launcher says, and waits for them and `jobs`; whether a signal stopped it."""
+    by_path = {ledger.path / e.folder: e for e in ledger.points}
+
+    def look(path: Path) -> None:
+        ledger.look(by_path[path])
+
+    def begun(path: Path) -> None:
+        entry = by_path[path]
+        ledger.update(entry, state="running", attempts=entry.attempts + 1, started=None, ended=None)
+
+    facts = current.knobs
+    todo = [Job(point.path, facts[entry.folder]["ranks"]) for point, entry in queued]
+    if current.launcher == "local":
+        s = current.settings
+        devices = visible_devices(max((facts[e.folder]["devices"] for _, e in queued), default=0))
+        display.slots(s.max_parallel or max(1, len(devices)))
+
+        def ended(job: Job, again: bool) -> None:
+            look(job.path)
+            if again:
+                display.line(f"{by_path[job.path].folder}  failed ({by_path[job.path].error}); it is started again")
+
+        return run_all(
+            todo, devices, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run, max_retries=s.max_retries,
+            stop_on_failure=s.stop_on_failure, silence_s=s.silence_s, begun=lambda job: begun(job.path), ended=ended,
+            tick=display.tick,
+        )  # fmt: skip
+    if current.launcher == "ray":
+        from llmexp.sweep import ray
+
+        return ray.run_all(
+            todo, ray_settings(current.cfg), cuda=any(facts[e.folder]["devices"] for _, e in queued),
+            max_retries=current.settings.max_retries, begun=begun, look=look, tick=display.tick,
+        )  # fmt: skip
+    from llmexp import slurm
+
+    settings, where = slurm_settings(current.cfg), ledger.path / "slurm"
+    if queued and (note := slurm.fixed_here(queued[0][0].config, queued[0][0].path)):
+        display.line(f"note: {note}")
+    submitted = slurm.submit([job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}")
+    for path in submitted:
+        ledger.update(by_path[path], attempts=by_path[path].attempts + 1)
+    display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
+    jobs = jobs | submitted
+
+    def changed(path: Path, job: str, text: str) -> None:
+        look(path)
+        display.line(f"{job:<12} {by_path[path].folder}  {text}")
+
+    try:
+        slurm.wait(jobs, changed, display.line, display.tick)
+    except KeyboardInterrupt:
+        whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
+        display.line(f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}")
+        return True
+    return False

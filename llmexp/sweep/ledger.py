@@ -1,0 +1,190 @@
+"""sweep.json, the record of a sweep: what its points are and how far each has come. Standard library only.
+
+What a run's own folder says about it goes before what the ledger says: the sweep may have been killed, the run not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.config import ConfigError
+
+LEDGER, FORMAT = "sweep.json", 1
+STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
+# What cannot change a bit of a run's results: names, paths, the tracker, what is recorded, when it is saved.
+NOT_IDENTITY = (
+    "name", "tracker", "checkpoint", "data.cache_dir", "metrics.noise_scale_every", "train.log_every",
+    "train.sample_every", "train.sample_tokens", "train.data_digest", "train.stop_step", "train.profile_start",
+    "train.profile_steps", "train.max_consecutive_skips", "parallelism.backend", "parallelism.start_timeout_s",
+    "parallelism.timeout_s", "parallelism.max_restarts",
+)  # fmt: skip
+
+
+@dataclass
+class Entry:
+    """A point in the ledger. Times are in seconds since 1970."""
+
+    number: int
+    label: str
+    folder: str  # in that of the sweep
+    identity: str | None  # of the config as composed; None where only the run's folder is known
+    overrides: list[str]
+    state: str = "queued"
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    attempts: int = 0
+    error: str | None = None  # one line
+    rung: float | None = None  # share of its steps after which successive halving left it out
+
+
+@dataclass
+class Ledger:
+    """Written whole after every change, by the process that holds the sweep's lock."""
+
+    path: Path  # the sweep's folder
+    name: str
+    launcher: str
+    arguments: list[str]  # of the command that goes on with it, after `train`
+    swept: list[str]
+    created: float = field(default_factory=time.time)
+    state: str = "running"
+    points: list[Entry] = field(default_factory=list)
+
+    def save(self) -> None:
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("path", "points")}
+        entries = [dataclasses.asdict(entry) for entry in self.points]
+        whole = {"format": FORMAT, **head, "updated": time.time(), "points": entries}
+        folder.write_json(self.path / LEDGER, whole)
+
+    def update(self, entry: Entry, **changes: Any) -> None:
+        """Changes a point, and the file when that made a difference."""
+        before = dataclasses.asdict(entry)
+        for name, value in changes.items():
+            setattr(entry, name, value)
+        if dataclasses.asdict(entry) != before:
+            self.save()
+
+    def look(self, entry: Entry) -> dict[str, Any]:
+        """The status of a point's run, after the ledger has taken over what it says of the point's end."""
+        path = self.path / entry.folder
+        status = folder.read_status(path) if folder.is_run(path) else {}
+        state = status.get("state")
+        if state == "running" and not folder.is_locked(path):
+            state = "preempted"  # cut: killed, or its host went down
+        if state in STATES:
+            error = status.get("error")
+            self.update(
+                entry,
+                state=state,
+                started=status.get("started", entry.started),
+                ended=status.get("ended") if state in ("finished", "failed", "preempted") else None,
+                exit_code=status.get("exit_code"),
+                error=one_line(error) if error else None,
+            )
+        return status
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """Hash of a plain config less what cannot change results; in hex digits."""
+    flat = {key: value for key, value in flatten(config).items() if not _left_out(key)}
+    text = json.dumps(flat, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _left_out(key: str) -> bool:
+    return any(key == k or key.startswith(k + ".") for k in NOT_IDENTITY)
+
+
+def one_line(text: str, width: int = 300) -> str:
+    line = " ".join(str(text).split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / LEDGER).is_file()
+
+
+def read(path: Path) -> Ledger:
+    """The ledger of the sweep's folder. Raises ConfigError for one that is missing, damaged, or of a newer version."""
+    where = path / LEDGER
+    if not where.is_file():
+        raise ConfigError(
+            f"{path}: is no sweep (it has no {LEDGER}); one looks like outputs/default/2030-01-01_12-00-00"
+        )
+    tree = folder.read_json(where)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: holds no ledger")
+    if tree.get("format") != FORMAT:
+        raise ConfigError(f"{where}: format={tree.get('format')}: this version of llmexp reads format {FORMAT}")
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "name": str, "launcher": str, "arguments": list, "swept": list, "created": (int, float), "state": str,
+        "points": list,
+    }  # fmt: skip
+    for key, kind in kinds.items():
+        if not isinstance(tree.get(key), kind):
+            raise ConfigError(f"{where}: {key}={_short(tree.get(key))}: is not what a ledger holds there")
+    for key in ("arguments", "swept"):
+        if not all(isinstance(text, str) for text in tree[key]):
+            raise ConfigError(f"{where}: {key}={_short(tree[key])}: a list of texts is needed")
+    points = [_entry(where, i, given) for i, given in enumerate(tree["points"])]
+    for what in ("number", "folder"):
+        seen = [getattr(p, what) for p in points]
+        if twice := next((v for v in seen if seen.count(v) > 1), None):
+            raise ConfigError(f"{where}: two points have the {what} {_short(twice)}")
+    head = {key: tree[key] for key in ("name", "launcher", "arguments", "swept", "created", "state")}
+    return Ledger(path, points=points, **head)
+
+
+def _entry(where: Path, index: int, given: Any) -> Entry:
+    """A point of a ledger that may have been edited by hand. Raises ConfigError."""
+    at = f"{where}: points[{index}]"
+    if not isinstance(given, dict):
+        raise ConfigError(f"{at}={_short(given)}: a section of keys is needed here")
+    wanted: dict[str, Any] = {
+        "number": int, "label": str, "folder": str, "identity": (str, type(None)), "overrides": list, "state": str,
+        "started": (int, float, type(None)), "ended": (int, float, type(None)), "exit_code": (int, type(None)),
+        "attempts": int, "error": (str, type(None)), "rung": (int, float, type(None)),
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(Entry):
+        required = f.default is dataclasses.MISSING
+        if f.name not in given and not required:
+            continue
+        value: Any = given.get(f.name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = isinstance(value, wanted[f.name]) and not isinstance(value, bool)
+        if not fits or (number and not math.isfinite(value)):
+            raise ConfigError(f"{at}.{f.name}={_short(value)}: is not what a ledger holds there")
+        values[f.name] = value
+    entry = Entry(**values)
+    if entry.state not in STATES:
+        raise ConfigError(f"{at}.state={_short(entry.state)}: must be one of {', '.join(STATES)}")
+    relative = Path(entry.folder)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts or "\0" in entry.folder:
+        raise ConfigError(f"{at}.folder={_short(entry.folder)}: must be a folder inside that of the sweep")
+    if not all(isinstance(text, str) for text in entry.overrides):
+        raise ConfigError(f"{at}.overrides={_short(entry.overrides)}: a list of texts is needed")
+    return entry
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

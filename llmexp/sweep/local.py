@@ -1,0 +1,187 @@
+"""Runs of a sweep on this machine: a process tree each, as many at the same time as there are devices for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from llmexp import folder
+from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between looks for a sign of life
+STDERR = "stderr.log"  # in the run folder: what its processes said; the console's rows are in train.log
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run folder to train in, and the devices (or CPU cores) that it takes."""
+
+    path: Path
+    ranks: int
+
+
+@dataclass
+class Active:
+    """A job under way."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    devices: list[str]
+    sign: tuple[float, ...] = ()  # of life
+    sign_at: float = 0.0
+    cause: str = ""  # why it was ended from here
+
+
+class Stopped:
+    """Signals to this process, passed on to the jobs; no further job starts."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._active: list[Active] = []
+
+    @contextlib.contextmanager
+    def passing_on(self, active: list[Active]) -> Iterator[None]:
+        self._active = active
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores the hang-up
+        old = {n: signal.signal(n, self._pass_on) for n in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        for active in list(self._active):
+            with contextlib.suppress(ProcessLookupError):
+                active.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def visible_devices(count: int) -> list[str]:
+    """The names of this process's CUDA devices, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name.strip() for name in given.split(",") if name.strip()]
+    return named[:count] if named else [str(i) for i in range(count)]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    devices: Sequence[str],
+    *,
+    max_parallel: int | None,
+    devices_per_run: int | None,
+    max_retries: int,
+    stop_on_failure: bool,
+    silence_s: float | None,
+    begun: Callable[[Job], None],
+    ended: Callable[[Job, bool], None],
+    tick: Callable[[], None],
+) -> bool:
+    """Runs every job in the order given, each as soon as its devices are free; whether a signal stopped them.
+
+    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the cores. `ended` gets the
+    job and whether it is started again. `tick` is called now and then.
+    """
+    slots = max_parallel or (len(devices) or 1)
+    waiting, free, active = list(jobs), list(devices), list[Active]()
+    failures = dict.fromkeys((job.path for job in jobs), 0)
+    stop, halted = Stopped(), False
+    with stop.passing_on(active):
+        while active or (waiting and not stop.requested and not halted):
+            while waiting and not (stop.requested or halted) and len(active) < slots:
+                need = (devices_per_run or waiting[0].ranks) if devices else 0
+                if need > len(free):
+                    break
+                job = waiting.pop(0)
+                taken, free = free[:need], free[need:]
+                begun(job)
+                active.append(Active(job, start(job, taken, slots), taken, sign_at=time.monotonic()))
+                if stop.requested:  # the signal came before this one was there to get it
+                    active[-1].process.send_signal(signal.SIGTERM)
+            for one in list(active):
+                code = one.process.poll()
+                if code is None:
+                    end_if_silent(one, silence_s)
+                    continue
+                active.remove(one)
+                free += one.devices
+                failed = settle(one.job.path, code, one.cause, stopped=stop.requested)
+                failures[one.job.path] += failed
+                again = failed and code != REFUSED and failures[one.job.path] <= max_retries and not stop.requested
+                ended(one.job, again)
+                if again:
+                    waiting.append(one.job)
+                elif failed and stop_on_failure:
+                    halted = True
+            tick()
+            time.sleep(POLL_S)
+    return stop.requested
+
+
+def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
+    """The job's worker. It starts its own ranks, with a port and a process group of their own."""
+    env = dict(os.environ)
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    if slots > 1 and not devices:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)))
+    with open(job.path / STDERR, "ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmexp.train", str(job.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=env,
+            process_group=0,  # Ctrl-C reaches this process, which passes it on once
+        )
+
+
+def end_if_silent(one: Active, silence_s: float | None) -> None:
+    """Kills a job that has written nothing for too long: what hangs must not hold up the others."""
+    now = time.monotonic()
+    if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
+        return
+    path = one.job.path
+    files = (path / name for name in (folder.METRICS, folder.STATUS, folder.LOG, STDERR, folder.CHECKPOINTS, "logs"))
+    sign = tuple(file.stat().st_mtime for file in files if file.exists())
+    if sign != one.sign:
+        one.sign, one.sign_at = sign, now
+    elif now - one.sign_at > silence_s:
+        one.cause = f"no sign of life for {silence_s:g} s (sweep.silence_s); it was ended"
+        one.process.kill()  # its ranks die with it
+
+
+def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
+    """Whether the run failed; records a death that it could not record itself."""
+    state = folder.read_status(path).get("state")
+    if code in (DONE, PREEMPTED) or (code > 128 and stopped):
+        return False
+    if state == "failed" and code >= 0 and not cause:
+        return True
+    if code < 0:
+        hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
+        text = cause or f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
+    else:
+        text = cause or last_words(path) or f"the worker ended with exit code {code} and without a word"
+    exit_code = code if code == REFUSED else FAILED
+    folder.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
+    return True
+
+
+def last_words(path: Path) -> str:
+    """The last line that the worker itself said on standard error, such as why it refused."""
+    with contextlib.suppress(OSError):
+        lines = (path / STDERR).read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
+        return said[-1] if said else ""
+    return ""

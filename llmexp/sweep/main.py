@@ -1,0 +1,353 @@
+"""A sweep from its points to its answer: ledger, what is left to do, rungs, the tables and the exit code.
+
+points -> check them all -> ledger and run folders -> local | slurm | ray -> table, comparison, exit code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf
+
+from llmexp import folder
+from llmexp.config import ConfigError, Sweep, build_sweep, refuse
+from llmexp.process import PREEMPTED
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.points import Checker, Point, Refused, expand, is_grid, load_points, no_start, refuse_hosts, twins
+
+LOCK = ".lock-sweep"
+ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
+
+
+@dataclass
+class Current:
+    """The sweep of this process."""
+
+    settings: Sweep
+    where: Path
+    fixed: bool  # the user named the folder
+    name: str
+    launcher: str  # local | slurm | ray
+    cfg: DictConfig
+    arguments: list[str]
+    checker: Checker
+    stack: contextlib.ExitStack
+    ledger: Ledger | None = None  # once the first points have passed their checks
+    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
+    stopped: bool = False
+
+
+CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here
+
+
+def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs a sweep, or goes on with one. `arguments`: the command line, for the way to go on.
+
+    Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
+    """
+    from llmexp.launch import CONFIG_NAME, fixed_folder, quoted, refuse_secrets, say, user_errors
+    from llmexp.sweep.launchers import check_launcher
+
+    with contextlib.ExitStack() as stack:
+        checker = stack.enter_context(Checker())
+        settings, where = settings_of(cfg)
+        refuse_secrets(list(arguments), "the command line")
+        current = Current(
+            settings, where, settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir"), str(cfg.name),
+            check_launcher(cfg), cfg, without(arguments, "sweep.resume"), checker, stack,
+        )  # fmt: skip
+        CURRENT[:] = [current]
+        stack.callback(CURRENT.clear)
+        if is_grid(cfg):
+            points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
+            run_batch(current, points, refused)
+        else:
+            here = f"hydra.sweep.dir={quoted(str(where))}"  # what ${now:} says is said once
+            with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
+                hydra.multirun(
+                    CONFIG_NAME,
+                    task_function=lambda _: None,
+                    overrides=[*overrides, here],
+                    with_log_configuration=False,
+                )
+        ledger = current.ledger
+        assert ledger is not None
+        states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
+        ledger.state = "preempted" if current.stopped else "finished" if states <= {"finished"} else "failed"
+        ledger.save()
+        conclude(ledger, settings.report, say)
+        if current.stopped:
+            allowed = f" --allow {shlex.quote(os.environ['LLMEXP_ALLOW'])}" if os.environ.get("LLMEXP_ALLOW") else ""
+            say(f"stopped; to go on: llmexp resume {shlex.quote(str(ledger.path))}{allowed}")
+            return PREEMPTED
+        return 0 if ledger.state == "finished" else 1
+
+
+def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
+    """The section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
+    from llmexp.launch import chosen_folder, user_errors
+
+    with user_errors():
+        settings = build_sweep(OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True))  # type: ignore
+    if settings.halving_keep == 1 and settings.halving is not None:
+        raise refuse("sweep.halving_keep", settings.halving_keep, "keeps all points at every rung", 0.5)
+    if settings.resume is not None:
+        where = Path(settings.resume)
+        if not ledgers.is_sweep(where):
+            text = f"is no sweep (it has no {ledgers.LEDGER})"
+            raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
+        return settings, where
+    where = chosen_folder(cfg, "hydra.sweep.dir")
+    folder.check_writable(where)
+    if ledgers.is_sweep(where):
+        raise refuse("hydra.sweep.dir", where, f"holds a sweep already; to go on with it: sweep.resume={where}")
+    return settings, where
+
+
+def without(arguments: Sequence[str], key: str) -> list[str]:
+    """The command line that goes on with a sweep later: less `key`, and less --allow, which a file must not say."""
+    rest, given = [], iter(arguments)
+    for argument in given:
+        if argument == "--allow":
+            next(given, None)
+        elif not argument.startswith(("--allow=", f"{key}=", f"+{key}=", f"++{key}=")):
+            rest.append(argument)
+    return rest
+
+
+def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+    """What our Hydra launchers do: the points of one batch of a sweeper that chooses them while it runs.
+
+    The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal stopped the sweep.
+    """
+    (current,) = CURRENT
+    given = list(current.cfg.hydra.overrides.task)
+    points, refused = load_points(loader, current.cfg, job_overrides, first, current.settings, current.where, given)
+    done = run_batch(current, points, refused, again=True)
+    if current.stopped:
+        raise KeyboardInterrupt
+    results = []
+    for overrides in job_overrides:
+        point, entry = next(((p, e) for p, e in done if p.overrides == list(overrides)), (None, None))
+        result = JobReturn(overrides=overrides, cfg=point.cfg if point else None, status=JobStatus.COMPLETED)
+        assert current.ledger is not None
+        summary = folder.read_status(current.ledger.path / entry.folder).get("summary", {}) if entry else {}
+        value = summary.get("final val/loss", summary.get("final train/loss"))
+        if entry is None or entry.state != "finished" or value is None:
+            result.status, value = JobStatus.FAILED, RuntimeError(entry.error if entry else "this point cannot run")
+        result.return_value = value
+        results.append(result)
+    return results
+
+
+def run_batch(
+    current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
+) -> list[tuple[Point, Entry]]:
+    """Checks all points, then runs those that are not finished; the points with their entries in the ledger.
+
+    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is written.
+    """
+    from llmexp.launch import visible
+
+    if current.launcher != "slurm":
+        for point in points:
+            refuse_hosts(point.config, "for several use hydra/launcher=slurm")
+    if not again and (same := twins(points, [p.identity for p in points])):
+        raise no_start([*same, *refused])
+    found = current.checker.ask("check", points)
+    refused += [p.refused(f["refused"]) for p, f in zip(points, found, strict=True) if "refused" in f]
+    feasible = [(p, f) for p, f in zip(points, found, strict=True) if "refused" not in f]
+    if not again and (same := twins([p for p, _ in feasible], [f["solved"] for _, f in feasible])):
+        raise no_start([*same, *refused])
+    if refused and (current.settings.on_infeasible == "refuse" or not (feasible or again)):
+        raise no_start(refused)
+    ledger = current.ledger or open_ledger(current)
+    pairs = []
+    for point, fact in feasible:
+        entry = known(ledger, point, fact["solved"])
+        if entry is None:
+            entry = Entry(next_number(ledger), point.label, "", point.identity, visible(point.overrides))
+            point = point.moved(entry.number, ledger.path)
+            entry.folder = str(point.path.relative_to(ledger.path))
+            ledger.points.append(entry)
+        elif entry.state != "infeasible":
+            entry.identity = point.identity
+        point = dataclasses.replace(point, number=entry.number, path=ledger.path / entry.folder)
+        current.knobs[entry.folder] = fact
+        pairs.append((point, entry))
+    for one in refused:
+        asked = visible(one.overrides)
+        entry = next((e for e in ledger.points if e.overrides == asked), None)
+        if entry is None:
+            number = next_number(ledger)
+            ledger.points.append(Entry(number, one.label, f"{number}-{one.label}", None, asked, "infeasible"))
+        (entry or ledger.points[-1]).error = ledgers.one_line(one.reason)
+    ledger.swept = sorted({*ledger.swept, *(key for p in points for key in p.swept)})
+    ledger.state = "running"
+    ledger.save()
+    run_rungs(current, ledger, list({e.folder: (p, e) for p, e in pairs}.values()))
+    return pairs
+
+
+def open_ledger(current: Current) -> Ledger:
+    """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
+    if current.settings.resume is None:
+        path = folder.claim(current.where, current.fixed)  # two sweeps of the same second get two folders
+        current.ledger = Ledger(path, current.name, current.launcher, current.arguments, [])
+    else:
+        current.ledger = ledgers.read(current.where)
+        current.ledger.launcher, current.ledger.arguments = current.launcher, current.arguments
+    current.stack.enter_context(folder.locked(current.ledger.path, LOCK, "running the sweep in"))
+    return current.ledger
+
+
+def next_number(ledger: Ledger) -> int:
+    return max((e.number for e in ledger.points), default=-1) + 1
+
+
+def known(ledger: Ledger, point: Point, solved: str) -> Entry | None:
+    """The entry of a point that the ledger has already: by its config as composed, or as solved in the run's folder."""
+    from llmexp.launch import visible
+
+    for entry in ledger.points:
+        was_infeasible = entry.state == "infeasible" and entry.overrides == visible(point.overrides)
+        if entry.identity == point.identity or was_infeasible:
+            return entry
+    for entry in ledger.points:
+        with contextlib.suppress(ConfigError):
+            if ledgers.identity(folder.read_config(ledger.path / entry.folder)) == solved:
+                return entry
+    return None
+
+
+def rungs(settings: Sweep) -> list[float | None]:
+    """Shares of a run's steps at which successive halving compares the points; None is all of them.
+
+    Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
+    """
+    shares: list[float | None] = []
+    share = settings.halving
+    while share is not None and share < 1:
+        shares.append(share)
+        share /= settings.halving_keep
+    return [*shares, None]
+
+
+def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
+    """Runs the points to the end, or from rung to rung with the best of them."""
+    for _, entry in pairs:
+        if entry.rung is not None and (current.settings.halving is None or entry.identity is None):
+            entry.rung = None
+    for share in rungs(current.settings):
+        racing = [(p, e) for p, e in pairs if e.rung is None]
+        stops = {}
+        for _, entry in racing:
+            steps = current.knobs[entry.folder]["max_steps"]
+            stops[entry.folder] = None if share is None else max(1, math.ceil(share * steps))
+        run_points(current, ledger, [(p, e, stops[e.folder]) for p, e in racing])
+        if current.stopped or share is None:
+            return
+        scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
+        ranked = sorted((e for _, e in racing if scores[e.folder] < math.inf), key=lambda e: scores[e.folder])
+        for entry in ranked[max(1, math.ceil(len(ranked) * current.settings.halving_keep)) :]:
+            if entry.state != "finished":
+                ledger.update(entry, rung=share)
+
+
+def score(path: Path, step: int | None) -> float:
+    """The loss of a run at a step, which says whether it goes on; inf for one that did not come so far."""
+    with contextlib.suppress(ConfigError):
+        for row in folder.read_rows(path / folder.METRICS):
+            if row["step"] == step:
+                return float(row.get("val/loss", row.get("train/loss", math.inf)))
+    return math.inf
+
+
+def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
+    """Runs points up to a step (None: to the end), where they have not been there before."""
+    from llmexp.launch import say
+    from llmexp.sweep import launchers, show
+
+    left = []
+    for point, entry, stop_step in todo:
+        path = ledger.path / entry.folder
+        state = ledger.look(entry).get("state")
+        reached = stop_step is not None and score(path, stop_step) < math.inf
+        if state != "finished" and not (reached and state == "preempted") and not (state == "failed" and reached):
+            left.append((point, entry, stop_step))
+    if len(left) < len(todo) and left:
+        say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
+    if not left:
+        return
+    at_work = launchers.at_work(current, [p for p, _, _ in left], say)  # jobs of an earlier command that are not over
+    new = []
+    for point, entry, stop_step in left:
+        if point.path in at_work:
+            continue
+        wait_for_lock(point.path)
+        config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
+        new.append((dataclasses.replace(point, config=config), entry))
+    queued = []
+    for (point, entry), fact in zip(new, current.checker.ask("queue", [p for p, _ in new]), strict=True):
+        if "refused" in fact:
+            ledger.update(entry, state="failed", error=ledgers.one_line(fact["refused"]))
+            say(f"{entry.folder}  not started: {entry.error}")
+        else:
+            ledger.update(entry, state="queued", error=None, exit_code=None)
+            queued.append((point, entry))
+    with show.Display(ledger, lines=current.launcher != "slurm") as display:  # its jobs are told of with their ids
+        current.stopped = launchers.execute(current, ledger, queued, at_work, display)
+        for _, entry, _ in left:
+            ledger.look(entry)
+        display.tick()
+
+
+def wait_for_lock(path: Path) -> None:
+    """For a run whose sweep was killed, and which is saving. Raises ConfigError when it goes on and on."""
+    deadline = time.monotonic() + ORPHAN_S
+    while folder.is_locked(path):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{path}: another process is training in this folder")
+        time.sleep(0.2)
+
+
+def conclude(ledger: Ledger, report: str, say: Callable[[str], None]) -> None:
+    """The table, what can be said from it, and the page. The runs are recorded: what goes wrong here is only said."""
+    from llmexp.sweep import show
+    from llmexp.sync import upload_command
+
+    say("")
+    say(show.results_table(ledger))
+    if sum(e.state == "finished" for e in ledger.points) > 1:
+        try:
+            from llmexp.compare import reading, throughput
+            from llmexp.compare.comparing import compare
+            from llmexp.compare.page import page
+
+            say("")
+            if report == "throughput":
+                say(throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path))
+                say(f"tables {ledger.path / 'throughput.md'}, .csv, .png")
+            else:
+                comparison = compare([ledger.path])
+                for sentence in comparison.sentences:
+                    say(sentence)
+                folder.write_whole(ledger.path / "compare.html", page(comparison))
+                say(f"page   {ledger.path / 'compare.html'}")
+        except Exception as error:
+            say(f"no comparison: {error!r}")
+    if upload := upload_command(ledger.path):
+        say(f"upload {upload}")
+    say(f"folder {ledger.path}")

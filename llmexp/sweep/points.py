@@ -1,0 +1,290 @@
+"""The points of a sweep: composing, naming and checking them, all before the first one starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, open_dict
+
+from llmexp.config import Config, ConfigError, Sweep, build, plain, refuse
+from llmexp.process import die_with_parent
+from llmexp.sweep.ledger import identity
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A point that cannot run, and why."""
+
+    number: int
+    label: str
+    overrides: list[str]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}-{self.label}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point that composes. `number` and `path` are final once the ledger knows it."""
+
+    number: int
+    overrides: list[str]
+    swept: list[str]  # the keys that differ between the points
+    cfg: DictConfig
+    config: Config
+    label: str
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}-{self.label}"
+
+    @property
+    def identity(self) -> str:
+        return identity(plain(self.config))
+
+    def refused(self, reason: str) -> Refused:
+        return Refused(self.number, self.label, self.overrides, reason)
+
+    def request(self) -> dict[str, Any]:
+        """What a worker needs to make the run, or to go on with it."""
+        from llmexp.launch import visible
+
+        checkpoint = dataclasses.replace(self.config.checkpoint, resume="auto")
+        return {
+            "config": plain(dataclasses.replace(self.config, checkpoint=checkpoint)),
+            "folder": str(self.path),
+            "fixed": True,
+            "overrides": visible(self.overrides),
+            "label": self.label,
+            "group": str(self.path.parent),
+            "swept": self.swept,
+        }
+
+    def moved(self, number: int, where: Path) -> Point:
+        """The same point under another number, in the sweep's folder `where`."""
+        from llmexp.launch import chosen_folder
+
+        with open_dict(self.cfg):
+            self.cfg.hydra.job.id, self.cfg.hydra.job.num = str(number), number
+        path = where / chosen_folder(self.cfg, "hydra.sweep.subdir")
+        if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
+            raise refuse("hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}")
+        return dataclasses.replace(self, number=number, path=path)
+
+
+def refuse_hosts(config: Config, instead: str = "for several, --queue makes the run's folder and says how") -> None:
+    """Raises ConfigError for a run on several hosts, which cannot be started from here."""
+    if (nodes := config.parallelism.nnodes) > 1:
+        raise refuse("parallelism.nnodes", nodes, f"this command starts ranks on this host only; {instead}", 1)
+
+
+def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
+    """The swept keys with their values, in characters that neither a shell nor an override needs quotes for."""
+    chosen = [o for o in overrides if o.partition("=")[0] in swept]
+    text = "+".join(f"{o.partition('=')[0].rpartition('.')[2]}={o.partition('=')[2]}" for o in chosen)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text.replace("=", "_"))[:120].strip("._-") or "point"
+
+
+def load_points(
+    loader: Any,
+    base: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+    settings: Sweep,
+    where: Path,
+    fixed: Sequence[str] = (),
+) -> tuple[list[Point], list[Refused]]:
+    """Every point that composes and divides, and each one that is refused.
+
+    Swept are the keys that differ between the points; with `fixed`, those that are not among these overrides.
+    """
+    from llmexp.launch import typed, user_errors
+    from llmexp.run import solve_batch, solve_layout
+
+    keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
+    values = {k: {o for job in job_overrides for o in job if o.partition("=")[0] == k} for k in keys}
+    swept = [k for k in keys if (values[k] - set(fixed) if fixed else len(values[k]) > 1)]
+    points: list[Point] = []
+    refused: list[Refused] = []
+    for number, overrides in enumerate(job_overrides, first):
+        name = label(overrides, swept)
+        try:
+            with user_errors(loader, overrides):
+                cfg = loader.load_sweep_config(base, list(overrides))
+                with open_dict(cfg):
+                    cfg.hydra.job.name = name
+            config = with_devices(typed(cfg), settings)
+            if (ranks := config.parallelism.nproc_per_node) is not None:  # else the devices decide, which torch counts
+                solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
+            point = Point(number, list(overrides), swept, cfg, config, name, where).moved(number, where)
+        except ConfigError as error:
+            refused.append(Refused(number, name, list(overrides), str(error)))
+            continue
+        points.append(point)
+    return points, refused
+
+
+def twins(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
+    """The points that are another one again: the same config but for what cannot change results, or the same folder."""
+    found = []
+    for i, point in enumerate(points):
+        for other, identity_ in zip(points[:i], identities, strict=False):
+            if identities[i] == identity_:
+                reason = f"resolves to the same config as {other.name}; what differs cannot change results"
+            elif point.path == other.path:
+                reason = f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
+            else:
+                continue
+            found.append(point.refused(reason))
+            break
+    return found
+
+
+def with_devices(config: Config, settings: Sweep) -> Config:
+    """With as many ranks as sweep.devices_per_run gives it, where the point leaves that open."""
+    p, devices = config.parallelism, settings.devices_per_run
+    if devices is None:
+        return config
+    ranks = p.nproc_per_node or (1 if p.kind == "single" else devices)
+    if ranks > devices:
+        text = f"sweep.devices_per_run={devices} gives each point fewer devices"
+        raise refuse("parallelism.nproc_per_node", ranks, text, devices)
+    return dataclasses.replace(config, parallelism=dataclasses.replace(p, nproc_per_node=ranks))
+
+
+def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises ConfigError."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from llmexp.launch import user_errors
+
+    fixed = cfg.hydra.sweeper.get("params") or {}
+    # Those of Hydra's own are in what the points are composed from.
+    overrides = [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    parser = OverridesParser.create(config_loader=hydra.config_loader)
+    with user_errors():
+        parsed = parser.parse_overrides([f"{k!s}={v}" for k, v in fixed.items()] + list(overrides))
+        for override in parsed:
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise HydraException(
+                    f"{override.input_line}: a sweep needs values to try, for example "
+                    f"{override.get_key_element()}=0.1,0.2"
+                )
+        grid: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
+    return grid
+
+
+def is_grid(cfg: DictConfig) -> bool:
+    """Whether Hydra's own sweeper makes the points, so that they are known beforehand."""
+    return str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper")
+
+
+def no_start(refused: Sequence[Refused]) -> ConfigError:
+    return ConfigError("no point was started, because\n  " + "\n  ".join(reasons(refused)))
+
+
+def reasons(refused: Sequence[Refused]) -> list[str]:
+    """A line for each reason, with the first of the points that share it."""
+    lines = []
+    for reason in dict.fromkeys(r.reason for r in refused):
+        names = [r.name for r in refused if r.reason == reason]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines.append(f"{', '.join(names[:3])}{more}: {reason}")
+    return lines
+
+
+class Checker:
+    """A process that assembles points (the end of this file), so that torch and the devices stay out of this one. It
+    imports torch while the points are composed."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", "-m", "llmexp.sweep.points"]
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)
+
+    def __enter__(self) -> Checker:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._child.kill()
+        self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(OSError):
+                assert stream is not None
+                stream.close()
+
+    def ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
+        """An answer for each point: {"refused": reason}, or what is known of its run. `purpose` check prepares the
+        data, which the runs need anyway; queue also makes the folders of the runs. Raises ConfigError."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            print(json.dumps({purpose: [p.request() for p in points]}), file=self._child.stdin, flush=True)
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self._child.wait()
+            raise ConfigError(f"the check of the sweep's points ended with exit code {code}")
+        found: list[dict[str, Any]] = json.loads(answer)
+        return found
+
+
+def answer(purpose: str, request: dict[str, Any]) -> dict[str, Any]:
+    """In the checker's process: what becomes of a point. Raises ConfigError."""
+    from llmexp import folder
+    from llmexp.assemble import assemble
+    from llmexp.train import worker
+
+    parts = assemble(build(request["config"]), write=True)
+    if purpose == "queue":
+        path, fresh = worker.open_folder(parts, request)
+        if fresh or not worker.is_finished(path):
+            with folder.locked(path):
+                worker.record(path, parts, request, "queued")
+    import torch
+
+    run = parts.run
+    return {
+        "solved": identity(plain(parts.config)),  # also what was null
+        "max_steps": run.max_steps,
+        "ranks": run.facts.layout.nproc_per_node,
+        "devices": torch.cuda.device_count() if run.facts.device == "cuda" else 0,
+    }
+
+
+def serve() -> None:
+    """Answers questions until standard input ends."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            ((purpose, requests),) = json.loads(line).items()
+            found = []
+            for request in requests:
+                try:
+                    found.append(answer(purpose, request))
+                except ConfigError as error:
+                    found.append({"refused": str(error)})
+            print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    import llmexp.train.worker  # noqa: F401 (slow; before there is anything to do)
+
+    serve()

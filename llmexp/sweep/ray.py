@@ -1,0 +1,159 @@
+"""Runs of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m llmexp.train RUN_DIR` on its node."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.config import ConfigError, refuse
+from llmexp.process import PREEMPTED, REFUSED
+from llmexp.sweep.local import STDERR, Job, settle
+
+POLL_S = 0.5
+# Set by Ray for its own processes; ranks of a run are on one node and are given their devices by name.
+OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs of conf/hydra/launcher/ray.yaml, where each is explained."""
+
+    address: str | None
+    cpus_per_run: float | None
+    gpus_per_run: float | None
+    init: dict[str, Any]
+
+
+def check(s: Settings) -> None:
+    """Raises ConfigError for settings that no cluster takes, or where there is no Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("hydra/launcher=ray: the package ray is not installed; pip install 'llmexp[ray]'")
+    for key in ("cpus_per_run", "gpus_per_run"):
+        value = getattr(s, key)
+        if value is not None and not 0 <= value < float("inf"):
+            raise refuse(f"hydra.launcher.{key}", value, "must be at least 0", 1)
+
+
+def train(path: str, environment: dict[str, str]) -> int:
+    """The task: trains in a run folder, or goes on there; the exit code. Ended, it lets the run save."""
+    kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
+    with open(Path(path) / STDERR, "ab") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmexp.train", path],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=kept | environment,
+            cwd=environment["PWD"],
+            process_group=0,
+        )
+    try:
+        return child.wait()
+    except BaseException:  # cancelled: Ray raises in here
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        raise
+
+
+def run_all(
+    jobs: Sequence[Job],
+    s: Settings,
+    *,
+    cuda: bool,
+    max_retries: int,
+    begun: Callable[[Path], None],
+    look: Callable[[Path], None],
+    tick: Callable[[], None],
+) -> bool:
+    """Runs every job as soon as the cluster has room for it; whether a signal stopped them.
+
+    A task whose process dies is repeated by Ray and goes on from the run's checkpoint. Raises ConfigError where there
+    is no cluster at the address.
+    """
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    own = {
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }  # else Ray listens on the machine's outer address
+    try:
+        ray.init(address=s.address, **(quiet | ({} if s.address else own) | s.init))
+    except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"hydra/launcher=ray: ray.init failed: {error}") from None
+    keep = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")
+    environment = {k: os.environ[k] for k in keep if k in os.environ}
+    environment |= {k: v for k, v in os.environ.items() if k.startswith("WANDB_")} | {"PWD": os.getcwd()}
+    stop: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {n: signal.signal(n, lambda number, frame: stop.append(number)) for n in numbers}
+    try:
+        left: dict[Any, Job] = {}
+        for job in jobs:
+            options = {
+                "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
+                "num_gpus": (job.ranks if cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
+                "max_retries": max(3, max_retries),
+                "name": job.path.name,
+            }
+            left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
+        refuse_impossible(ray, jobs, s, cuda)
+        running: set[Path] = set()
+        told = False
+        while left:
+            if stop and not told:
+                told = True
+                for task in left:
+                    ray.cancel(task)
+            done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)
+            for task in done:
+                job = left.pop(task)
+                finish(ray, task, job.path, stopped=bool(stop))
+                look(job.path)
+            for job in left.values():
+                if job.path not in running and folder.read_status(job.path).get("state") == "running":
+                    running.add(job.path)
+                    begun(job.path)
+                    look(job.path)
+            tick()
+        return bool(stop)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        ray.shutdown()
+
+
+def refuse_impossible(ray: Any, jobs: Sequence[Job], s: Settings, cuda: bool) -> None:
+    """Raises ConfigError for runs that would wait for ever: no cluster of now has what one of them needs."""
+    has = ray.cluster_resources()
+    for key, given, name in (("cpus_per_run", s.cpus_per_run, "CPU"), ("gpus_per_run", s.gpus_per_run, "GPU")):
+        most = max((job.ranks for job in jobs), default=0) if given is None else given
+        if name == "GPU" and given is None and not cuda:
+            continue
+        if most > has.get(name, 0):
+            text = f"the cluster has {has.get(name, 0):g} {name}s"
+            raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{has.get(name, 0):g}")
+
+
+def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> None:
+    """Records how a task ended, where its run could not."""
+    try:
+        code = ray.get(task)
+    except ray.exceptions.TaskCancelledError:
+        code, stopped = PREEMPTED, True
+        deadline = time.monotonic() + 60
+        while folder.is_locked(path) and time.monotonic() < deadline:  # it saves
+            time.sleep(0.1)
+    except ray.exceptions.RayError as error:
+        settle(path, REFUSED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
+        return
+    settle(path, code, "", stopped=stopped)

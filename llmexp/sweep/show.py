@@ -1,0 +1,175 @@
+"""A sweep on the terminal: a live table while it runs, lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.launch import say
+from llmexp.sweep.ledger import Entry, Ledger
+
+REFRESH_S = 0.5
+TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
+
+
+class Display:
+    """What a person sees while the points run."""
+
+    def __init__(self, ledger: Ledger, lines: bool = True) -> None:
+        """`lines`: says each change of a point's state."""
+        self._ledger, self._slots, self._lines = ledger, 1, lines
+        self._live: Any = None
+        self._at = 0.0
+        self._max_steps: dict[str, int] = {}
+        self._state = {entry.folder: entry.state for entry in ledger.points}
+
+    def slots(self, number: int) -> None:
+        """How many points run at the same time, for the time that is left."""
+        self._slots = number
+
+    def __enter__(self) -> Display:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(self._table(), auto_refresh=False, transient=True, redirect_stdout=False)
+            self._live.start()
+            self._live.console.show_cursor(True)  # a killed sweep must not leave a terminal without its cursor
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, text: str) -> None:
+        if self._live is None:
+            say(text)
+        else:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def tick(self) -> None:
+        """Shows what has changed since the last time."""
+        now = time.monotonic()
+        for entry in self._ledger.points:
+            if (before := self._state.get(entry.folder)) != entry.state:
+                self._state[entry.folder] = entry.state
+                if self._lines and (before is not None or entry.state != "queued"):
+                    self.line(told(entry, self._ledger.path))
+        if self._live is not None and now - self._at > REFRESH_S:
+            self._at = now
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        from llmexp.metrics.console import format_duration
+
+        width, height = shutil.get_terminal_size((100, 24))
+        points = self._ledger.points
+        order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
+        shown = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(height - 6, 3)]
+        table = Table(box=None, pad_edge=False, expand=False)
+        table.add_column("run", no_wrap=True, overflow="ellipsis", ratio=1 if width < 90 else None)
+        table.add_column("state", no_wrap=True)
+        for title in ("step", "loss", "tokens/s", "left")[: 4 if width >= 80 else 3 if width >= 64 else 2]:
+            table.add_column(title, justify="right", no_wrap=True)
+        left: dict[str, float] = {}
+        for entry in sorted(shown, key=lambda e: e.number):
+            row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
+            if entry.state == "running" and "eta" in row:
+                left[entry.folder] = row["eta"]
+            cells = (
+                f"{row['step']:,}/{self._steps(entry):,}" if row else "",
+                f"{row['train/loss']:.4f}" if "train/loss" in row else "",
+                f"{row['tokens_per_sec']:,.0f}" if "tokens_per_sec" in row else "",
+                format_duration(left[entry.folder]) if entry.folder in left else "",
+            )
+            table.add_row(entry.folder, entry.state, *cells[: len(table.columns) - 2])
+        table.caption = Text(f"{counts(points)}{self._time_left(left)}")
+        table.caption_justify = "left"
+        return table
+
+    def _steps(self, entry: Entry) -> int:
+        if entry.folder not in self._max_steps:
+            run = self._ledger.path / entry.folder / folder.RUN
+            self._max_steps[entry.folder] = folder.read_json(run)["max_steps"] if run.exists() else 0
+        return self._max_steps[entry.folder]
+
+    def _time_left(self, left: dict[str, float]) -> str:
+        """Of the sweep: what is under way, then the points in the queue at the mean time of those that ran."""
+        from llmexp.metrics.console import format_duration
+
+        points = self._ledger.points
+        took = [e.ended - e.started for e in points if e.state == "finished" and e.started and e.ended]
+        took += [time.time() - e.started + left[e.folder] for e in points if e.folder in left and e.started]
+        queued = sum(e.state == "queued" for e in points)
+        if not took or not left:
+            return ""
+        seconds = sum(left.values()) / len(left) + queued * (sum(took) / len(took)) / max(self._slots, 1)
+        return f"; about {format_duration(seconds)} left"
+
+
+def told(entry: Entry, where: Path) -> str:
+    """A line for a point whose state has changed."""
+    from llmexp.metrics.console import format_duration
+
+    text = f"{entry.folder}  {entry.state}"
+    if entry.state == "failed":
+        return f"{text}: {entry.error}"
+    if entry.state == "finished":
+        summary = folder.read_status(where / entry.folder).get("summary", {})
+        loss = summary.get("final val/loss", summary.get("final train/loss"))
+        took = f" in {format_duration(entry.ended - entry.started)}" if entry.ended and entry.started else ""
+        return text + ("" if loss is None else f", loss {loss:.4f}") + took
+    return text
+
+
+def counts(points: Sequence[Entry]) -> str:
+    states = [entry.state if entry.rung is None else f"out at {entry.rung:.3g} of its steps" for entry in points]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def latest_row(path: Path) -> dict[str, Any]:
+    """The last whole row of a run's metrics; empty where there is none yet."""
+    try:
+        with open(path / folder.METRICS, "rb") as f:
+            f.seek(0, 2)
+            f.seek(max(0, f.tell() - TAIL_BYTES))
+            lines = f.read().split(b"\n")
+        row = json.loads(lines[-2]) if len(lines) > 1 else {}
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+def results_table(ledger: Ledger) -> str:
+    """State and final figures of every point, then why the others did not finish."""
+    rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
+    reasons = []
+    for entry in ledger.points:
+        path = ledger.path / entry.folder
+        summary = folder.read_status(path).get("summary", {}) if entry.state != "infeasible" else {}
+        losses = [summary.get(f"final {key}") for key in ("train/loss", "val/loss")]
+        rate = summary.get("mean tokens_per_sec")
+        figures = (*("" if loss is None else f"{loss:.4f}" for loss in losses), "" if rate is None else f"{rate:,.0f}")
+        rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
+        if entry.state in ("failed", "infeasible"):
+            reasons.append(f"{entry.folder}: {entry.error}")
+    return "\n".join([table(rows, left=2), *reasons])
+
+
+def table(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Aligned columns, never cut: the first `left` ones to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [f"{row[i]:<{w}}" if i < left else f"{row[i]:>{w}}" for i, w in enumerate(widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,238 @@
+"""`llmexp sync`: replays runs and sweeps from metrics.jsonl into the tracker, complete and without duplicates."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import math
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.config import ConfigError
+from llmexp.metrics.tracker.local import (
+    Position,
+    next_id,
+    read_position,
+    run_fields,
+    upload_is_pending,
+    write_position,
+)
+
+INCOMPLETE = 1
+
+
+def sync(arguments: list[str]) -> int:
+    """Uploads what the tracker's server does not have yet; exit code 1 when something stayed behind."""
+    parser = argparse.ArgumentParser(
+        prog="llmexp sync",
+        description="Upload runs and sweeps to wandb from their own records. What is there is not sent again.",
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="run or sweep folders; globs in quotes work too")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent; asks no server")
+    parser.add_argument(
+        "--anew", action="store_true", help="upload to new runs: the old ones were deleted, or differ from the records"
+    )
+    args = parser.parse_args(arguments)
+    runs = find_runs(args.paths)
+    if args.dry_run:
+        return max([say(run, lambda run=run: plan(run, args.anew)) for run in runs])
+    from llmexp.metrics.tracker import TrackerError, check_login
+
+    try:
+        check_login()
+    except TrackerError as error:
+        raise ConfigError(f"nothing could be uploaded: {error}; then the same command again") from None
+    done, in_a_row = [], 0
+    for run in runs:
+        done.append(say(run, lambda run=run: send(run, args.anew)))
+        in_a_row = in_a_row + 1 if done[-1] == 2 else 0
+        if in_a_row == 2 and len(done) < len(runs):
+            print(f"stopped: two runs in a row were not uploaded; {len(runs) - len(done)} are left")
+            return INCOMPLETE
+    behind = sum(code > 0 for code in done)
+    again = "the same command without --anew" if args.anew else "the same command"
+    if behind:
+        print(f"{behind} of {len(runs)} runs are not complete in the tracker; {again} completes them")
+    return INCOMPLETE if behind else 0
+
+
+def upload_command(path: Path) -> str | None:
+    """The command that uploads a run or a sweep, or None where nothing is known to be left to upload."""
+    if not any(upload_is_pending(run) for run in runs_in(path)):
+        return None
+    return f"llmexp sync {shlex.quote(str(path))}"
+
+
+def find_runs(paths: Sequence[str]) -> list[Path]:
+    """The runs that the arguments mean, each once. Raises ConfigError for a path that has none."""
+    found: list[Path] = []
+    for text in paths:
+        matches = [Path(text)] if Path(text).exists() else [Path(match) for match in sorted(glob.glob(text))]
+        try:
+            runs = [run for match in matches for run in runs_in(match)]
+        except OSError as error:
+            raise ConfigError(f"{text}: cannot be read: {error.strerror}") from None
+        if not runs:
+            why = "is neither a run nor a sweep" if matches else "there is no such folder"
+            raise ConfigError(f"{text}: {why}; for example llmexp sync outputs/default/2030-01-01_12-00-00")
+        found += runs
+    return list({run.resolve(): run for run in found}.values())
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run itself, or the runs of a sweep by their numbers."""
+    if folder.is_run(path):
+        return [path]
+    runs = [child for child in path.iterdir() if folder.is_run(child)] if path.is_dir() else []
+    return sorted(runs, key=lambda run: [int(t) if t.isdigit() else t for t in re.split(r"([0-9]+)", run.name)])
+
+
+class LeftOut(Exception):
+    """Why a run is not uploaded now, although nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run's folder has for the tracker."""
+
+    fields: dict[str, Any]
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+    state: str
+    exit_code: int
+    position: Position | None
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """How tracker.json says that all of this arrived, but for the url."""
+        return {"project": self.fields["project"], "step": self.rows[-1]["step"], "exit_code": self.exit_code}
+
+    @property
+    def is_there(self) -> bool:
+        known = self.position.uploaded if self.position else None
+        return known is not None and self.mark.items() <= known.items()
+
+
+def say(run: Path, work: Any) -> int:
+    """Runs `work` on a run and prints its line. 0: nothing is left to do; 1: its records are bad; 2: not uploaded."""
+    from llmexp.metrics.tracker import TrackerError
+
+    try:
+        line, code = work()
+    except LeftOut as reason:
+        line, code = f"left out: {reason}", 0
+    except TrackerError as error:
+        line, code = f"not uploaded: {error}", 2
+    except (ConfigError, OSError) as error:
+        line, code = f"cannot be uploaded: {error}", 1
+    print(f"{run.name}: {line}", flush=True)
+    return code
+
+
+def plan(run: Path, anew: bool) -> tuple[str, int]:
+    """What `send` would do, as far as the folder alone can tell."""
+    if folder.is_locked(run):
+        raise LeftOut("it is in training")
+    records = read_records(run, anew)
+    fields = records.fields
+    where = ", ".join(
+        f"{key} {value}" for key in ("project", "group", "name", "run_id") if (value := fields[key]) is not None
+    )
+    if records.is_there:
+        return f"nothing to send, all {len(records.rows):,} rows are there ({where})", 0
+    handed = records.position.step if records.position else -1
+    known = sum(row["step"] <= handed for row in records.rows)
+    already = f"; {known:,} of them were handed to wandb before, and are sent if they did not arrive" if known else ""
+    tags = f"; tags {', '.join(fields['tags'])}" if fields["tags"] else ""
+    return f"{len(records.rows):,} rows, {records.state} ({where}{tags}){already}", 0
+
+
+def send(run: Path, anew: bool) -> tuple[str, int]:
+    """Uploads one run: (what is to be said, 0 or 1). Raises LeftOut, ConfigError, TrackerError, OSError."""
+    from llmexp.metrics.tracker import upload
+
+    with held(run):
+        records = read_records(run, anew)
+        n, fields = len(records.rows), records.fields
+        if records.is_there and records.position and records.position.uploaded:
+            return f"nothing to send, all {n:,} rows are there: {records.position.uploaded.get('url')}", 0
+        last = records.rows[-1]
+        position = Position(fields["run_id"], int(last.get("tokens_seen", -1)), last["step"])
+        # First the id: what it names must be found again if this is cut short.
+        write_position(run, position)
+        done = upload(run, records.rows, records.summary, records.exit_code, **fields)
+        line = f"{done.sent:,} of {n:,} rows sent, {records.state}: {done.url}"
+        if done.there < n:
+            return (
+                f"{line}; {n - done.there:,} earlier rows are missing there and wandb takes none in between: --anew",
+                1,
+            )
+        write_position(
+            run, Position(position.run_id, position.tokens_seen, position.step, records.mark | {"url": done.url})
+        )
+        if done.there > n:
+            line += f"; the tracker has {done.there - n:,} rows that the run does not have (--anew makes an exact copy)"
+        return line, 0
+
+
+@contextlib.contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The run's lock, so that no training starts in the folder meanwhile. Raises LeftOut while there is one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder.locked(run))
+        except ConfigError:
+            raise LeftOut("it is in training; sync it when that has ended") from None
+        yield
+
+
+def read_records(run: Path, anew: bool) -> Records:
+    """Raises ConfigError for records that are damaged, LeftOut for a run without rows."""
+    config, status = folder.read_config(run), {}
+    with contextlib.suppress(ConfigError, TypeError, ValueError):  # of the status only the state and figures are missed
+        status = folder.read_status(run)
+    recorded = folder.read_json(run / folder.RUN)
+    rows = folder.read_rows(run / folder.METRICS)
+    if not rows:
+        raise LeftOut(f"it has no rows yet ({status.get('state', 'unknown state')})")
+    steps = [row["step"] for row in rows]
+    for number, step in enumerate(steps):
+        if type(step) is not int or step < 0 or (number and step <= steps[number - 1]):
+            raise ConfigError(
+                f"{run / folder.METRICS}: line {number + 1}: step {step!r} does not follow the one before"
+            )
+    try:
+        fields = run_fields(run, config, recorded)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{run / folder.CONFIG}: has no usable tracker section ({error!r})") from None
+    if anew:
+        fields["run_id"] = next_id(fields["run_id"])
+    state = str(status.get("state", "unknown"))
+    if state == "running":  # and nobody holds its lock
+        state = "cut"
+    code = status.get("exit_code")
+    exit_code = code if type(code) is int else int(state != "finished")
+    summary = status.get("summary")
+    found = summary if isinstance(summary, dict) and state in ("finished", "preempted") else figures(rows)
+    return Records(fields, rows, found, state, exit_code, None if anew else read_position(run))
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of a run that could not write its own; what is not known is absent."""
+    found: dict[str, Any] = {
+        key: rows[-1][key] for key in ("tokens_seen", "skipped_steps", "outlier_steps") if key in rows[-1]
+    }
+    found["steps"] = rows[-1]["step"]
+    for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
+        values = [row[key] for row in rows if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])]
+        if values:
+            found[f"latest {key}"] = values[-1]
+            if key == "val/loss":
+                found["best val/loss"] = min(values)
+    return found

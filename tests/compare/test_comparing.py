@@ -1,0 +1,160 @@
+"""What a comparison says of runs whose differences are known."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+
+from llmexp.compare.comparing import compare
+from llmexp.compare.records import Comparison
+from llmexp.compare.table import show
+from llmexp.config import ConfigError
+from tests.compare.synthetic import make_run, make_sweep
+
+
+def table_of(comparison: Comparison) -> str:
+    out = io.StringIO()
+    show(comparison, out, 300)
+    return out.getvalue()
+
+
+def grid(clip_effect: dict[float, float], accumulation_effect: dict[int, float] | None = None) -> dict:
+    points = {}
+    for a in (1, 2, 4):
+        for c, offset in clip_effect.items():
+            more = (accumulation_effect or {}).get(a, 0.0)
+            points[f"a_{a},c_{c}"] = dict(micro=8 // a, accumulation=a, max_norm=c, offset=offset + more)
+    return points
+
+
+def test_a_grid_at_one_real_batch_says_what_is_best_and_what_makes_no_difference(tmp_path):
+    swept = ["batch.gradient_accumulation_steps", "clip.max_norm"]
+    make_sweep(tmp_path / "s", grid({0.5: 0.0, 1.0: 0.03}), swept)
+    c = compare([tmp_path / "s"])
+    assert c.batch == "iso-batch"
+    assert set(c.factors) == set(swept)
+    assert "batch.micro_batch_size" in c.differing
+    assert not any(key.startswith(("tracker", "name")) for key in c.differing)
+    assert all(e.values["clip.max_norm"] == 0.5 for e in c.entries[:3])
+    text = " ".join(c.sentences)
+    assert c.sentences[0].count("clip.max_norm=0.5") == 2  # of the best and of the next
+    assert "indistinguishable" in c.sentences[1]
+    assert "clip.max_norm: 0.5 is better than 1.0 by 0.03 ±" in text
+    assert "gradient_accumulation_steps makes no difference that can be told (iso-batch, as it should)" in text
+
+
+def test_a_lead_is_real_with_its_size_and_a_tie_is_called_one(tmp_path):
+    make_run(tmp_path / "a", own=1)
+    make_run(tmp_path / "b", own=2, offset=0.01, max_norm=2.0)
+    make_run(tmp_path / "c", own=3, max_norm=3.0, offset=5e-5)  # less than a difference that counts
+    real = compare([tmp_path / "a", tmp_path / "b"])
+    assert [e.name for e in real.entries] == ["a", "b"]
+    assert real.sentences[1].startswith("The difference is real: step by step on the same batches")
+    mean = float(real.sentences[1].split("lower by ")[1].split()[0])
+    # 200 paired steps, two wobbles of 0.002 with AR(1) r = 0.5: standard error 0.002 sqrt(2) sqrt(3/200) = 3.5e-4,
+    # shown with two digits.
+    assert mean == pytest.approx(0.01, abs=4 * 3.5e-4 + 5e-4)
+    tie = compare([tmp_path / "a", tmp_path / "c"])
+    assert tie.sentences[1].startswith("Within noise, indistinguishable")
+
+
+def test_other_batches_are_not_paired_and_judged_by_the_noise_of_the_evaluation(tmp_path):
+    make_run(tmp_path / "a", micro=8)
+    level = 3 * (math.exp(-400 / 80) - math.exp(-200 / 80))  # so that after half the steps the val loss is the same
+    make_run(tmp_path / "b", micro=16, steps=200, offset=level + 0.002)
+    make_run(tmp_path / "c", micro=16, steps=200, offset=level + 0.5, max_norm=2.0)
+    c = compare([tmp_path / "a", tmp_path / "b"])
+    assert c.batch == "scaling"
+    assert c.align_at == 400 * 8 * 128
+    assert c.factors == ("batch.real_batch_size",)  # of itself; the micro-batch and the steps follow
+    assert "Within noise, indistinguishable: the difference in val/loss" in c.sentences[1]
+    assert "noise of the evaluation" in c.sentences[1]
+    c = compare([tmp_path / "a", tmp_path / "c"])
+    assert c.sentences[1].startswith("The difference is real")
+
+
+def test_seeds_are_folded_and_their_spread_decides(tmp_path):
+    spread = {1: -0.01, 2: 0.0, 3: 0.012}
+    for seed, own in spread.items():
+        make_run(tmp_path / f"near-seed_{seed}", seed=seed, offset=own)
+        make_run(tmp_path / f"same-seed_{seed}", seed=seed, offset=-2 * own + 0.002, max_norm=2.0)
+        make_run(tmp_path / f"far-seed_{seed}", seed=seed, offset=own + 0.1, max_norm=3.0)
+    c = compare([tmp_path])
+    assert sorted((e.name, len(e.runs)) for e in c.entries) == [("far x3", 3), ("near x3", 3), ("same x3", 3)]
+    assert "train.seed" not in c.differing
+    near = next(e for e in c.entries if e.name == "near x3")
+    ends = [2.6 + 3 * math.exp(-5) + own for own in spread.values()]
+    half = 4.302653 * np.std(ends, ddof=1) / math.sqrt(3)
+    assert near.figures["val/loss"] == pytest.approx(np.mean(ends), rel=1e-12)
+    assert near.intervals["val/loss"] == pytest.approx((np.mean(ends) - half, np.mean(ends) + half), rel=1e-6)
+    assert c.sentences[1].startswith("Within noise, indistinguishable")
+    assert "paired by 3 seeds" in c.sentences[1]
+    assert "Clearly behind it: clip.max_norm=3.0" in c.sentences[2]
+    assert "±0 " not in table_of(c)
+
+
+def test_repeats_of_a_seed_are_no_further_seeds(tmp_path):
+    make_run(tmp_path / "a", own=1)
+    make_run(tmp_path / "b", own=2)
+    assert [len(e.runs) for e in compare([tmp_path]).entries] == [1, 1]
+
+
+def test_losses_are_read_where_all_unfailed_runs_have_come(tmp_path):
+    make_run(tmp_path / "long", steps=400)
+    make_run(tmp_path / "short", steps=250, max_norm=2.0, state="preempted")
+    make_run(tmp_path / "broken", steps=120, max_norm=3.0, state="failed", offset=-1.0)
+    c = compare([tmp_path])
+    assert c.align_at == 250 * 8 * 128
+    found = {e.name: e for e in c.entries}
+    assert found["long"].figures["val/loss"] == pytest.approx(
+        2.6 + 3 * math.exp(-200 / 80)
+    )  # evaluated at 100, 200, ..
+    assert found["long"].figures["final val/loss"] == pytest.approx(2.6 + 3 * math.exp(-400 / 80))
+    assert "val/loss" not in found["broken"].figures
+    assert c.entries[-1].name == "broken"  # though its loss is the lowest
+    text = " ".join(c.sentences)
+    assert "256,000 tokens" in text
+    assert "short ends there" in text
+    assert "1 of 3 runs is failed" in text
+    by_steps = compare([tmp_path], align="steps")
+    assert by_steps.align_at == 250
+    assert compare([tmp_path], align="time").align_at == pytest.approx(125.0)  # of half a second each
+
+
+def test_losses_of_different_tokenizers_are_not_ranked_bits_per_byte_are(tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", tokenizer="gpt2", offset=0.2)
+    c = compare([tmp_path])
+    assert c.metric == "val/bits_per_byte"
+    assert "tokenizers differ" in " ".join(c.sentences)
+    assert all("losses per token compare with no other" in e.note for e in c.entries)
+
+
+def test_sorting_by_a_rate_puts_the_highest_first(tmp_path):
+    for name, rate in (("slow", 10.0), ("fast", 30.0)):
+        path = make_run(tmp_path / name, max_norm=rate)
+        status = json.loads((path / "status.json").read_text())
+        status["summary"]["mean tokens_per_sec"] = rate
+        (path / "status.json").write_text(json.dumps(status))
+    c = compare([tmp_path], sort="tokens_per_sec")
+    assert [e.name for e in c.entries] == ["fast", "slow"]
+    assert "highest tokens/s" in c.sentences[0]
+
+
+@pytest.mark.parametrize(("key", "value", "hint"), [("sort", "val/los", "val/loss"), ("align", "days", "tokens")])
+def test_unknown_words_are_refused(tmp_path, key, value, hint):
+    make_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match=hint):
+        compare([tmp_path], **{key: value})
+
+
+def test_what_only_names_or_records_is_left_out_unless_nothing_else_differs(tmp_path):
+    make_run(tmp_path / "a", train__log_every=1)
+    make_run(tmp_path / "b", train__log_every=5)
+    assert "train.log_every" in compare([tmp_path]).differing
+    make_run(tmp_path / "c", max_norm=3.0)
+    assert compare([tmp_path]).differing == ("clip.max_norm",)

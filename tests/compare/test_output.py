@@ -1,0 +1,170 @@
+"""The commands from outside: tables at any width, strict files, exit codes, lists, marks, clearing up."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.cells import cell_len
+
+from llmexp.__main__ import run as llmexp
+from llmexp.compare.comparing import compare
+from llmexp.compare.table import show, shown
+from tests.compare.synthetic import make_run, make_sweep
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    points = {
+        f"max_norm_{c},gradient_accumulation_steps_{a}": dict(max_norm=c, accumulation=a, micro=8 // a, offset=c / 50)
+        for c in (0.5, 1.0)
+        for a in (1, 2)
+    }
+    return make_sweep(tmp_path / "s", points, ["clip.max_norm", "batch.gradient_accumulation_steps"])
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200, 400])
+def test_the_table_fits_and_keeps_name_and_metric(sweep, width):
+    out = io.StringIO()
+    comparison = compare([sweep])
+    show(comparison, out, width)
+    lines = out.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= width
+    if width >= 40:
+        text = out.getvalue()
+        assert text.count("finished") == 4
+        for entry in comparison.entries:
+            assert f"{entry.figures['val/loss']:.5g}" in text
+        column = "".join(line.split("  ")[0].strip() for line in lines)
+        assert all(entry.name in column for entry in comparison.entries)  # folded, not cut
+    if width == 400:
+        assert "Not shown" not in out.getvalue()
+
+
+def test_markup_and_escapes_in_names_are_shown_as_text(tmp_path, capsys):
+    make_run(tmp_path / "[red]x[bold]|`=1\x1b[31m")
+    make_run(tmp_path / "b", max_norm=2.0)
+    assert llmexp(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "[red]x[bold]|`=1" in out
+    assert "\x1b" not in out
+    assert llmexp(["compare", str(tmp_path), "--markdown"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len({row.replace("\\|", "").count("|") for row in rows}) == 1
+
+
+def test_json_csv_and_markdown_say_the_same_and_nothing_else(sweep, capsys):
+    comparison = compare([sweep])
+    assert llmexp(["compare", str(sweep), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert [r["name"] for r in whole["runs"]] == [e.name for e in comparison.entries]
+    assert whole["sentences"] == list(comparison.sentences)
+    assert llmexp(["compare", str(sweep), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    for given, row, entry in zip(whole["runs"], rows, comparison.entries, strict=True):
+        for column in comparison.columns:
+            assert given[column.key] == float(row[column.key]) == entry.figures[column.key]
+        assert str(given["clip.max_norm"]) == f"{float(row['clip.max_norm'])}"
+        assert given["state"] == row["state"] == "finished"
+    assert llmexp(["compare", str(sweep), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n| ") == 1 + 4
+    assert "is better than" in out
+
+
+def test_files_are_written_and_a_path_after_an_option_is_no_file(sweep, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["t.json", "t.csv", "t.md", "t.png"]
+    options = [
+        f for name, opt in zip(names, ("json", "csv", "markdown", "png"), strict=True) for f in (f"--{opt}", name)
+    ]
+    assert llmexp(["compare", "s", *options]) == 0
+    assert "val loss" in capsys.readouterr().out
+    assert json.loads((tmp_path / "t.json").read_text())["runs"]
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG\r\n")
+    before = (sweep / "sweep.json").read_bytes()
+    assert llmexp(["compare", "--csv", "s"]) == 0
+    assert capsys.readouterr().out.startswith("name,path,state")
+    assert (sweep / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--png", "table.txt"], ["--html", "no/such/folder/x.html"], ["--csv", "new.txt"], ["--json", "--csv"],
+        ["--align", "days"], ["--sort", "x"],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line(sweep, capsys, arguments):
+    assert llmexp(["compare", str(sweep), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(sweep, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert llmexp(["compare", str(tmp_path / "empty")]) == 2
+    assert "no run" in capsys.readouterr().err
+    assert llmexp(["compare", str(tmp_path / "empty"), str(sweep)]) == 0
+    captured = capsys.readouterr()
+    assert "is no run" in captured.err
+    assert "max_norm" in captured.out
+
+
+def test_no_terminal_and_an_ascii_one(sweep):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1", "COLUMNS": "60", "TERM": "dumb"}
+    env.pop("DISPLAY", None)
+    command = [sys.executable, "-m", "llmexp", "compare", str(sweep), "--png", str(sweep / "x.png")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert max(map(len, done.stdout.splitlines())) <= 60
+
+
+def test_figures_are_readable():
+    assert [shown(v, 4) for v in (0.0, 3.14159, 20480.0, 12345.6, 1e-7, 0.25, 1e20)] == [
+        "0", "3.142", "20,480", "12,346", "1e-07", "0.2500", "1e+20",
+    ]  # fmt: skip
+
+
+def test_the_list_of_runs_with_marks_states_and_sizes(sweep, tmp_path, capsys):
+    cut = make_run(tmp_path / "lost", state="running")
+    make_run(tmp_path / "bad", state="failed")
+    assert llmexp(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "4 finished" in out
+    assert "400/400" in out
+    assert llmexp(["runs", str(tmp_path), "--state", "cut", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (row["name"], row["state"], row["step"]) == ("lost", "cut", 400)
+    assert row["size"] >= (cut / "metrics.jsonl").stat().st_size
+    assert llmexp(["runs", str(tmp_path), "--name", "1-*", "--mark", "the baseline"]) == 0
+    assert "mark: the baseline" in capsys.readouterr().out
+    assert any("mark: the baseline" in e.note for e in compare([sweep]).entries)
+    assert llmexp(["runs", str(tmp_path), "--name", "1-*", "--unmark"]) == 0
+    assert "mark" not in capsys.readouterr().out
+    assert llmexp(["runs", str(tmp_path), "--state", "done"]) == 2
+
+
+def test_only_old_checkpoints_of_finished_runs_go_and_only_when_told(sweep, tmp_path, capsys):
+    failed = make_run(tmp_path / "failed", state="failed")
+    run = sorted(sweep.iterdir())[0]
+    for where in (run, failed):
+        for step in (5, 50, 100):
+            folder = where / "checkpoints" / f"step_{step:08d}"
+            folder.mkdir(parents=True)
+            (folder / "weights").write_bytes(b"x" * 9000)
+        (where / "checkpoints" / "mine").mkdir()
+    (run / "checkpoints" / "step_00000001").symlink_to(failed / "checkpoints")
+    assert llmexp(["runs", str(tmp_path), "--remove-checkpoints"]) == 0
+    assert "2 checkpoints" in capsys.readouterr().out
+    assert (run / "checkpoints" / "step_00000005").is_dir()
+    assert llmexp(["runs", str(tmp_path), "--remove-checkpoints", "--yes"]) == 0
+    kept = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert kept == ["mine", "step_00000001", "step_00000100"]
+    assert len(list((failed / "checkpoints").iterdir())) == 4

@@ -1,0 +1,151 @@
+"""Damage and foreign folders: each a line, and the good runs are still shown."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmexp.compare.comparing import compare
+from llmexp.compare.reading import clean, find, read
+from llmexp.compare.rows import Columns, elapsed
+from llmexp.compare.table import to_json
+from tests.compare.synthetic import make_run, make_sweep
+
+
+def slow(text: str) -> dict[str, list]:
+    """An independent reader of rows: line by line, everything."""
+    rows = [json.loads(line) for line in text.splitlines()]
+    keys = dict.fromkeys(k for row in rows for k in row)
+    return {k: [float(row.get(k, "nan")) for row in rows] for k in keys}
+
+
+numbers = st.floats(-1e6, 1e6) | st.sampled_from([0.0, -0.0, 1e-30, 3.0000000000000004, 1e22])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(
+        st.tuples(st.booleans(), st.booleans(), numbers, numbers, numbers), min_size=1, max_size=20
+    )
+)  # fmt: skip
+def test_the_quick_reader_and_the_whole_one_read_what_is_there(tmp_path, rows):
+    path = tmp_path / "metrics.jsonl"
+    lines = []
+    for i, (with_loss, with_val, loss, val, lr) in enumerate(rows, 1):
+        row = {"step": i, "tokens_seen": i * 1024, "epoch": 0.5}
+        row |= {"train/loss": loss} if with_loss else {}
+        row |= {"lr": lr, "skipped": False}
+        row |= {"val/loss": val, "val/ppl": 2.0, "val/bits_per_byte": val / 2} if with_val else {}
+        lines.append(json.dumps(row, separators=(",", ":")))
+    path.write_text("\n".join(lines) + "\n")
+    columns, wanted = Columns(path), slow(path.read_text())
+    for key in ("train/loss", "val/loss", "val/bits_per_byte"):
+        assert (key in dict.keys(columns)) == (key in wanted)
+    assert not columns._whole, "the usual form is read the quick way"
+    for key in wanted:
+        np.testing.assert_array_equal(columns[key], wanted[key])
+    assert "no such key" not in columns
+    assert columns.get("no such key", 5) == 5
+
+
+DAMAGE = {
+    "a torn last line": lambda text: text + '{"step":401,"tokens_seen":41',
+    "a torn line inside": lambda text: text[:1000] + text[1100:],
+    "a foreign line": lambda text: 'step 1: loss 2\n[1, 2]\n"x"\n' + text,
+    "zeros": lambda text: text[:5000] + "\0" * 4096,
+    "steps twice": lambda text: text + text[: text.index("\n") + 1] * 3,
+    "not numbers": lambda text: text.replace('"lr":0.001', '"lr":{"deep":[1]}').replace('"epoch":0.1', '"epoch":null'),
+    "huge": lambda text: text.replace('"train/loss":', '"train/loss":1e999,"big":' + "9" * 5000 + ',"x":', 3),
+    "too deep": lambda text: "[" * 100_000 + "\n" + text,
+    "nothing": lambda text: "",
+    "NaN": lambda text: text.replace('"lr":0.001', '"lr":NaN'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_rows_are_passed_over(tmp_path, damage):
+    good, bad = make_run(tmp_path / "good", max_norm=2.0), make_run(tmp_path / "bad", steps=60, val_every=20)
+    file = bad / "metrics.jsonl"
+    file.write_text(DAMAGE[damage](file.read_text()))
+    c = compare([tmp_path])
+    assert {e.name for e in c.entries} == {"good", "bad"}
+    json.loads(to_json(c), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    record = next(r for e in c.entries for r in e.runs if r.path == bad)
+    lengths = {len(column) for column in record.columns.values()}
+    assert len(lengths) <= 1
+    assert all(np.isfinite(v) for e in c.entries for v in e.figures.values())
+    if damage in ("a torn line inside", "a foreign line", "steps twice", "too deep"):
+        assert any("bad" in p for p in c.problems)
+    assert good.is_dir()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json", "status.json"])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{", "a: [", "\0\1", '{"state": 5, "summary": [1], "step": "x"}', "x: &a [*a]"]
+)
+def test_damaged_files_are_said_and_passed_over(tmp_path, name, text):
+    make_run(tmp_path / "good", max_norm=2.0)
+    (make_run(tmp_path / "bad") / name).write_text(text)
+    c = compare([tmp_path])
+    assert {e.name for e in c.entries} == {"good", "bad"}
+    json.loads(to_json(c))
+
+
+def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
+    text = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+        f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 12)
+    )
+    (make_run(tmp_path / "bad") / "config.yaml").write_text(text)
+    assert any("deeper or longer" in p for p in compare([tmp_path]).problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"format": 2, "points": []}', "format 2"), ("{", "cannot be read"), ('{"format": 1, "points": 5}', "damaged")],
+)
+def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text, said):
+    sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {"max_norm": 2.0}}, ["clip.max_norm"])
+    (sweep / "sweep.json").write_text(text)
+    c = compare([sweep])
+    assert len(c.entries) == 2
+    assert sum(said in p for p in c.problems) == 1
+
+
+def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):
+    sweep = make_sweep(tmp_path / "out" / "x" / "s", {str(i): {"max_norm": i + 1.0} for i in range(11)}, [])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found, problems = find(
+        ["out", str(sweep / "1-*"), "out/x/s/sweep.json", "empty", "nowhere", "out/x/*/2-2/run.json"]
+    )
+    assert [path.name for path, _ in found] == [f"{i}-{i}" for i in range(11)]  # by number: 10 after 9
+    assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
+    assert compare(["empty"]).entries == ()
+
+
+def test_names_are_unique_and_control_characters_are_gone(tmp_path):
+    for parent in ("p", "q"):
+        make_run(tmp_path / parent / "same\x1b[2J\u202e")
+    records = read(find([tmp_path])[0])
+    assert len({r.name for r in records}) == 2
+    assert all(r.name.isprintable() for r in records)
+    assert clean("a\nb\x1b]0;x\x07\udc80") .isprintable()  # fmt: skip
+
+
+def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
+    run = make_run(tmp_path / "a", state="running")
+    assert read(find([run])[0])[0].state == "cut"
+    with open(run / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert read(find([run])[0])[0].state == "running"
+
+
+def test_time_is_the_sum_of_the_steps_it_took():
+    columns = {"step": np.array([10.0, 20.0, 50.0]), "step_time": np.array([1.0, np.nan, 0.5])}
+    assert elapsed(columns).tolist() == [10.0, 10.0, 25.0]
+    assert elapsed({"step": np.array([1.0])}) is None

@@ -1,0 +1,114 @@
+"""What is measured changes nothing, survives a resume, and an outlier is skipped as any skipped update is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Result, llmexp, train
+from tests.test_resume import cut_after, exact, same_state
+
+SPIKES = (22, 27)  # steps whose sequences hold ids that the model has learnt never to expect
+
+
+@pytest.fixture(scope="module")
+def spiked(tmp_path_factory) -> list[str]:
+    """30 steps of 8 sequences of 12 tokens."""
+    ids = np.arange(30 * 8 * 12 + 1) * 5 % 20
+    ids += np.random.default_rng(0).integers(0, 2, len(ids))
+    for step in SPIKES:
+        ids[(step - 1) * 96 : step * 96] += 280
+    path = tmp_path_factory.mktemp("spiked") / "train.npy"
+    np.save(path, ids.astype(np.uint16))
+    return [
+        "data=tokens", f"data.train_files=[{path}]", "data.shuffle=false", "data.val_ratio=0", "train.log_every=1",
+        "train.max_steps=30", "batch.real_batch_size=8", "optimizer.lr=0.01", "metrics.outlier_window=12",
+        "metrics.noise_scale_every=3", "checkpoint.keep=null", "model.dropout=0.1", "precision=fp32",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(spiked, tmp_path_factory) -> Result:
+    return train(
+        tmp_path_factory.mktemp("whole"), "run", *spiked, "batch.gradient_accumulation_steps=2", "checkpoint.every=5"
+    )
+
+
+def test_the_spikes_are_flagged_counted_and_said(whole):
+    rows = whole.rows()
+    assert [r["outlier_steps"] for r in rows] == [sum(s <= r["step"] for s in SPIKES) for r in rows]
+    assert not any(r["skipped"] for r in rows)
+    for step in SPIKES:
+        assert f"step {step} is an outlier: loss" in whole.out
+    assert whole.out.count("is an outlier") == len(SPIKES)
+    status = whole.json("status.json")
+    assert status["summary"]["outlier_steps"] == len(SPIKES)
+    clipped = [r["clipped_share"] for r in rows]
+    assert status["summary"]["clip_share"] == status["clip"]["share"] == sum(clipped) / 30
+    assert {"limit": 1.0, "share": sum(clipped) / 30} == {
+        k: v for row in status["clip"]["table"] if row["limit"] == 1.0 for k, v in row.items() if k != "coefficient"
+    }
+    for row in rows:  # a row each step: the mean is that step's own
+        assert row["clip_coefficient"] == pytest.approx(min(1, 1 / (row["grad_norm"] + 1e-6)), rel=1e-12)
+    assert status["noise"]["measurements"] == 10
+    assert "real_batch_size 8" in status["noise"]["verdict"]
+    assert "noise scale" in whole.out
+    assert "steps clipped" in whole.out
+
+
+def test_a_resumed_run_flags_and_measures_the_same(whole, tmp_path):
+    copy = cut_after(whole, tmp_path, 20)
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    resumed = Result(0, again.out, again.err, copy)
+    assert exact(resumed) == exact(whole)
+    same_state(resumed.checkpoint(30), whole.checkpoint(30))
+    for key in ("clip", "noise"):
+        assert resumed.json("status.json")[key] == whole.json("status.json")[key]
+
+
+OFF = ["metrics.noise_scale_every=null", "metrics.outlier_sigma=null"]
+
+
+def same(a: Path, b: Path, name: str) -> bool:
+    first, second = load_file(a / name), load_file(b / name)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def without(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if "noise" not in k and "outlier" not in k} for row in rows]
+
+
+def test_measuring_changes_nothing(whole, spiked, tmp_path):
+    off = train(tmp_path, "off", *spiked, "batch.gradient_accumulation_steps=2", *OFF)
+    assert without(exact(whole)) == exact(off)
+    assert same(whole.checkpoint(30), off.checkpoint(30), "model.safetensors")
+    summary = off.json("status.json")["summary"]
+    assert not {k for k in summary if "noise" in k or "outlier" in k}
+    assert "noise" not in off.json("status.json")
+
+
+def test_two_ranks_skip_the_outliers_and_measuring_changes_nothing(spiked, tmp_path):
+    """With one micro-batch a rank, where the small gradients are seen on their way to the reduction."""
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
+    on = train(tmp_path, "on", *spiked, *two, "train.max_steps=23", "metrics.skip_outliers=true", "checkpoint.every=1")
+    off = train(tmp_path, "off", *spiked, *two, "train.max_steps=23", *OFF)
+    first = SPIKES[0]
+    assert without(exact(on))[: first - 1] == exact(off)[: first - 1]
+    assert [r["step"] for r in on.rows() if r["skipped"]] == [first]
+    assert f"step {first} is an outlier: loss" in on.out
+    assert "its update was skipped" in on.out
+    skipped, after = on.rows()[first - 1], on.rows()[first]
+    assert skipped["train/loss"] == off.rows()[first - 1]["train/loss"]
+    assert "grad_norm" not in skipped
+    assert (skipped["skipped_steps"], after["lr"]) == (1, skipped["lr"])
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        before, at, then = (on.checkpoint(step) for step in (first - 1, first, first + 1))
+        assert same(before, at, name)
+        assert not same(at, then, name)
+    assert on.json("status.json")["noise"]["measurements"] == 7
+    assert "noise_scale" not in off.rows()[-1]

@@ -1,0 +1,99 @@
+"""The counterfactual table against the norms themselves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.metrics.norms import EPSILON, PER_OCTAVE, Norms, clip_table
+
+NORMS = st.lists(st.floats(0, 1e9, allow_nan=False), min_size=1, max_size=60)
+EDGES = st.integers(-19 * PER_OCTAVE, 19 * PER_OCTAVE).map(lambda k: 2.0 ** (k / PER_OCTAVE))
+
+
+def counted(norms: list[float], kind: str = "norm", limit: float | None = None) -> Norms:
+    found = Norms(kind, limit)
+    for norm in norms:
+        found.add(norm, limit is not None and norm + EPSILON > limit)
+    return found
+
+
+@given(NORMS, EDGES)
+def test_a_limit_on_an_edge_is_exact(norms, limit):
+    share, coefficient = counted(norms).at(limit)
+    factors = np.minimum(1, limit / (np.array(norms) + EPSILON))
+    # An edge computed in float64 is off by an ulp or two: a norm on it may count on either side, with a factor of 1.
+    near = np.isclose(np.array(norms) + EPSILON, limit, rtol=1e-12)
+    assert np.isclose(share, (factors < 1).mean(), rtol=0, atol=1e-12 + near.mean())
+    np.testing.assert_allclose(coefficient, factors.mean(), rtol=1e-12)
+
+
+@given(NORMS, st.floats(1e-3, 1e3))
+def test_any_other_limit_is_off_by_its_bin_alone(norms, limit):
+    share, coefficient = counted(norms).at(limit)
+    padded = np.array(norms) + EPSILON
+    width = 2 ** (1 / PER_OCTAVE)
+    in_bin = ((padded > limit / width * (1 - 1e-12)) & (padded < limit * width * (1 + 1e-12))).mean()
+    factors = np.minimum(1, limit / padded)
+    assert abs(share - (factors < 1).mean()) <= in_bin + 1e-12
+    assert abs(coefficient - factors.mean()) <= in_bin * (width - 1) + 1e-12
+
+
+@given(NORMS, st.sampled_from([50, 90, 99]))
+def test_quantiles_lie_in_their_bin(norms, percent):
+    norms = [min(n, 1e5) for n in norms]
+    wanted = np.quantile(norms, percent / 100, method="inverted_cdf") + EPSILON
+    found = counted(norms).quantile(percent)
+    assert wanted * (1 - 1e-12) <= found <= wanted * 2 ** (1 / PER_OCTAVE) * (1 + 1e-12)
+
+
+def test_the_runs_own_limit_is_its_own_count():
+    norms = [0.1, 0.5, 0.9, 2.0, 4.0]
+    found = counted(norms, limit=0.3)
+    assert found.at(0.3)[0] == 0.8
+    assert found.at(0.3)[1] == pytest.approx(np.minimum(1, 0.3 / (np.array(norms) + EPSILON)).mean(), rel=1e-14)
+    summary = found.summary()
+    assert summary["steps"] == 5
+    assert summary["share"] == 0.8
+    assert {"limit": 0.3, "share": 0.8, "coefficient": found.at(0.3)[1]} in summary["table"]
+    assert [row["limit"] for row in summary["table"]] == sorted({row["limit"] for row in summary["table"]})
+    json.dumps(summary, allow_nan=False)
+    (own,) = [line for line in clip_table(summary, 0.3).splitlines() if "this run" in line]
+    assert own.split() == ["0.3", "80.0%", f"{found.at(0.3)[1]:.3f}", "this", "run"]
+
+
+def test_a_row_has_the_mean_coefficient_since_the_last_one():
+    found = Norms("norm", 1.0)
+    found.add(0.5, False)
+    found.add(4.0, True)
+    assert found.take()["clip_coefficient"] == pytest.approx((1 + 1 / (4 + EPSILON)) / 2, rel=1e-14)
+    assert found.take() == {}
+    found.add(2.0, True)
+    assert found.take()["clip_coefficient"] == pytest.approx(1 / (2 + EPSILON), rel=1e-14)
+    for kind, limit in (("none", None), ("norm", None), ("none", 1.0)):
+        unlimited = counted([3.0], kind, limit)
+        assert unlimited.take() == {"clip_coefficient": 1.0}
+        assert unlimited.at(1.0)[0] == 1.0  # measured all the same
+    assert counted([3.0], "value", 1.0).take() == {}
+
+
+@given(NORMS, NORMS)
+def test_a_state_in_the_middle_changes_nothing(before, after):
+    whole, first, second = (Norms("norm", 1.0) for _ in range(3))
+    for norm in before:
+        whole.add(norm, norm > 1)
+        first.add(norm, norm > 1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for norm in after:
+        whole.add(norm, norm > 1)
+        second.add(norm, norm > 1)
+    assert second.take() == whole.take()
+    assert second.summary() == whole.summary()
+
+
+def test_nothing_counted_is_nothing_said():
+    assert Norms("norm", 1.0).summary() == {}

@@ -1,0 +1,107 @@
+"""The trailing window against numpy, and what enters it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.metrics.outliers import ENOUGH, Outliers, describe
+
+FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
+
+
+def fed(entries: list[tuple[float, float]], sigma: float | None = 6.0, window: int = 64) -> Outliers:
+    found = Outliers(sigma, window)
+    for entry in entries:
+        found.add(*entry)
+    return found
+
+
+def noisy(count: int, seed: int = 0) -> list[tuple[float, float]]:
+    rng = np.random.default_rng(seed)
+    return [(3 + 0.1 * a, 1 + 0.05 * b) for a, b in rng.standard_normal((count, 2))]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 150))
+def test_limits_are_sigma_deviations_about_the_mean_of_the_window(seed, count):
+    entries = noisy(count, seed)  # 6 deviations are never reached: nothing is clamped
+    limits = fed(entries).limits
+    if count < ENOUGH:
+        assert limits is None
+        return
+    for found, values in zip((limits.loss, limits.norm), np.array(entries)[-64:].T, strict=True):
+        reach = 6 * values.std(ddof=1)
+        np.testing.assert_allclose(found, (values.mean() - reach, values.mean() + reach), rtol=1e-12)
+
+
+def test_a_small_window_judges_when_it_is_full():
+    assert fed(noisy(9), window=10).limits is None
+    assert fed(noisy(10), window=10).limits is not None
+
+
+def test_a_spike_does_not_blind_the_window():
+    """It enters at 6 deviations: that adds no more than 36/64 to the variance, and so the next spike is seen too."""
+    found = fed(noisy(64))
+    before = found.limits.loss
+    found.add(1e6, 1.0)
+    after = found.limits.loss
+    assert after[1] - after[0] < (before[1] - before[0]) * math.sqrt(1 + 37 / 63)
+    assert after[1] < 5
+
+
+def test_a_level_that_lasts_is_learned():
+    found = fed(noisy(64))
+    flagged = 0
+    for loss, norm in noisy(64, seed=1):
+        flagged += not found.limits.loss[0] <= loss + 20 <= found.limits.loss[1]
+        found.add(loss + 20, norm)
+    assert 1 <= flagged < 32
+    assert found.limits.loss[0] < 23 < found.limits.loss[1]
+
+
+@given(st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), max_size=5))
+def test_what_is_not_finite_never_enters(bad):
+    found = fed(noisy(40))
+    before = found.limits, found.state_dict()
+    for value in bad:
+        found.add(value, 1.0)
+        found.add(1.0, value)
+    assert (found.limits, found.state_dict()) == before
+
+
+def test_a_loss_that_stands_still_has_no_outliers_by_rounding():
+    found = fed([(2.0, 1.0)] * 40)
+    low, high = found.limits.loss
+    assert low < 2 - 2**-22 < 2 + 2**-22 < high
+    assert high < 2.0001
+
+
+@given(st.lists(FIGURES, min_size=1, max_size=80), st.lists(FIGURES, max_size=80))
+def test_a_state_in_the_middle_changes_nothing(before, after):
+    whole = fed(before + after)
+    resumed = Outliers(6.0, 64)
+    resumed.load_state_dict(json.loads(json.dumps(fed(before).state_dict())))
+    for entry in after:
+        resumed.add(*entry)
+    assert (resumed.limits, resumed.state_dict()) == (whole.limits, whole.state_dict())
+
+
+def test_off_is_off():
+    assert fed(noisy(100), sigma=None).limits is None
+
+
+def test_it_is_said_with_figures():
+    text = describe(fed(noisy(64)).limits, 9.25, 1.0)
+    assert text.startswith("loss 9.25, not within 2.")
+    assert text.endswith("gradient norm 1")
+
+
+@pytest.mark.parametrize("window", [8, 31])
+def test_the_window_forgets(window):
+    found = fed([(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9)  # so far out nothing is clamped
+    assert all(loss < 10 for loss, _ in found.state_dict()["window"])

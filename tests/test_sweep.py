@@ -1,0 +1,378 @@
+"""Sweeps at the command line: killed, resumed, widened, halved, in slots; their ledger."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.config import ConfigError
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.local import Job, run_all
+from tests.conftest import TINY, Result, llmexp, start, train
+from tests.test_cli import all_gone, wait_for
+from tests.test_resume import exact, same_state
+
+STEPS = 30
+RUN = [
+    *TINY, "data=synthetic", "data.n_tokens=5000", f"train.max_steps={STEPS}", "train.log_every=1",
+    "train.eval_every=null", "train.eval_tokens=500", "checkpoint.every=10", "optimizer.lr=0.01", "model.dropout=0.1",
+]  # fmt: skip
+# What a point does is decided by its clip limit and its accumulation. A mark in the folder makes it happen once only.
+OWN = """
+import os, signal, time
+
+def once(name):
+    try:
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+def hook(event, context):
+    if event != "step_start":
+        return
+    limit, accumulation = context.optimizers[0].param_groups[0]["weight_decay"], context.run.gradient_accumulation_steps
+    if (limit, accumulation) == (0.2, 2) and context.step == 12:
+        raise RuntimeError("boom")
+    if (limit, accumulation) == (0.1, 4) and context.step == 15 and once("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (limit, accumulation) == (0.3, 2) and context.step == 7:
+        while once("reached") or not os.path.exists("go"):
+            time.sleep(0.02)
+
+def hang(event, context):
+    if event == "step_start" and context.step == 3 and context.run.gradient_accumulation_steps == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+def fail_once(event, context):
+    if event == "step_start" and context.step == 3 and once("failed"):
+        raise RuntimeError("only once")
+
+def tell(event, context):
+    if event == "step_start" and context.step == 1:
+        time.sleep(0.5)
+        with open("devices", "a") as f:
+            print(os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic(), file=f)
+"""
+HOOKED = ["--allow", "own", "hooks=[own.hook]"]
+
+
+def sweep_json(folder: Path) -> dict:
+    return json.loads((folder / "sweep.json").read_text())
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {p["folder"]: p["state"] for p in sweep_json(folder)["points"]}
+
+
+def alone(cwd: Path, name: str, *overrides: str) -> Result:
+    return train(cwd, name, *RUN[len(TINY) :], "train.seed=1", *overrides)
+
+
+def same_run(folder: Path, other: Result) -> None:
+    assert exact(Result(0, "", "", folder)) == exact(other)
+    last = f"step_{STEPS:08d}"
+    same_state(folder / "checkpoints" / last, other.folder / "checkpoints" / last)
+
+
+def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
+    """4 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one command goes on."""
+    (tmp_path / "own.py").write_text(OWN)
+    grid = ["batch.gradient_accumulation_steps=1,2,4,8", "optimizer.weight_decay=0.1,0.2,0.3"]
+    arguments = ["-m", *RUN, *HOOKED, "train.seed=1", *grid, "hydra.sweep.dir=grid", "sweep.max_parallel=2"]
+    process = start("train", *arguments, cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "reached").exists(), process)
+    process.send_signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert all_gone(process.pid, 10)
+    folder = tmp_path / "grid"
+    found = states(folder)
+    assert len(found) == 12
+    assert sweep_json(folder)["state"] == "preempted"
+    by_state = {state: [name for name, s in found.items() if s == state] for state in set(found.values())}
+    assert "running" not in by_state
+    assert [n for n in by_state["failed"] if n.startswith("4-")], "the point that raises"
+    (left_out,) = [n for n in found if n.startswith("5-")]
+    assert found[left_out] == "preempted"
+    assert len(by_state["queued"]) >= 4
+    assert out.splitlines()[-1] == "stopped; to go on: llmexp resume grid --allow own"
+
+    before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
+    process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process)
+    process.kill()
+    process.communicate()
+    assert all_gone(process.pid, 30)
+    done = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
+    assert done.code == 1, done.err
+    found = states(folder)
+    # The killed point was cut or had failed when the sweep was killed; either way it went on from its checkpoint.
+    assert {name for name, state in found.items() if state != "finished"} == {n for n in found if n.startswith("4-")}
+    assert "boom" in done.out
+    entry = sweep_json(folder)["points"][4]
+    assert entry["exit_code"] == 3
+    assert "RuntimeError('boom')" in entry["error"]
+    assert {name: (folder / name / "status.json").read_bytes() for name in before} == before
+    for name, values in (
+        (left_out, ("2", "0.3")),  # stopped by Ctrl-C
+        (next(n for n in found if n.startswith("6-")), ("4", "0.1")),  # killed
+    ):
+        keys = ("batch.gradient_accumulation_steps", "optimizer.weight_decay")
+        same_run(folder / name, alone(tmp_path, f"alone{name}", *map("=".join, zip(keys, values, strict=True))))
+
+
+def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
+    base = ["-m", *RUN, "train.max_steps=2"]
+    first = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
+    assert first.code == 0, first.err
+    before = {p: p.read_bytes() for p in (tmp_path / "s").glob("[01]-*/*.json*")}
+    again = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
+    assert again.code == 2
+    assert "holds a sweep already; to go on with it: sweep.resume=s" in again.err
+    # Written in another way, with other names and intervals, and in another order: the same points.
+    wider = ["clip.max_norm=1,2.0,0.50", "train.seed=1234,5", "name=other", "checkpoint.every=null", "sweep.resume=s"]
+    second = llmexp("train", *base, *wider, cwd=tmp_path)
+    assert second.code == 0, second.err + second.out
+    assert {p: p.read_bytes() for p in before} == before
+    points = sweep_json(tmp_path / "s")["points"]
+    assert [(p["number"], p["state"], p["attempts"]) for p in points] == [(i, "finished", 1) for i in range(6)]
+    assert sweep_json(tmp_path / "s")["swept"] == ["clip.max_norm", "train.seed"]
+    for twins in (["tracker.notes=a,b"], ["batch.micro_batch_size=8,null"]):
+        refused = llmexp("train", *base, *twins, "hydra.sweep.dir=twins", cwd=tmp_path)
+        assert refused.code == 2
+        assert "resolves to the same config as 0-" in refused.err
+    assert not (tmp_path / "twins").exists()
+
+
+def test_infeasible_points_are_refused_or_skipped(tmp_path):
+    grid = ["batch.real_batch_size=12", "batch.micro_batch_size=null", "batch.gradient_accumulation_steps=1,3,5",
+            "clip.max_norm=1,-1"]  # fmt: skip
+    command = ["train", "-m", *RUN, "train.max_steps=2", *grid, "hydra.sweep.dir=s"]
+    refused = llmexp(*command, cwd=tmp_path)
+    assert refused.code == 2
+    assert not (tmp_path / "s").exists()
+    skipped = llmexp(*command, "sweep.on_infeasible=skip", cwd=tmp_path)
+    assert skipped.code == 0, skipped.err
+    points = sweep_json(tmp_path / "s")["points"]
+    assert [p["state"] for p in points] == ["finished"] * 2 + ["infeasible"] * 4
+    assert all("clip.max_norm=-1" in p["error"] or "10 or 15" in p["error"] for p in points[2:])
+    assert "10 or 15" in skipped.out
+    assert llmexp("resume", "s", cwd=tmp_path).code == 0
+    assert sweep_json(tmp_path / "s")["points"] == points
+
+
+def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    two = ["-m", *RUN, "--allow", "own", "batch.gradient_accumulation_steps=1,2", "sweep.max_parallel=2"]
+    hung = llmexp("train", *two, "hooks=[own.hang]", "sweep.silence_s=15", "hydra.sweep.dir=hang", cwd=tmp_path)
+    assert hung.code == 1
+    one, other = sweep_json(tmp_path / "hang")["points"]
+    assert (one["state"], one["error"]) == ("failed", "no sign of life for 15 s (sweep.silence_s); it was ended")
+    assert other["state"] == "finished"
+    # The one that failed is started again at once; from the start, as it had no checkpoint yet.
+    retried = llmexp(
+        "train", *two, "hooks=[own.fail_once]", "sweep.max_retries=1", "hydra.sweep.dir=retry", cwd=tmp_path
+    )
+    assert retried.code == 0, retried.out
+    assert sorted(p["attempts"] for p in sweep_json(tmp_path / "retry")["points"]) == [1, 2]
+    (tmp_path / "failed").unlink()
+    stopped = llmexp(
+        "train", *two, "hooks=[own.fail_once]", "sweep.stop_on_failure=true", "sweep.max_parallel=1",
+        "hydra.sweep.dir=stop", cwd=tmp_path,
+    )  # fmt: skip
+    assert stopped.code == 1
+    assert [p["state"] for p in sweep_json(tmp_path / "stop")["points"]] == ["failed", "queued"]
+
+
+def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):
+    """Rungs at 1/4 and 1/2 of 30 steps: 8 and 15. The survivor is bit-equal to the run alone, evaluations aside."""
+    command = ["-m", *RUN, "train.seed=1", "optimizer.lr=1e-5,1e-4,1e-3,1e-2", "sweep.halving=0.25",
+               "hydra.sweep.dir=s", "checkpoint.keep=null"]  # fmt: skip
+    done = llmexp("train", *command, cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    points = sweep_json(tmp_path / "s")["points"]
+    runs = [Result(0, "", "", tmp_path / "s" / p["folder"]) for p in points]
+    assert [max(row["step"] for row in run.rows()) for run in runs] == [
+        {0.25: 8, 0.5: 15, None: 30}[p["rung"]] for p in points
+    ]
+    assert [p["rung"] for p in points].count(0.25) == 2
+    assert [p["rung"] for p in points].count(0.5) == 1
+
+    def at(run: Result, step: int) -> float:
+        return next(row["val/loss"] for row in run.rows() if row["step"] == step)
+
+    first = {p["folder"]: at(run, 8) for p, run in zip(points, runs, strict=True)}
+    out = {p["folder"] for p in points if p["rung"] == 0.25}
+    assert max(loss for name, loss in first.items() if name not in out) <= min(first[name] for name in out)
+    (best,) = [p for p in points if p["state"] == "finished"]
+    reference = alone(tmp_path, "alone", [o for o in best["overrides"] if o.startswith("optimizer.lr=")][-1])
+    rows = exact(Result(0, "", "", tmp_path / "s" / best["folder"]))
+    for row in rows:
+        if row["step"] in (8, 15):  # evaluated there too
+            for key in ("val/loss", "val/ppl", "val/bits_per_byte"):
+                row.pop(key, None)
+    assert rows == exact(reference)
+    # What was out goes on when halving is called off.
+    again = llmexp("resume", "s", "sweep.halving=null", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert set(states(tmp_path / "s").values()) == {"finished"}
+
+
+def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
+    """Of three devices, two for each run: they take turns. One each: all at the same time."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMEXP_ALLOW", "own")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    jobs = []
+    for number in range(3):
+        folder = f"run{number}"
+        queued = llmexp("train", "--queue", "--allow", "own", "hooks=[own.tell]", *RUN, "train.max_steps=1",
+                        "train.device=cpu", f"hydra.run.dir={folder}", cwd=tmp_path)  # fmt: skip
+        assert queued.code == 0, queued.err
+        jobs.append(Job(tmp_path / folder, 1))
+    copies = tmp_path / "copies"
+    seen: list[tuple[str, bool]] = []
+
+    def go(per_run: int) -> list[str]:
+        for job in jobs:
+            if copies.joinpath(job.path.name).exists():
+                shutil.rmtree(job.path)
+                shutil.copytree(copies / job.path.name, job.path)
+            else:
+                shutil.copytree(job.path, copies / job.path.name)
+        (tmp_path / "devices").unlink(missing_ok=True)
+        seen.clear()
+        assert not run_all(
+            jobs, ["4", "GPU-x", "7"], max_parallel=None, devices_per_run=per_run, max_retries=0,
+            stop_on_failure=False, silence_s=None, begun=lambda job: seen.append((job.path.name, True)),
+            ended=lambda job, again: seen.append((job.path.name, False)), tick=lambda: None,
+        )  # fmt: skip
+        return [line.split()[0] for line in (tmp_path / "devices").read_text().splitlines()]
+
+    assert len(go(2)) == 3
+    assert [began for _, began in seen] == [True, False] * 3, "two of three devices: one after the other"
+    assert sorted(go(1)) == ["4", "7", "GPU-x"]
+    assert [began for _, began in seen[:3]] == [True] * 3
+
+
+def test_what_cannot_be_a_sweep_is_refused(tmp_path):
+    for arguments, text in (
+        (["hydra/launcher=basic"], "hydra/launcher: hydra._internal.core_plugins.basic_launcher.BasicLauncher"),
+        (["sweep.resume=nothing"], "sweep.resume=nothing: is no sweep"),
+        (["sweep.max_parallel=0"], "sweep.max_parallel=0: must be at least 1"),
+        (["sweep.halving=2"], "sweep.halving=2.0: must be at most 1"),
+        (["sweep.devices_per_run=1", "parallelism=ddp", "parallelism.nproc_per_node=2"], "gives each point fewer"),
+        (["hydra.sweep.subdir=../out"], "must be inside the sweep's folder"),
+    ):
+        refused = llmexp("train", "-m", *RUN, "train.seed=1,2", *arguments, "hydra.sweep.dir=s", cwd=tmp_path)
+        assert refused.code == 2, arguments
+        assert text in refused.err
+        assert "Traceback" not in refused.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the ledger
+
+
+def whole_ledger() -> dict:
+    entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"], "state": "queued",
+             "started": None, "ended": 1.5, "exit_code": 0, "attempts": 1, "error": None, "rung": 0.5}  # fmt: skip
+    return {"format": 1, "name": "n", "launcher": "local", "arguments": ["-m"], "swept": ["x"], "created": 1.0,
+            "state": "running", "updated": 2.0, "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, data):
+    tree = whole_ledger()
+    target = data.draw(st.sampled_from([tree, *tree["points"]]))
+    key = data.draw(st.sampled_from(sorted(target)))
+    if data.draw(st.booleans()):
+        del target[key]
+    else:
+        target[key] = data.draw(ANY)
+    folder = tmp_path_factory.mktemp("ledger")
+    (folder / "sweep.json").write_text(json.dumps(tree))
+    refusal, found = "", None
+    try:
+        found = ledgers.read(folder)
+    except ConfigError as error:
+        refusal = str(error)
+    if found is None:
+        assert "sweep.json" in refusal
+        assert key in refusal
+    else:
+        found.save()
+        assert ledgers.read(folder) == found
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', "\x00", "9" * 5000])
+def test_a_file_that_is_no_ledger(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"sweep\.json"):
+        ledgers.read(tmp_path)
+    refused = llmexp("resume", str(tmp_path), cwd=tmp_path) if text == "{" else None
+    assert refused is None or (refused.code == 2 and "Traceback" not in refused.err)
+
+
+def test_a_lost_ledger_is_found_again_in_the_run_folders(tmp_path):
+    """Points are known by the config in their folders too: nothing runs twice."""
+    command = ["-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0"]
+    assert llmexp("train", *command, "hydra.sweep.dir=s", cwd=tmp_path).code == 0
+    tree = sweep_json(tmp_path / "s")
+    for point in tree["points"]:
+        point["identity"] = None
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(tree))
+    assert llmexp("resume", "s", cwd=tmp_path).code == 0
+    assert [p["attempts"] for p in sweep_json(tmp_path / "s")["points"]] == [1, 1]
+
+
+def test_two_commands_cannot_run_one_sweep(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    slow = ["-m", *RUN, *HOOKED, "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.3,0.4"]
+    process = start("train", *slow, "hydra.sweep.dir=s", cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "reached").exists(), process)
+    other = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
+    assert other.code == 2
+    assert "another process is running the sweep in this folder" in other.err
+    (tmp_path / "go").touch()
+    assert process.wait(60) == 0
+    process.communicate()
+
+
+# --- elsewhere
+
+
+def test_points_as_tasks_of_ray(tmp_path):
+    """A real Ray on this machine; one point fails."""
+    pytest.importorskip("ray")
+    (tmp_path / "own.py").write_text(OWN)
+    command = ["-m", *RUN, *HOOKED, "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.1,0.2",
+               "hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2", "hydra.sweep.dir=s", "train.seed=1",
+               ]  # fmt: skip
+    done = llmexp("train", *command, cwd=tmp_path)
+    assert done.code == 1, done.err
+    good, bad = sweep_json(tmp_path / "s")["points"]
+    assert (good["state"], bad["state"]) == ("finished", "failed")
+    assert "boom" in bad["error"]
+    same_run(
+        tmp_path / "s" / good["folder"],
+        alone(tmp_path, "alone", "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.1"),
+    )

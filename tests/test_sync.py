@@ -1,0 +1,255 @@
+"""`llmexp sync` with the real wandb client, against a server that records what arrives."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmexp import folder
+from llmexp.metrics.tracker.local import Position, read_position, write_position
+from llmexp.sync import figures, find_runs, runs_in, sync, upload_command
+from tests.conftest import ROOT
+from tests.metrics.fake_wandb import FakeRun, FakeWandb
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make_rows(steps: int, first: int = 1) -> list[dict[str, Any]]:
+    return [
+        {"step": s, "tokens_seen": 64 * s, "epoch": s / 7, "train/loss": 3 + 1 / s, "skipped": False}
+        | ({"val/loss": 4 - s / 1000} if s % 10 == 0 else {})
+        for s in range(first, steps + 1)
+    ]
+
+
+def make_run(path: Path, steps: int, state: str = "finished", code: int | None = 0, **status: Any) -> Path:
+    """The records of a run, as training leaves them."""
+    path.mkdir(parents=True)
+    tracker = {"kind": "wandb", "project": "proj", "name": None, "group": None, "tags": ["mine"], "notes": None}
+    (path / "config.yaml").write_text(yaml.safe_dump({"tracker": tracker, "clip": {"max_norm": 0.5}}))
+    overrides = ["model=gpt2", f"seed={path.name[0]}"]
+    recorded = {"label": f"seed={path.name[0]}", "group": str(path.parent), "overrides": overrides, "swept": ["seed"]}
+    folder.write_json(path / "run.json", recorded | {"max_steps": steps})
+    folder.write_json(path / "status.json", {"state": state, "exit_code": code} | status)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(steps)))
+    return path
+
+
+def llmexp(tmp_path: Path, *arguments: Any, server: str | None = None) -> tuple[int, list[str], str]:
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    env |= {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": KEY} if server else {}
+    command = [sys.executable, "-m", "llmexp", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def rows_of(run: FakeRun) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+
+
+def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
+    """One run finished offline, one failed, one was killed, one preempted, one trains, one has not begun."""
+    sweep = tmp_path / "gpt" / "2030-01-01"
+    summary = {
+        "final val/loss": 3.97,
+        "best val/loss": 3.96,
+        "clip_share": 0.25,
+        "noise_scale": 12.5,
+        "train_time": 9.5,
+    }
+    runs = [
+        make_run(sweep / "0-seed=0", 30, summary=summary),
+        make_run(sweep / "1-seed=1", 12, "failed", 3, summary={"steps": 5, "best val/loss": 9.0}),  # of an earlier part
+        make_run(sweep / "2-seed=2", 25, "running", None),
+        make_run(sweep / "3-seed=3", 10, "preempted", 75, summary={"latest train/loss": 3.1}),
+        make_run(sweep / "4-seed=4", 10, "running", None),
+        make_run(sweep / "10-seed=1", 0, "queued", None),
+    ]
+    with open(runs[2] / "metrics.jsonl", "a") as f:
+        f.write('{"step": 26, "tok')  # cut by the kill
+    assert [run.name for run in runs_in(sweep)] == [run.name for run in runs]
+    with FakeWandb() as server, folder.locked(runs[4]):
+        code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
+        assert (code, errors) == (0, "")
+        assert [line.partition(":")[0] for line in lines] == [run.name for run in runs]
+        assert "30 of 30 rows sent, finished" in lines[0]
+        assert "12 of 12 rows sent, failed" in lines[1]
+        assert "25 of 25 rows sent, cut" in lines[2]
+        assert "left out: it is in training" in lines[4]
+        assert "left out: it has no rows yet (queued)" in lines[5]
+
+        assert len(server.runs) == 4
+        arrived = [server.runs[read_position(run).run_id] for run in runs[:4]]  # type: ignore[union-attr]
+        for run, got in zip(runs, arrived, strict=False):
+            assert rows_of(got) == folder.read_rows(run / "metrics.jsonl")
+            assert [row["_step"] for row in got.rows] == [row["step"] for row in rows_of(got)]
+            assert got.lines_sent == len(got.rows)
+            assert got.variables["groupName"] == "gpt/2030-01-01"
+            assert got.variables["jobType"] == "train"
+            assert got.variables["displayName"] == f"seed={run.name[0]}"
+            assert got.variables["tags"] == ["mine", f"seed={run.name[0]}"]
+            assert got.config["clip"]["value"] == {"max_norm": 0.5}
+            assert got.config["run"]["value"]["max_steps"] == json.loads((run / "run.json").read_text())["max_steps"]
+        assert [got.exit_code for got in arrived] == [0, 3, 1, 75]
+        assert [got.preempting for got in arrived] == [False, False, False, True]
+        assert summary.items() <= arrived[0].summary.items()
+        assert arrived[1].summary["best val/loss"] == make_rows(12)[9]["val/loss"]
+        assert arrived[2].summary["latest train/loss"] == make_rows(25)[-1]["train/loss"]
+
+        # Again: the four are known to be there; the one that trained is over, and a killed one has gone on.
+        folder.write_status(runs[2], "finished", exit_code=0, summary={"final val/loss": 1.0})
+        (runs[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(40)))
+        before = server.requests
+        assert llmexp(tmp_path, "sync", "--dry-run", sweep, server=server.url)[0] == 0
+        assert server.requests == before
+        code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
+        assert (code, errors) == (0, "")
+        assert ["nothing to send" in line for line in lines[:4]] == [True, True, False, True]
+        assert "15 of 40 rows sent, finished" in lines[2]
+        assert rows_of(arrived[2]) == make_rows(40)
+        assert arrived[2].lines_sent == 40
+        assert arrived[2].exit_code == 0
+    assert upload_command(sweep) is None
+    assert not list(sweep.glob("*/wandb"))
+
+
+def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
+    """tracker.json says that all 30 rows were handed over; the server got 12 before the process was killed."""
+    run = make_run(tmp_path / "old" / "0-seed=0", 12, "running", None)
+    with FakeWandb() as server:
+        assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
+        (run_id,) = server.runs
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(30)))
+        write_position(run, Position(run_id, 64 * 30, 30))
+        shutil.move(tmp_path / "old", tmp_path / "new")
+        moved = tmp_path / "new" / "0-seed=0"
+        assert upload_command(moved) == f"llmexp sync {moved}"
+        code, (line,), _ = llmexp(tmp_path, "sync", "new/*", server=server.url)
+        assert code == 0
+        assert "18 of 30 rows sent" in line
+        assert rows_of(server.run) == make_rows(30)
+        assert server.run.lines_sent == 30
+
+
+def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
+    """wandb takes rows at the end alone: neither a hole nor a row too many can be mended in place."""
+    run = make_run(tmp_path / "0-seed=0", 20)
+    with FakeWandb() as server:
+        assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
+        (run_id,) = server.runs
+        del server.run.rows[3:8]
+        write_position(run, Position(run_id, 0, 0))
+        code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert code == 1
+        assert "0 of 20 rows sent" in lines[0]
+        assert "5 earlier rows are missing there" in lines[0]
+        assert "--anew" in lines[0]
+        assert upload_command(run) is not None
+        code, (line,), _ = llmexp(tmp_path, "sync", "--anew", run, server=server.url)
+        assert code == 0
+        assert line.endswith(f"/proj/runs/{run_id}-2")
+        assert rows_of(server.runs[f"{run_id}-2"]) == make_rows(20)
+
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(15)))
+        code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert code == 0
+        assert "the tracker has 5 rows that the run does not have" in line
+        assert server.runs[f"{run_id}-2"].lines_sent == 20
+
+
+def test_a_server_that_limits_refuses_or_has_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "0-seed=0", 20)
+    with FakeWandb("refuses rows") as server:
+        code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert code == 1
+        assert "not uploaded: the server took 0 of 20 rows" in lines[0]
+        assert upload_command(run) is not None
+        server.behaviour = "rate limited at first"
+        code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert code == 0
+        assert "20 of 20 rows sent" in line
+        assert rows_of(server.run) == make_rows(20)
+
+
+def test_without_a_login_nothing_is_uploaded_and_how_to_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "0-seed=0", 3)
+    code, lines, error = llmexp(tmp_path, "sync", run)
+    assert (code, lines) == (2, [])
+    assert len(error.splitlines()) == 1
+    assert "nothing could be uploaded: no login" in error
+    assert "wandb login" in error
+    assert "WANDB_API_KEY" in error
+    assert read_position(run) is None
+
+
+@pytest.mark.parametrize("text", ["nothing/here", "*.none", "."])
+def test_a_path_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(folder.ConfigError, match="for example llmexp sync"):
+        find_runs([text])
+
+
+def test_each_run_is_taken_once(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "s" / "0-a", 1), make_run(tmp_path / "s" / "1-b", 1)
+    assert find_runs([str(b), str(tmp_path / "s"), str(tmp_path / "s" / "*")]) == [b, a]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("metrics.jsonl", "not a row\n", "line 1 is not a row"),
+        ("metrics.jsonl", '{"step": 2}\n{"step": 2}\n', "line 2: step 2"),
+        ("metrics.jsonl", '{"step": "a"}\n', "step 'a'"),
+        ("metrics.jsonl", '{"step": NaN}\n', "step nan"),
+        ("run.json", "{", "cannot be read as JSON"),
+        ("config.yaml", "[1]", "holds no config"),
+        ("config.yaml", "tracker: 3", "no usable tracker section"),
+        ("config.yaml", "{}", "no usable tracker section"),
+        ("run.json", "[]", "no usable"),
+    ],
+)
+def test_damaged_records_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, expected: str
+) -> None:
+    bad, good = make_run(tmp_path / "0-bad", 3), make_run(tmp_path / "1-good", 3)
+    (bad / name).write_text(text)
+    assert sync(["--dry-run", str(bad), str(good)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0-bad: cannot be uploaded: ")
+    assert expected in first
+    assert second.startswith("1-good: 3 rows, finished (project proj")
+
+
+def test_damaged_status_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "0-bad", 3)
+    for text in ("{", "[1]", "3"):
+        (run / "status.json").write_text(text)
+        assert sync(["--dry-run", str(run)]) == 0
+        assert "3 rows, unknown" in capsys.readouterr().out
+
+
+def test_figures_of_a_run_that_could_not_write_its_own() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 1, "tokens_seen": 8, "train/loss": 3.0, "val/loss": 2.0},
+        {"step": 2, "tokens_seen": 16, "train/loss": 2.5, "val/loss": 2.25, "val/ppl": math.inf},
+        {"step": 3, "tokens_seen": 24, "train/loss": None},
+    ]
+    assert figures(rows) == {
+        "steps": 3,
+        "tokens_seen": 24,
+        "latest train/loss": 2.5,
+        "latest val/loss": 2.25,
+        "best val/loss": 2.0,
+    }
