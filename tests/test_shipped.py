@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import json
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,7 @@ import yaml
 
 from llmexp.__main__ import run
 from llmexp.config import key_of
-from tests.conftest import ROOT, SHARED, environment, llmexp
+from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -148,7 +151,72 @@ def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypa
     assert f"tokenizer {tokenizer}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", OPTIONS["experiment"])
+# Ready-made sweeps, with the number of their points.
+SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5, "accumulation_x_clip": 12,
+          "throughput_grid": 24}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
+    monkeypatch.chdir(work)
+    assert run(["plan", f"experiment={name}"]) == 0
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == SWEEPS[name]
+    real, tokens = ({row[header.index(key)] for row in rows} for key in ("real_batch", "tokens"))
+    assert (len(real) == 1) == (name in ("accumulation_iso_batch", "clip_sweep"))
+    assert len(tokens) == 1 or name == "throughput_grid"  # else the comparison at equal tokens would cut some short
+
+
+def test_the_throughput_grid_ends_in_its_tables(work):
+    small = ["model.n_layers=1", "model.d_model=16", "model.d_ff=16", "model.n_heads=2", "data.n_tokens=20000",
+             "batch.micro_batch_size=1,2", "batch.gradient_accumulation_steps=2", "batch.sequence_length=16",
+             "precision=fp32", "train.max_steps=6"]  # fmt: skip
+    done = llmexp("train", "experiment=throughput_grid", *small, "hydra.sweep.dir=throughput", cwd=work)
+    assert done.code == 0, done.err + done.out
+    lines = (work / "throughput" / "throughput.csv").read_text().splitlines()
+    titles, *rows = csv.reader(lines)
+    table = [dict(zip(titles, row, strict=True)) for row in rows]
+    for row, micro in zip(table, (1, 2), strict=True):
+        assert (row["micro-batch"], row["accumulation"], row["length"], row["ranks"]) == (str(micro), "2", "16", "1")
+        (folder,) = (work / "throughput").glob(f"*-micro_batch_size_{micro}")
+        recorded = json.loads((folder / "run.json").read_text())
+        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+        rate = statistics.median(r["tokens_per_sec"] for r in logged)
+        seconds = statistics.median(r["step_time"] for r in logged)
+        assert float(row["tokens/s"]) == pytest.approx(rate)
+        assert float(row["it/s"]) == pytest.approx(1 / seconds)
+        assert float(row["TFLOP/s per rank (6ND)"]) == pytest.approx(6 * recorded["parameters"] * rate / 1e12)
+        exact = recorded["flops_per_token"] * rate / 1e12
+        assert float(row["TFLOP/s per rank (exact)"]) == pytest.approx(exact)
+        assert not row.get("verdict")  # this device's peak is not known
+    assert "share of peak" not in titles
+    assert (work / "throughput" / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    assert (work / "throughput" / "throughput.md").read_text().count("\n") == 4
+
+
+def test_a_search_by_optuna(work):
+    """A seeded sampler, so that the search goes on where it was, and no point runs twice."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    small = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "hydra.sweeper.n_trials=1"]
+    done = llmexp("train", "experiment=lr_optuna", *small, "hydra.sweep.dir=search", cwd=work)
+    assert done.code == 0, done.err + done.out
+    best = yaml.safe_load((work / "search" / "optimization_results.yaml").read_text())
+    points = json.loads((work / "search" / "sweep.json").read_text())["points"]
+    losses = []
+    for point in points:
+        assert point["state"] == "finished"
+        status = json.loads((work / "search" / point["folder"] / "status.json").read_text())
+        losses.append(status["summary"]["final val/loss"])
+    assert [best["best_value"]] == losses
+    more = [o.replace("n_trials=1", "n_trials=2") for o in small]
+    again = llmexp("train", "experiment=lr_optuna", *more, "sweep.resume=search", cwd=work)
+    assert again.code == 0, again.err
+    after = json.loads((work / "search" / "sweep.json").read_text())["points"]
+    assert after[:1] == points
+    assert [p["attempts"] for p in after] == [1, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, "lr_optuna")])
 def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch):
     text = SHARED / "data" / "tinyshakespeare.txt"
     if not text.exists():

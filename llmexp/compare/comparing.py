@@ -168,7 +168,7 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
                 f"Known: {', '.join(columns)}; for example --sort val/loss"
             )
         return columns[key]
-    order = ("val/bits_per_byte", "train/loss") if mixed else ("val/loss", "final val/loss", "train/loss")
+    order = ("val/bits_per_byte", "train/loss") if mixed else ("val/loss", "train/loss")  # read at one position
     live = [e for e in entries if e.state not in DEAD] or list(entries)
     for key in order:
         if any(key in e.figures for e in live):

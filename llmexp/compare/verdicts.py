@@ -252,7 +252,7 @@ def _effect(
 
 
 def _where(c: Comparison, metric: Column, limiting: Record | None) -> list[str]:
-    if metric.key not in LOSSES or c.align_at is None or limiting is None:
+    if metric.key not in LOSSES or metric.key == "final val/loss" or c.align_at is None or limiting is None:
         return []
     runs = [r for e in c.entries for r in e.runs if counts(r)]
     ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, c.align))}

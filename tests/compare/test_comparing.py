@@ -125,6 +125,17 @@ def test_losses_are_read_where_all_unfailed_runs_have_come(tmp_path):
     assert compare([tmp_path], align="time").align_at == pytest.approx(125.0)  # of half a second each
 
 
+def test_a_run_that_has_just_begun_leaves_only_train_losses_to_compare(tmp_path):
+    make_run(tmp_path / "a", steps=400)
+    make_run(tmp_path / "b", steps=300, max_norm=2.0, offset=0.1)
+    make_run(tmp_path / "c", steps=30, max_norm=3.0, offset=0.2, state="preempted")
+    c = compare([tmp_path])
+    assert c.metric == "train/loss"  # never val losses of different ages
+    assert [e.name for e in c.entries] == ["a", "b", "c"]
+    a = c.entries[0].runs[0].columns["train/loss"]
+    assert c.entries[0].figures["train/loss"] == pytest.approx(float(np.mean(a[20:30])), rel=1e-12)
+
+
 def test_losses_of_different_tokenizers_are_not_ranked_bits_per_byte_are(tmp_path):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", tokenizer="gpt2", offset=0.2)
