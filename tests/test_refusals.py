@@ -218,7 +218,7 @@ SWEEPS = [
     (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: batch.real_batch_size=10", "9"),
     (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: train.sed:", "Did you mean train.seed?"),
     (["train.seed=1,x"], "1-seed_x: train.seed=x", "whole number"),
-    (["train.seed=1,2", "hydra.sweep.subdir=same"], "1-seed_2: hydra.sweep.subdir: resolves to the same folder", "same"),
+    (["train.seed=1,2", "hydra.sweep.subdir=same"], "1-seed_2: hydra.sweep.subdir: resolves to the same", "as 0-"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
 ]  # fmt: skip
 

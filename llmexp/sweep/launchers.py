@@ -161,7 +161,7 @@ def execute(
         return run_all(
             todo, devices, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run, max_retries=s.max_retries,
             stop_on_failure=s.stop_on_failure, silence_s=s.silence_s, begun=lambda job: begun(job.path), ended=ended,
-            tick=display.tick,
+            tick=display.tick, say=display.line,
         )  # fmt: skip
     if current.launcher == "ray":
         from llmexp.sweep import ray

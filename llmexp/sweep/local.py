@@ -86,6 +86,7 @@ def run_all(
     begun: Callable[[Job], None],
     ended: Callable[[Job, bool], None],
     tick: Callable[[], None],
+    say: Callable[[str], None],
 ) -> bool:
     """Runs every job in the order given, each as soon as its devices are free; whether a signal stopped them.
 
@@ -95,7 +96,7 @@ def run_all(
     slots = max_parallel or (len(devices) or 1)
     waiting, free, active = list(jobs), list(devices), list[Active]()
     failures = dict.fromkeys((job.path for job in jobs), 0)
-    stop, halted = Stopped(), False
+    stop, halted, told = Stopped(), False, False
     with stop.passing_on(active):
         while active or (waiting and not stop.requested and not halted):
             while waiting and not (stop.requested or halted) and len(active) < slots:
@@ -123,6 +124,9 @@ def run_all(
                     waiting.append(one.job)
                 elif failed and stop_on_failure:
                     halted = True
+            if stop.requested and active and not told:
+                told = True
+                say(f"stopping: {len(active)} under way save a checkpoint and leave")
             tick()
             time.sleep(POLL_S)
     return stop.requested

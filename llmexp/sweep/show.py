@@ -156,7 +156,7 @@ def results_table(ledger: Ledger) -> str:
     for entry in ledger.points:
         path = ledger.path / entry.folder
         summary = folder.read_status(path).get("summary", {}) if entry.state != "infeasible" else {}
-        losses = [summary.get(f"final {key}") for key in ("train/loss", "val/loss")]
+        losses = [summary.get(f"final {k}", summary.get(f"latest {k}")) for k in ("train/loss", "val/loss")]
         rate = summary.get("mean tokens_per_sec")
         figures = (*("" if loss is None else f"{loss:.4f}" for loss in losses), "" if rate is None else f"{rate:,.0f}")
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
