@@ -180,7 +180,7 @@ class Sweep:
     )
     devices_per_run: int | None = knob("CUDA devices of each point; null: what its ranks need", 1, at_least=1)
     on_infeasible: str = knob("what a point that cannot run does", "skip", choices=("refuse", "skip"))
-    max_retries: int = knob("times that a failed point is started again at once", 1, at_least=0)
+    max_retries: int = knob("times that failed points are started again once the others are through", 1, at_least=0)
     stop_on_failure: bool = knob("start no further point after one has failed", True)
     silence_s: float | None = knob(
         "seconds without a sign of life after which a point is ended; null: never", 1800.0, above=0

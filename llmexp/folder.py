@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "train.log",
     "checkpoints",
 )
+
+SIGN_S = 1800.0  # rows of a large model may be this far apart
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -123,6 +126,17 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
     except OSError:
         return False
     return False
+
+
+def is_alive(path: Path, status: dict[str, Any]) -> bool:
+    """Whether a run that is running by its status still is: somebody holds its lock, or, as locks of other hosts may
+    not be seen here, it runs on another one and has written something in the last `SIGN_S` seconds."""
+    if is_locked(path):
+        return True
+    if status.get("host") in (None, socket.gethostname()):
+        return False
+    written = [f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()]
+    return time.time() - max(written, default=0.0) < SIGN_S
 
 
 def read_status(path: Path) -> dict[str, Any]:

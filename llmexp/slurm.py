@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,13 +174,13 @@ def live_jobs(paths: Sequence[Path]) -> dict[Path, str]:
 
 def wait(
     jobs: Mapping[Path, str],
-    changed: Callable[[Path, str, str], None],
+    changed: Callable[[Path, str, str, bool], None],
     say: Callable[[str], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Returns when every job has ended; `changed` gets each change of a job's state (run folder, job, words), `tick` is
-    called every second. Needs no accounting database: the run's own status.json tells how a job ended, and squeue
-    whether it is still there.
+    """Returns when every job has ended; `changed` gets each change of a job's state (run folder, job, words, whether it
+    is over), `tick` is called every second. Needs no accounting database: the run's own status.json tells how a job
+    ended, and squeue whether it is still there.
 
     Raises KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP. The jobs do not notice.
     """
@@ -204,7 +204,7 @@ def wait(
                 settled = bool(ended[path]) and now - ended[path] >= SETTLE_S
                 text, known = look(path, job, state, reason, settled)
                 if text != shown[path]:
-                    changed(path, job, text)
+                    changed(path, job, text, known)
                     shown[path], changed_at = text, now
                 if known:
                     del left[path]
@@ -214,6 +214,12 @@ def wait(
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def cancel_pending(jobs: Iterable[str]) -> None:
+    """Takes those jobs out of the queue that have not started."""
+    with contextlib.suppress(OSError):
+        client("scancel", "--state=PENDING", *jobs)
 
 
 def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[str, bool]:

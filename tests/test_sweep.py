@@ -253,9 +253,9 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
         (tmp_path / "devices").unlink(missing_ok=True)
         seen.clear()
         assert not run_all(
-            jobs, ["4", "GPU-x", "7"], max_parallel=None, devices_per_run=per_run, max_retries=0,
+            jobs, ["4", "GPU-x", "7"], max_parallel=None, devices_per_run=per_run,
             stop_on_failure=False, silence_s=None, begun=lambda job: seen.append((job.path.name, True)),
-            ended=lambda job, again: seen.append((job.path.name, False)), tick=lambda: None, say=print,
+            ended=lambda job: seen.append((job.path.name, False)), tick=lambda: None, say=print,
         )  # fmt: skip
         return [line.split()[0] for line in (tmp_path / "devices").read_text().splitlines()]
 

@@ -182,7 +182,7 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
 def state_of(path: Path, status: dict[str, Any]) -> str:
     """The state by status.json, but `cut` for a running one whose lock nobody holds; queued where nothing is said."""
     state = status.get("state")
-    if state == "running" and not folder.is_locked(path):
+    if state == "running" and not folder.is_alive(path, status):
         return "cut"
     return state if state in STATES else "queued"
 

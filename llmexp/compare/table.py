@@ -41,7 +41,10 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None) -> None:
     kept = [column for column in natural if any(column is k for k in kept)]
     spare = max(NAME_LEAST, console.width - sum(map(_width, kept)) - 2)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    table.add_column("run", width=min(longest, spare, max(NAME_MOST, spare // 2)), overflow="fold", vertical="bottom")
+    # Where columns say all that the name of a point does, its number is enough of it.
+    told = bool(comparison.factors) and all(any(settings.get(k) is c for c in kept) for k in comparison.factors)
+    name_width = min(longest, spare, max(NAME_MOST, spare // 2))
+    table.add_column("run", width=name_width, overflow="ellipsis" if told else "fold", no_wrap=told, vertical="bottom")
     for column in kept:
         words = column is state or not any(any(ch.isdigit() for ch in cell) for cell in column[1:])
         justify = "left" if words else "right"

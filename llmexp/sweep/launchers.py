@@ -139,8 +139,8 @@ def execute(
     """Runs the queued points where the launcher says, and waits for them and `jobs`; whether a signal stopped it."""
     by_path = {ledger.path / e.folder: e for e in ledger.points}
 
-    def look(path: Path) -> None:
-        ledger.look(by_path[path])
+    def look(path: Path, alive: bool = False) -> None:
+        ledger.look(by_path[path], alive)
 
     def begun(path: Path) -> None:
         entry = by_path[path]
@@ -153,22 +153,17 @@ def execute(
         devices = visible_devices(max((facts[e.folder]["devices"] for _, e in queued), default=0))
         display.slots(s.max_parallel or max(1, len(devices)))
 
-        def ended(job: Job, again: bool) -> None:
-            look(job.path)
-            if again:
-                display.line(f"{by_path[job.path].folder}  failed ({by_path[job.path].error}); it is started again")
-
         return run_all(
-            todo, devices, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run, max_retries=s.max_retries,
-            stop_on_failure=s.stop_on_failure, silence_s=s.silence_s, begun=lambda job: begun(job.path), ended=ended,
-            tick=display.tick, say=display.line,
+            todo, devices, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run,
+            stop_on_failure=s.stop_on_failure, silence_s=s.silence_s, begun=lambda job: begun(job.path),
+            ended=lambda job: look(job.path), tick=display.tick, say=display.line,
         )  # fmt: skip
     if current.launcher == "ray":
         from llmexp.sweep import ray
 
         return ray.run_all(
             todo, ray_settings(current.cfg), cuda=any(facts[e.folder]["devices"] for _, e in queued),
-            max_retries=current.settings.max_retries, begun=begun, look=look, tick=display.tick,
+            stop_on_failure=current.settings.stop_on_failure, begun=begun, look=look, tick=display.tick,
         )  # fmt: skip
     from llmexp import slurm
 
@@ -181,12 +176,16 @@ def execute(
     display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
     jobs = jobs | submitted
 
-    def changed(path: Path, job: str, text: str) -> None:
-        look(path)
+    def changed(path: Path, job: str, text: str, over: bool) -> None:
+        look(path, alive=not over)
         display.line(f"{job:<12} {by_path[path].folder}  {text}")
+        if over and by_path[path].state == "failed" and current.settings.stop_on_failure:
+            slurm.cancel_pending(jobs.values())
 
     try:
         slurm.wait(jobs, changed, display.line, display.tick)
+        for path in jobs:
+            look(path)
     except KeyboardInterrupt:
         whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
         display.line(f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}")

@@ -74,12 +74,13 @@ class Ledger:
         if dataclasses.asdict(entry) != before:
             self.save()
 
-    def look(self, entry: Entry) -> dict[str, Any]:
-        """The status of a point's run, after the ledger has taken over what it says of the point's end."""
+    def look(self, entry: Entry, alive: bool = False) -> dict[str, Any]:
+        """The status of a point's run, after the ledger has taken over what it says. `alive`: it is known to be there,
+        such as from a queue."""
         path = self.path / entry.folder
         status = folder.read_status(path) if folder.is_run(path) else {}
         state = status.get("state")
-        if state == "running" and not folder.is_locked(path):
+        if state == "running" and not alive and not folder.is_alive(path, status):
             state = "preempted"  # cut: killed, or its host went down
         if state in STATES:
             error = status.get("error")

@@ -80,22 +80,20 @@ def run_all(
     *,
     max_parallel: int | None,
     devices_per_run: int | None,
-    max_retries: int,
     stop_on_failure: bool,
     silence_s: float | None,
     begun: Callable[[Job], None],
-    ended: Callable[[Job, bool], None],
+    ended: Callable[[Job], None],
     tick: Callable[[], None],
     say: Callable[[str], None],
 ) -> bool:
     """Runs every job in the order given, each as soon as its devices are free; whether a signal stopped them.
 
-    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the cores. `ended` gets the
-    job and whether it is started again. `tick` is called now and then.
+    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the cores. `tick` is called
+    now and then.
     """
     slots = max_parallel or (len(devices) or 1)
     waiting, free, active = list(jobs), list(devices), list[Active]()
-    failures = dict.fromkeys((job.path for job in jobs), 0)
     stop, halted, told = Stopped(), False, False
     with stop.passing_on(active):
         while active or (waiting and not stop.requested and not halted):
@@ -116,14 +114,9 @@ def run_all(
                     continue
                 active.remove(one)
                 free += one.devices
-                failed = settle(one.job.path, code, one.cause, stopped=stop.requested)
-                failures[one.job.path] += failed
-                again = failed and code != REFUSED and failures[one.job.path] <= max_retries and not stop.requested
-                ended(one.job, again)
-                if again:
-                    waiting.append(one.job)
-                elif failed and stop_on_failure:
+                if settle(one.job.path, code, one.cause, stopped=stop.requested) and stop_on_failure:
                     halted = True
+                ended(one.job)
             if stop.requested and active and not told:
                 told = True
                 say(f"stopping: {len(active)} under way save a checkpoint and leave")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
 from llmexp.config import ConfigError, Sweep, build_sweep, refuse
-from llmexp.process import PREEMPTED
+from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Checker, Point, Refused, expand, is_grid, load_points, no_start, refuse_hosts, twins
@@ -82,8 +82,8 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
                     overrides=[*overrides, here],
                     with_log_configuration=False,
                 )
-        ledger = current.ledger
-        assert ledger is not None
+        if (ledger := current.ledger) is None:
+            raise ConfigError("hydra/sweeper: it asked for no point")
         states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
         ledger.state = "preempted" if current.stopped else "finished" if states <= {"finished"} else "failed"
         ledger.save()
@@ -175,25 +175,32 @@ def run_batch(
         raise no_start(refused)
     ledger = current.ledger or open_ledger(current)
     pairs = []
+    solved: dict[str, Entry] = {}
+    if not {p.identity for p in points} <= {e.identity for e in ledger.points}:  # some may be there in other words
+        for entry in ledger.points:
+            with contextlib.suppress(ConfigError):
+                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
     for point, fact in feasible:
-        entry = known(ledger, point, fact["solved"])
-        if entry is None:
-            entry = Entry(next_number(ledger), point.label, "", point.identity, visible(point.overrides))
-            point = point.moved(entry.number, ledger.path)
-            entry.folder = str(point.path.relative_to(ledger.path))
-            ledger.points.append(entry)
-        elif entry.state != "infeasible":
+        asked = visible(point.overrides)
+        there = [e for e in ledger.points if e.identity == point.identity]
+        there += [solved[fact["solved"]]] if fact["solved"] in solved else []
+        there += [e for e in ledger.points if e.state == "infeasible" and e.overrides == asked]
+        if there:
+            entry = there[0]
             entry.identity = point.identity
+        else:
+            moved = point.moved(next_number(ledger), ledger.path)
+            name = str(moved.path.relative_to(ledger.path))
+            entry = Entry(moved.number, point.label, name, point.identity, asked)
+            ledger.points.append(entry)
         point = dataclasses.replace(point, number=entry.number, path=ledger.path / entry.folder)
         current.knobs[entry.folder] = fact
         pairs.append((point, entry))
     for one in refused:
-        asked = visible(one.overrides)
-        entry = next((e for e in ledger.points if e.overrides == asked), None)
-        if entry is None:
-            number = next_number(ledger)
+        asked, number = visible(one.overrides), next_number(ledger)
+        if not any(e.overrides == asked for e in ledger.points):
             ledger.points.append(Entry(number, one.label, f"{number}-{one.label}", None, asked, "infeasible"))
-        (entry or ledger.points[-1]).error = ledgers.one_line(one.reason)
+        next(e for e in ledger.points if e.overrides == asked).error = ledgers.one_line(one.reason)
     ledger.swept = sorted({*ledger.swept, *(key for p in points for key in p.swept)})
     ledger.state = "running"
     ledger.save()
@@ -217,21 +224,6 @@ def next_number(ledger: Ledger) -> int:
     return max((e.number for e in ledger.points), default=-1) + 1
 
 
-def known(ledger: Ledger, point: Point, solved: str) -> Entry | None:
-    """The entry of a point that the ledger has already: by its config as composed, or as solved in the run's folder."""
-    from llmexp.launch import visible
-
-    for entry in ledger.points:
-        was_infeasible = entry.state == "infeasible" and entry.overrides == visible(point.overrides)
-        if entry.identity == point.identity or was_infeasible:
-            return entry
-    for entry in ledger.points:
-        with contextlib.suppress(ConfigError):
-            if ledgers.identity(folder.read_config(ledger.path / entry.folder)) == solved:
-                return entry
-    return None
-
-
 def rungs(settings: Sweep) -> list[float | None]:
     """Shares of a run's steps at which successive halving compares the points; None is all of them.
 
@@ -250,8 +242,9 @@ def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]
     for _, entry in pairs:
         if entry.rung is not None and (current.settings.halving is None or entry.identity is None):
             entry.rung = None
+    broken: set[str] = set()
     for share in rungs(current.settings):
-        racing = [(p, e) for p, e in pairs if e.rung is None]
+        racing = [(p, e) for p, e in pairs if e.rung is None and e.folder not in broken]
         stops = {}
         for _, entry in racing:
             steps = current.knobs[entry.folder]["max_steps"]
@@ -260,6 +253,7 @@ def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]
         if current.stopped or share is None:
             return
         scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
+        broken |= {name for name, loss in scores.items() if loss == math.inf}
         ranked = sorted((e for _, e in racing if scores[e.folder] < math.inf), key=lambda e: scores[e.folder])
         for entry in ranked[max(1, math.ceil(len(ranked) * current.settings.halving_keep)) :]:
             if entry.state != "finished":
@@ -276,24 +270,34 @@ def score(path: Path, step: int | None) -> float:
 
 
 def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
-    """Runs points up to a step (None: to the end), where they have not been there before."""
+    """Runs points up to a step (None: to the end), where they have not been there before; failed ones again."""
     from llmexp.launch import say
-    from llmexp.sweep import launchers, show
 
     left = []
     for point, entry, stop_step in todo:
-        path = ledger.path / entry.folder
         state = ledger.look(entry).get("state")
-        reached = stop_step is not None and score(path, stop_step) < math.inf
-        if state != "finished" and not (reached and state == "preempted") and not (state == "failed" and reached):
+        reached = stop_step is not None and score(ledger.path / entry.folder, stop_step) < math.inf
+        if state != "finished" and not reached:
             left.append((point, entry, stop_step))
-    if len(left) < len(todo) and left:
+    if 0 < len(left) < len(todo):
         say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
-    if not left:
-        return
-    at_work = launchers.at_work(current, [p for p, _, _ in left], say)  # jobs of an earlier command that are not over
+    for attempt in range(1 + current.settings.max_retries):
+        if not left or current.stopped:
+            return
+        if attempt:
+            say(f"{len(left)} failed, started again: {', '.join(e.folder for _, e, _ in left)}")
+        run_once(current, ledger, left)
+        left = [(p, e, s) for p, e, s in left if e.state == "failed" and e.exit_code != REFUSED]
+
+
+def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
+    """Queues the points' runs and waits until all have ended, or have been stopped."""
+    from llmexp.launch import say
+    from llmexp.sweep import launchers, show
+
+    at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
     new = []
-    for point, entry, stop_step in left:
+    for point, entry, stop_step in todo:
         if point.path in at_work:
             continue
         wait_for_lock(point.path)
@@ -302,15 +306,14 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
     queued = []
     for (point, entry), fact in zip(new, current.checker.ask("queue", [p for p, _ in new]), strict=True):
         if "refused" in fact:
-            ledger.update(entry, state="failed", error=ledgers.one_line(fact["refused"]))
-            say(f"{entry.folder}  not started: {entry.error}")
+            error = ledgers.one_line(fact["refused"])
+            ledger.update(entry, state="failed", exit_code=REFUSED, error=error)
+            say(f"{entry.folder}  not started: {error}")
         else:
             ledger.update(entry, state="queued", error=None, exit_code=None)
             queued.append((point, entry))
     with show.Display(ledger, lines=current.launcher != "slurm") as display:  # its jobs are told of with their ids
         current.stopped = launchers.execute(current, ledger, queued, at_work, display)
-        for _, entry, _ in left:
-            ledger.look(entry)
         display.tick()
 
 

@@ -69,7 +69,7 @@ def run_all(
     s: Settings,
     *,
     cuda: bool,
-    max_retries: int,
+    stop_on_failure: bool,
     begun: Callable[[Path], None],
     look: Callable[[Path], None],
     tick: Callable[[], None],
@@ -102,7 +102,6 @@ def run_all(
             options = {
                 "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
                 "num_gpus": (job.ranks if cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
-                "max_retries": max(3, max_retries),
                 "name": job.path.name,
             }
             left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
@@ -117,8 +116,11 @@ def run_all(
             done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)
             for task in done:
                 job = left.pop(task)
-                finish(ray, task, job.path, stopped=bool(stop))
+                failed = finish(ray, task, job.path, stopped=bool(stop))
                 look(job.path)
+                if failed and stop_on_failure:
+                    for later in [t for t, j in left.items() if j.path not in running]:
+                        ray.cancel(later)
             for job in left.values():
                 if job.path not in running and folder.read_status(job.path).get("state") == "running":
                     running.add(job.path)
@@ -144,8 +146,8 @@ def refuse_impossible(ray: Any, jobs: Sequence[Job], s: Settings, cuda: bool) ->
             raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{has.get(name, 0):g}")
 
 
-def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> None:
-    """Records how a task ended, where its run could not."""
+def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
+    """Whether the run failed; records how its task ended, where it could not itself."""
     try:
         code = ray.get(task)
     except ray.exceptions.TaskCancelledError:
@@ -154,6 +156,5 @@ def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> None:
         while folder.is_locked(path) and time.monotonic() < deadline:  # it saves
             time.sleep(0.1)
     except ray.exceptions.RayError as error:
-        settle(path, REFUSED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
-        return
-    settle(path, code, "", stopped=stopped)
+        return settle(path, REFUSED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
+    return settle(path, code, "", stopped=stopped)
