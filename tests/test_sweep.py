@@ -54,6 +54,11 @@ def fail_once(event, context):
     if event == "step_start" and context.step == 3 and once("failed"):
         raise RuntimeError("only once")
 
+def lose_task(event, context):
+    if event == "step_start" and context.step == 15 and context.optimizers[0].param_groups[0]["weight_decay"] == 0.3:
+        if once("lost"):
+            os.kill(os.getppid(), signal.SIGKILL)  # Ray's own process
+
 def tell(event, context):
     if event == "step_start" and context.step == 1:
         time.sleep(0.5)
@@ -361,18 +366,21 @@ def test_two_commands_cannot_run_one_sweep(tmp_path):
 
 
 def test_points_as_tasks_of_ray(tmp_path):
-    """A real Ray on this machine; one point fails."""
+    """A real Ray on this machine. One point fails; one loses its task, which Ray repeats, and goes on with the run."""
     pytest.importorskip("ray")
     (tmp_path / "own.py").write_text(OWN)
-    command = ["-m", *RUN, *HOOKED, "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.1,0.2",
-               "hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2", "hydra.sweep.dir=s", "train.seed=1",
-               ]  # fmt: skip
+    command = ["-m", *RUN, "--allow", "own", "hooks=[own.hook,own.lose_task]", "batch.gradient_accumulation_steps=2",
+               "optimizer.weight_decay=0.2,0.3", "hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2",
+               "hydra.sweep.dir=s", "train.seed=1"]  # fmt: skip
+    (tmp_path / "go").touch()
     done = llmexp("train", *command, cwd=tmp_path)
     assert done.code == 1, done.err
-    good, bad = sweep_json(tmp_path / "s")["points"]
-    assert (good["state"], bad["state"]) == ("finished", "failed")
+    bad, good = sweep_json(tmp_path / "s")["points"]
+    assert (bad["state"], good["state"]) == ("failed", "finished")
     assert "boom" in bad["error"]
+    assert (tmp_path / "lost").exists()
+    assert "resumed from step_" in (tmp_path / "s" / good["folder"] / "train.log").read_text()
     same_run(
         tmp_path / "s" / good["folder"],
-        alone(tmp_path, "alone", "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.1"),
+        alone(tmp_path, "alone", "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.3"),
     )

@@ -18,7 +18,7 @@ from llmexp.config import ConfigError, refuse
 from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep.local import STDERR, Job, settle
 
-POLL_S = 0.5
+POLL_S, ORPHAN_S = 0.5, 60.0
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by name.
 OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 
@@ -46,6 +46,11 @@ def check(s: Settings) -> None:
 def train(path: str, environment: dict[str, str]) -> int:
     """The task: trains in a run folder, or goes on there; the exit code. Ended, it lets the run save."""
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
+    deadline = time.monotonic() + ORPHAN_S
+    while (
+        folder.is_locked(Path(path)) and time.monotonic() < deadline
+    ):  # this task was here before, and is still saving
+        time.sleep(0.1)
     with open(Path(path) / STDERR, "ab") as errors:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "llmexp.train", path],
@@ -152,7 +157,7 @@ def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
         code = ray.get(task)
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + ORPHAN_S
         while folder.is_locked(path) and time.monotonic() < deadline:  # it saves
             time.sleep(0.1)
     except ray.exceptions.RayError as error:
