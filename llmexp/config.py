@@ -84,6 +84,7 @@ class Metrics:
     )
     outlier_window: int = knob("steps in the trailing window", 128, at_least=8)
     skip_outliers: bool = knob("skip the update of an outlier step", True)
+    picture: bool = knob("draw the curves into loss.png at the end of the run", False)
 
 
 @dataclass(frozen=True, kw_only=True)

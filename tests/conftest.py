@@ -25,6 +25,7 @@ SHARED = ROOT.parent / "shared"
 TINY = [
     "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
     "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+    "metrics.picture=false",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ SYNTHETIC = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=12", "trai
 
 
 def test_rows_come_at_their_steps_and_say_what_they_are(tmp_path):
-    result = train(tmp_path, "run", *SYNTHETIC)
+    result = train(tmp_path, "run", *SYNTHETIC, "metrics.picture=true")
     rows = result.rows()
     assert [r["step"] for r in rows] == [4, 5, 8, 10, 12]
     assert [r["step"] for r in rows if "val/loss" in r] == [4, 8, 12]

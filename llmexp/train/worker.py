@@ -42,7 +42,7 @@ EXECUTION_KEYS = (
     "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
     "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every", "train.eval_tokens",
     "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.stop_step",
-    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every",
+    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every", "metrics.picture",
     "train.max_consecutive_skips", "data.cache_dir",
 )  # fmt: skip
 
@@ -397,7 +397,7 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     try:  # the run is over and recorded: what goes wrong here is only said
         if text is not None:
             sections.append(("sample", text))
-        if loop.out.rows is not None:
+        if loop.out.rows is not None and parts.config.metrics.picture:
             plot_losses(loop.out.rows.rows, path / "loss.png", f"{parts.config.name}/{path.name}")
             if (path / "loss.png").exists():
                 to_copy.append(("picture", str(path / "loss.png")))
