@@ -24,8 +24,8 @@ STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
 NOT_IDENTITY = (
     "name", "tracker", "checkpoint", "data.cache_dir", "metrics.noise_scale_every", "metrics.picture",
     "train.log_every", "train.sample_every", "train.sample_tokens", "train.data_digest", "train.stop_step",
-    "train.profile_start", "train.profile_steps", "train.max_consecutive_skips", "parallelism.backend", "parallelism.start_timeout_s",
-    "parallelism.timeout_s", "parallelism.max_restarts",
+    "train.profile_start", "train.profile_steps", "train.max_consecutive_skips", "parallelism.backend",
+    "parallelism.start_timeout_s", "parallelism.timeout_s", "parallelism.max_restarts",
 )  # fmt: skip
 
 
