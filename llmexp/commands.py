@@ -22,6 +22,7 @@ def resume(arguments: list[str]) -> int:
     from llmexp import folder, launch
     from llmexp.run import cut_anew, solve_layout
     from llmexp.sweep import ledger
+    from llmexp.sweep.main import recordable
 
     parser = argparse.ArgumentParser(
         prog="llmexp resume",
@@ -39,7 +40,8 @@ def resume(arguments: list[str]) -> int:
     launch.check_overrides(args.overrides)
     path = args.run_dir
     if not folder.is_run(path) and ledger.is_sweep(path):
-        return launch.train([*ledger.read(path).arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
+        arguments = recordable(ledger.read(path).arguments)
+        return launch.train([*arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
     tree, recorded = folder.read_config(path), folder.read_json(path / folder.RUN)
     build(tree)
     micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"

@@ -218,8 +218,9 @@ def wait(
 
 def cancel_pending(jobs: Iterable[str]) -> None:
     """Takes those jobs out of the queue that have not started."""
-    with contextlib.suppress(OSError):
-        client("scancel", "--state=PENDING", *jobs)
+    if jobs := list(jobs):
+        with contextlib.suppress(OSError):
+            client("scancel", "--state=PENDING", *jobs)
 
 
 def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[str, bool]:

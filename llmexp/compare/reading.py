@@ -161,7 +161,7 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
     problems = list(columns.problems)
     facts = _json(path / folder.RUN, problems)
     status = _json(path / folder.STATUS, problems)
-    point = sweep.points.get(path.name, {}) if sweep else {}
+    point = sweep.points.get(os.path.relpath(path, sweep.path), {}) if sweep else {}
     rung = point.get("rung")
     return Record(
         path=path,

@@ -14,7 +14,7 @@ class Record:
     """One run, as far as its folder could be read."""
 
     path: Path
-    name: str  # its label in a sweep, else the folder's name; unique within a comparison
+    name: str  # of the folder; unique within a comparison
     sweep: Path | None  # the sweep's folder
     state: str  # queued running finished failed preempted; cut: running by its status, with nobody holding its lock
     config: dict[str, Any]  # config.yaml with dotted keys

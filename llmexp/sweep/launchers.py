@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp import folder
 from llmexp.config import ConfigError
 from llmexp.sweep import main
 from llmexp.sweep.ledger import Entry, Ledger
@@ -135,8 +137,8 @@ def execute(
     queued: Sequence[tuple[Point, Entry]],
     jobs: dict[Path, str],
     display: Display,
-) -> bool:
-    """Runs the queued points where the launcher says, and waits for them and `jobs`; whether a signal stopped it."""
+) -> None:
+    """Runs the queued points where the launcher says, and waits for them and `jobs`, or until a signal stops it."""
     by_path = {ledger.path / e.folder: e for e in ledger.points}
 
     def look(path: Path, alive: bool = False) -> None:
@@ -144,7 +146,7 @@ def execute(
 
     def begun(path: Path) -> None:
         entry = by_path[path]
-        ledger.update(entry, state="running", attempts=entry.attempts + 1, started=None, ended=None)
+        ledger.update(entry, state="running", attempts=entry.attempts + 1, started=time.time(), ended=None)
 
     facts = current.knobs
     todo = [Job(point.path, facts[entry.folder]["ranks"]) for point, entry in queued]
@@ -153,18 +155,20 @@ def execute(
         devices = visible_devices(max((facts[e.folder]["devices"] for _, e in queued), default=0))
         display.slots(s.max_parallel or max(1, len(devices)))
 
-        return run_all(
-            todo, devices, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run,
+        run_all(
+            todo, devices, current.stop, max_parallel=s.max_parallel, devices_per_run=s.devices_per_run,
             stop_on_failure=s.stop_on_failure, silence_s=s.silence_s, begun=lambda job: begun(job.path),
             ended=lambda job: look(job.path), tick=display.tick, say=display.line,
         )  # fmt: skip
+        return
     if current.launcher == "ray":
         from llmexp.sweep import ray
 
-        return ray.run_all(
-            todo, ray_settings(current.cfg), cuda=any(facts[e.folder]["devices"] for _, e in queued),
+        ray.run_all(
+            todo, ray_settings(current.cfg), current.stop, cuda=any(facts[e.folder]["devices"] for _, e in queued),
             stop_on_failure=current.settings.stop_on_failure, begun=begun, look=look, tick=display.tick,
         )  # fmt: skip
+        return
     from llmexp import slurm
 
     settings, where = slurm_settings(current.cfg), ledger.path / "slurm"
@@ -176,18 +180,22 @@ def execute(
     display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
     jobs = jobs | submitted
 
+    cancelled: set[Path] = set()
+
     def changed(path: Path, job: str, text: str, over: bool) -> None:
+        if over and path in cancelled:  # by us, before it started
+            folder.write_status(path, "queued", error=None, exit_code=None, ended=None)
         look(path, alive=not over)
         display.line(f"{job:<12} {by_path[path].folder}  {text}")
-        if over and by_path[path].state == "failed" and current.settings.stop_on_failure:
-            slurm.cancel_pending(jobs.values())
+        if over and by_path[path].state == "failed" and current.settings.stop_on_failure and not cancelled:
+            cancelled.update(p for p in jobs if folder.read_status(p).get("state") == "queued")
+            slurm.cancel_pending([jobs[p] for p in cancelled])
 
     try:
         slurm.wait(jobs, changed, display.line, display.tick)
         for path in jobs:
             look(path)
     except KeyboardInterrupt:
+        current.stop.requested = True
         whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
         display.line(f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}")
-        return True
-    return False

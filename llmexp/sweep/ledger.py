@@ -140,7 +140,8 @@ def read(path: Path) -> Ledger:
         "points": list,
     }  # fmt: skip
     for key, kind in kinds.items():
-        if not isinstance(tree.get(key), kind):
+        value: Any = tree.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool) or (key == "created" and not math.isfinite(value)):
             raise ConfigError(f"{where}: {key}={_short(tree.get(key))}: is not what a ledger holds there")
     for key in ("arguments", "swept"):
         if not all(isinstance(text, str) for text in tree[key]):
@@ -148,8 +149,8 @@ def read(path: Path) -> Ledger:
     points = [_entry(where, i, given) for i, given in enumerate(tree["points"])]
     for what in ("number", "folder"):
         seen = [getattr(p, what) for p in points]
-        if twice := next((v for v in seen if seen.count(v) > 1), None):
-            raise ConfigError(f"{where}: two points have the {what} {_short(twice)}")
+        if twice := [v for v in seen if seen.count(v) > 1]:
+            raise ConfigError(f"{where}: two points have the {what} {_short(twice[0])}")
     head = {key: tree[key] for key in ("name", "launcher", "arguments", "swept", "created", "state")}
     return Ledger(path, points=points, **head)
 

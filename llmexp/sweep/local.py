@@ -42,15 +42,14 @@ class Active:
 
 
 class Stopped:
-    """Signals to this process, passed on to the jobs; no further job starts."""
+    """Signals to this process, passed on to the jobs under way; no further job starts."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._active: list[Active] = []
+        self.active: list[Active] = []
 
     @contextlib.contextmanager
-    def passing_on(self, active: list[Active]) -> Iterator[None]:
-        self._active = active
+    def installed(self) -> Iterator[None]:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
         wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores the hang-up
         old = {n: signal.signal(n, self._pass_on) for n in wanted}
@@ -62,7 +61,7 @@ class Stopped:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        for active in list(self._active):
+        for active in list(self.active):
             with contextlib.suppress(ProcessLookupError):
                 active.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -77,6 +76,7 @@ def visible_devices(count: int) -> list[str]:
 def run_all(
     jobs: Sequence[Job],
     devices: Sequence[str],
+    stop: Stopped,
     *,
     max_parallel: int | None,
     devices_per_run: int | None,
@@ -86,43 +86,41 @@ def run_all(
     ended: Callable[[Job], None],
     tick: Callable[[], None],
     say: Callable[[str], None],
-) -> bool:
-    """Runs every job in the order given, each as soon as its devices are free; whether a signal stopped them.
+) -> None:
+    """Runs every job in the order given, each as soon as its devices are free, until `stop` is requested.
 
     `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the cores. `tick` is called
     now and then.
     """
     slots = max_parallel or (len(devices) or 1)
-    waiting, free, active = list(jobs), list(devices), list[Active]()
-    stop, halted, told = Stopped(), False, False
-    with stop.passing_on(active):
-        while active or (waiting and not stop.requested and not halted):
-            while waiting and not (stop.requested or halted) and len(active) < slots:
-                need = (devices_per_run or waiting[0].ranks) if devices else 0
-                if need > len(free):
-                    break
-                job = waiting.pop(0)
-                taken, free = free[:need], free[need:]
-                begun(job)
-                active.append(Active(job, start(job, taken, slots), taken, sign_at=time.monotonic()))
-                if stop.requested:  # the signal came before this one was there to get it
-                    active[-1].process.send_signal(signal.SIGTERM)
-            for one in list(active):
-                code = one.process.poll()
-                if code is None:
-                    end_if_silent(one, silence_s)
-                    continue
-                active.remove(one)
-                free += one.devices
-                if settle(one.job.path, code, one.cause, stopped=stop.requested) and stop_on_failure:
-                    halted = True
-                ended(one.job)
-            if stop.requested and active and not told:
-                told = True
-                say(f"stopping: {len(active)} under way save a checkpoint and leave")
-            tick()
-            time.sleep(POLL_S)
-    return stop.requested
+    waiting, free, halted, told = list(jobs), list(devices), False, False
+    active = stop.active = []
+    while active or (waiting and not stop.requested and not halted):
+        while waiting and not (stop.requested or halted) and len(active) < slots:
+            need = (devices_per_run or waiting[0].ranks) if devices else 0
+            if need > len(free):
+                break
+            job = waiting.pop(0)
+            taken, free = free[:need], free[need:]
+            begun(job)
+            active.append(Active(job, start(job, taken, slots), taken, sign_at=time.monotonic()))
+            if stop.requested:  # the signal came before this one was there to get it
+                active[-1].process.send_signal(signal.SIGTERM)
+        for one in list(active):
+            code = one.process.poll()
+            if code is None:
+                end_if_silent(one, silence_s)
+                continue
+            active.remove(one)
+            free += one.devices
+            if settle(one.job.path, code, one.cause, stopped=stop.requested) and stop_on_failure:
+                halted = True
+            ended(one.job)
+        if stop.requested and active and not told:
+            told = True
+            say(f"stopping: {len(active)} under way save a checkpoint and leave")
+        tick()
+        time.sleep(POLL_S)
 
 
 def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
@@ -161,7 +159,8 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     """Whether the run failed; records a death that it could not record itself."""
     state = folder.read_status(path).get("state")
-    if code in (DONE, PREEMPTED) or (code > 128 and stopped):
+    by_signal = code > 128 or -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+    if code in (DONE, PREEMPTED) or state == "finished" or (stopped and by_signal):
         return False
     if state == "failed" and code >= 0 and not cause:
         return True

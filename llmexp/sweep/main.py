@@ -21,10 +21,11 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
-from llmexp.config import ConfigError, Sweep, build_sweep, refuse
+from llmexp.config import ConfigError, Sweep, build, build_sweep, refuse
 from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.local import Stopped, visible_devices
 from llmexp.sweep.points import Checker, Point, Refused, expand, is_grid, load_points, no_start, refuse_hosts, twins
 
 LOCK = ".lock-sweep"
@@ -46,7 +47,13 @@ class Current:
     stack: contextlib.ExitStack
     ledger: Ledger | None = None  # once the first points have passed their checks
     knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
-    stopped: bool = False
+    stop: Stopped = field(default_factory=Stopped)
+    halted: bool = False  # by sweep.stop_on_failure
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is started."""
+        return self.stop.requested or self.halted
 
 
 CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here
@@ -66,10 +73,11 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         refuse_secrets(list(arguments), "the command line")
         current = Current(
             settings, where, settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir"), str(cfg.name),
-            check_launcher(cfg), cfg, without(arguments, "sweep.resume"), checker, stack,
+            check_launcher(cfg), cfg, recordable(arguments), checker, stack,
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
+        stack.callback(conclude, current, say)
         if is_grid(cfg):
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
             run_batch(current, points, refused)
@@ -82,17 +90,12 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
                     overrides=[*overrides, here],
                     with_log_configuration=False,
                 )
-        if (ledger := current.ledger) is None:
+        if current.ledger is None:
             raise ConfigError("hydra/sweeper: it asked for no point")
-        states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
-        ledger.state = "preempted" if current.stopped else "finished" if states <= {"finished"} else "failed"
-        ledger.save()
-        conclude(ledger, settings.report, say)
-        if current.stopped:
-            allowed = f" --allow {shlex.quote(os.environ['LLMEXP_ALLOW'])}" if os.environ.get("LLMEXP_ALLOW") else ""
-            say(f"stopped; to go on: llmexp resume {shlex.quote(str(ledger.path))}{allowed}")
-            return PREEMPTED
-        return 0 if ledger.state == "finished" else 1
+    if current.stop.requested:
+        say(f"stopped; to go on: llmexp resume {shlex.quote(str(current.ledger.path))}{kept_back(arguments)}")
+        return PREEMPTED
+    return 0 if current.ledger.state == "finished" else 1
 
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
@@ -116,15 +119,26 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     return settings, where
 
 
-def without(arguments: Sequence[str], key: str) -> list[str]:
-    """The command line that goes on with a sweep later: less `key`, and less --allow, which a file must not say."""
+# What runs code of the user's choosing comes from a command line, never from a file alone.
+KEPT_BACK = ("hydra.launcher.setup", "hydra.launcher.additional_parameters", "hydra.launcher.init")
+
+
+def recordable(arguments: Sequence[str]) -> list[str]:
+    """Of a command line, what goes on with its sweep later, and may be taken from a file."""
     rest, given = [], iter(arguments)
     for argument in given:
         if argument == "--allow":
             next(given, None)
-        elif not argument.startswith(("--allow=", f"{key}=", f"+{key}=", f"++{key}=")):
+        elif not argument.lstrip("+").startswith(("--allow=", "sweep.resume=", *KEPT_BACK)):
             rest.append(argument)
     return rest
+
+
+def kept_back(arguments: Sequence[str]) -> str:
+    """The rest of it, to be typed again."""
+    allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
+    words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -136,7 +150,7 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
     given = list(current.cfg.hydra.overrides.task)
     points, refused = load_points(loader, current.cfg, job_overrides, first, current.settings, current.where, given)
     done = run_batch(current, points, refused, again=True)
-    if current.stopped:
+    if current.over:
         raise KeyboardInterrupt
     results = []
     for overrides in job_overrides:
@@ -169,55 +183,100 @@ def run_batch(
     found = current.checker.ask("check", points)
     refused += [p.refused(f["refused"]) for p, f in zip(points, found, strict=True) if "refused" in f]
     feasible = [(p, f) for p, f in zip(points, found, strict=True) if "refused" not in f]
+    if current.launcher == "local":
+        most = len(visible_devices(max((f["devices"] for _, f in feasible), default=0)))
+        if most and (current.settings.devices_per_run or 0) > most:
+            raise refuse("sweep.devices_per_run", current.settings.devices_per_run, f"this host has {most}", most)
     if not again and (same := twins([p for p, _ in feasible], [f["solved"] for _, f in feasible])):
         raise no_start([*same, *refused])
     if refused and (current.settings.on_infeasible == "refuse" or not (feasible or again)):
         raise no_start(refused)
     ledger = current.ledger or open_ledger(current)
-    pairs = []
-    solved: dict[str, Entry] = {}
-    if not {p.identity for p in points} <= {e.identity for e in ledger.points}:  # some may be there in other words
-        for entry in ledger.points:
-            with contextlib.suppress(ConfigError):
-                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
-    for point, fact in feasible:
-        asked = visible(point.overrides)
-        there = [e for e in ledger.points if e.identity == point.identity]
-        there += [solved[fact["solved"]]] if fact["solved"] in solved else []
-        there += [e for e in ledger.points if e.state == "infeasible" and e.overrides == asked]
-        if there:
-            entry = there[0]
-            entry.identity = point.identity
-        else:
-            moved = point.moved(next_number(ledger), ledger.path)
-            name = str(moved.path.relative_to(ledger.path))
-            entry = Entry(moved.number, point.label, name, point.identity, asked)
-            ledger.points.append(entry)
-        point = dataclasses.replace(point, number=entry.number, path=ledger.path / entry.folder)
-        current.knobs[entry.folder] = fact
-        pairs.append((point, entry))
+    pairs = match(ledger, feasible)
     for one in refused:
-        asked, number = visible(one.overrides), next_number(ledger)
-        if not any(e.overrides == asked for e in ledger.points):
-            ledger.points.append(Entry(number, one.label, f"{number}-{one.label}", None, asked, "infeasible"))
-        next(e for e in ledger.points if e.overrides == asked).error = ledgers.one_line(one.reason)
+        asked = visible(one.overrides)
+        entry = next((e for e in ledger.points if e.overrides == asked), None)
+        if entry is None:
+            number = next_number(ledger)
+            entry = Entry(number, one.label, f"{number}-{one.label}", None, asked)
+            ledger.points.append(entry)
+        if entry.state != "finished":
+            entry.state, entry.error = "infeasible", ledgers.one_line(one.reason)
+    if current.settings.resume is not None and not again:
+        pairs += others(current, ledger, {e.folder for _, e, _ in pairs})
+    current.knobs |= {entry.folder: fact for _, entry, fact in pairs}
     ledger.swept = sorted({*ledger.swept, *(key for p in points for key in p.swept)})
     ledger.state = "running"
     ledger.save()
-    run_rungs(current, ledger, list({e.folder: (p, e) for p, e in pairs}.values()))
+    run_rungs(current, ledger, list({e.folder: (p, e) for p, e, _ in pairs}.values()))
+    return [(p, e) for p, e, _ in pairs]
+
+
+Pair = tuple[Point, Entry, dict[str, Any]]  # a point, its place in the ledger, what the checker knows of its run
+
+
+def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> list[Pair]:
+    """The points with their entries: those that they have already, known by the config as composed, or as solved in the
+    run's folder; else new ones."""
+    from llmexp.launch import visible
+
+    composed = {e.identity: e for e in ledger.points if e.identity is not None}
+    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
+    solved: dict[str, Entry] = {}
+    if not {p.identity for p, _ in points} <= composed.keys():  # some may be there in other words
+        for entry in ledger.points:
+            with contextlib.suppress(ConfigError):
+                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
+    pairs = []
+    for point, fact in points:
+        asked = visible(point.overrides)
+        found = composed.get(point.identity) or solved.get(fact["solved"]) or infeasible.get(tuple(asked))
+        if found is None:
+            moved = point.moved(next_number(ledger), ledger.path)
+            found = Entry(moved.number, point.label, str(moved.path.relative_to(ledger.path)), None, asked)
+            ledger.points.append(found)
+        found.identity = point.identity
+        if found.state == "infeasible":
+            found.state, found.error = "queued", None
+        pairs.append((dataclasses.replace(point, number=found.number, path=ledger.path / found.folder), found, fact))
     return pairs
+
+
+def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
+    """The points of earlier commands that are not finished, from their folders."""
+    found = []
+    for entry in ledger.points:
+        path = ledger.path / entry.folder
+        if entry.folder in asked or entry.state == "infeasible" or not folder.is_run(path):
+            continue
+        if ledger.look(entry).get("state") == "finished" or entry.rung is not None:
+            continue
+        with contextlib.suppress(ConfigError):
+            config = build(folder.read_config(path))
+            point = Point(entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path)
+            (fact,) = current.checker.ask("check", [point])
+            if "refused" in fact:
+                ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(fact["refused"]))
+            else:
+                found.append((point, entry, fact))
+    return found
 
 
 def open_ledger(current: Current) -> Ledger:
     """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
-    if current.settings.resume is None:
-        path = folder.claim(current.where, current.fixed)  # two sweeps of the same second get two folders
-        current.ledger = Ledger(path, current.name, current.launcher, current.arguments, [])
+    resumed = current.settings.resume is not None
+    path = current.where if resumed else folder.claim(current.where, current.fixed)  # two of one second get two folders
+    current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))
+    if resumed:
+        ledger = ledgers.read(path)
+        ledger.launcher, ledger.arguments = current.launcher, current.arguments
+    elif ledgers.is_sweep(path):
+        raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
-        current.ledger = ledgers.read(current.where)
-        current.ledger.launcher, current.ledger.arguments = current.launcher, current.arguments
-    current.stack.enter_context(folder.locked(current.ledger.path, LOCK, "running the sweep in"))
-    return current.ledger
+        ledger = Ledger(path, current.name, current.launcher, current.arguments, [])
+    current.ledger = ledger
+    current.stack.enter_context(current.stop.installed())
+    return ledger
 
 
 def next_number(ledger: Ledger) -> int:
@@ -240,24 +299,25 @@ def rungs(settings: Sweep) -> list[float | None]:
 def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
     """Runs the points to the end, or from rung to rung with the best of them."""
     for _, entry in pairs:
-        if entry.rung is not None and (current.settings.halving is None or entry.identity is None):
-            entry.rung = None
-    broken: set[str] = set()
+        entry.rung = None  # who goes on follows from the losses at the rungs, whatever was interrupted
+    racing = pairs
     for share in rungs(current.settings):
-        racing = [(p, e) for p, e in pairs if e.rung is None and e.folder not in broken]
         stops = {}
         for _, entry in racing:
             steps = current.knobs[entry.folder]["max_steps"]
             stops[entry.folder] = None if share is None else max(1, math.ceil(share * steps))
         run_points(current, ledger, [(p, e, stops[e.folder]) for p, e in racing])
-        if current.stopped or share is None:
+        if current.over or share is None:
             return
         scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
-        broken |= {name for name, loss in scores.items() if loss == math.inf}
-        ranked = sorted((e for _, e in racing if scores[e.folder] < math.inf), key=lambda e: scores[e.folder])
-        for entry in ranked[max(1, math.ceil(len(ranked) * current.settings.halving_keep)) :]:
+        ranked = sorted(
+            (pair for pair in racing if scores[pair[1].folder] < math.inf), key=lambda r: scores[r[1].folder]
+        )
+        count = max(1, math.ceil(len(ranked) * current.settings.halving_keep))
+        for _, entry in ranked[count:]:
             if entry.state != "finished":
                 ledger.update(entry, rung=share)
+        racing = ranked[:count]
 
 
 def score(path: Path, step: int | None) -> float:
@@ -282,7 +342,7 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
     if 0 < len(left) < len(todo):
         say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
     for attempt in range(1 + current.settings.max_retries):
-        if not left or current.stopped:
+        if not left or current.over:
             return
         if attempt:
             say(f"{len(left)} failed, started again: {', '.join(e.folder for _, e, _ in left)}")
@@ -300,7 +360,9 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
     for point, entry, stop_step in todo:
         if point.path in at_work:
             continue
-        wait_for_lock(point.path)
+        if not is_free(point.path):
+            say(f"{entry.folder}  left alone: another process is training there")
+            continue
         config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
         new.append((dataclasses.replace(point, config=config), entry))
     queued = []
@@ -312,35 +374,45 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
         else:
             ledger.update(entry, state="queued", error=None, exit_code=None)
             queued.append((point, entry))
+    if current.over:
+        return
     with show.Display(ledger, lines=current.launcher != "slurm") as display:  # its jobs are told of with their ids
-        current.stopped = launchers.execute(current, ledger, queued, at_work, display)
+        launchers.execute(current, ledger, queued, at_work, display)
         display.tick()
+    current.halted |= current.settings.stop_on_failure and any(e.state == "failed" for _, e, _ in todo)
 
 
-def wait_for_lock(path: Path) -> None:
-    """For a run whose sweep was killed, and which is saving. Raises ConfigError when it goes on and on."""
+def is_free(path: Path) -> bool:
+    """Whether nobody trains there. A run whose sweep was killed has some time to save and leave."""
     deadline = time.monotonic() + ORPHAN_S
     while folder.is_locked(path):
         if time.monotonic() > deadline:
-            raise ConfigError(f"{path}: another process is training in this folder")
+            return False
         time.sleep(0.2)
+    return True
 
 
-def conclude(ledger: Ledger, report: str, say: Callable[[str], None]) -> None:
-    """The table, what can be said from it, and the page. The runs are recorded: what goes wrong here is only said."""
+def conclude(current: Current, say: Callable[[str], None]) -> None:
+    """The end of the ledger, the table, what can be said from it, and the page. The runs are recorded: what goes wrong
+    here is only said."""
     from llmexp.sweep import show
     from llmexp.sync import upload_command
 
+    if (ledger := current.ledger) is None:
+        return
+    states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
+    ledger.state = "preempted" if current.stop.requested else "finished" if states <= {"finished"} else "failed"
+    ledger.save()
     say("")
     say(show.results_table(ledger))
-    if sum(e.state == "finished" for e in ledger.points) > 1:
+    if sum(e.state == "finished" or e.rung is not None for e in ledger.points) > 1:
         try:
             from llmexp.compare import reading, throughput
             from llmexp.compare.comparing import compare
             from llmexp.compare.page import page
 
             say("")
-            if report == "throughput":
+            if current.settings.report == "throughput":
                 say(throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path))
                 say(f"tables {ledger.path / 'throughput.md'}, .csv, .png")
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -52,7 +53,7 @@ class Point:
     def name(self) -> str:
         return f"{self.number}-{self.label}"
 
-    @property
+    @functools.cached_property
     def identity(self) -> str:
         return identity(plain(self.config))
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError, refuse
-from llmexp.process import PREEMPTED, REFUSED
-from llmexp.sweep.local import STDERR, Job, settle
+from llmexp.process import FAILED, PREEMPTED
+from llmexp.sweep.local import STDERR, Job, Stopped, settle
 
 POLL_S, ORPHAN_S = 0.5, 60.0
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by name.
@@ -72,14 +72,15 @@ def train(path: str, environment: dict[str, str]) -> int:
 def run_all(
     jobs: Sequence[Job],
     s: Settings,
+    stop: Stopped,
     *,
     cuda: bool,
     stop_on_failure: bool,
     begun: Callable[[Path], None],
     look: Callable[[Path], None],
     tick: Callable[[], None],
-) -> bool:
-    """Runs every job as soon as the cluster has room for it; whether a signal stopped them.
+) -> None:
+    """Runs every job as soon as the cluster has room for it, until `stop` is requested.
 
     A task whose process dies is repeated by Ray and goes on from the run's checkpoint. Raises ConfigError where there
     is no cluster at the address.
@@ -98,10 +99,8 @@ def run_all(
     keep = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")
     environment = {k: os.environ[k] for k in keep if k in os.environ}
     environment |= {k: v for k, v in os.environ.items() if k.startswith("WANDB_")} | {"PWD": os.getcwd()}
-    stop: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {n: signal.signal(n, lambda number, frame: stop.append(number)) for n in numbers}
     try:
+        refuse_impossible(ray.nodes(), jobs, s, cuda)
         left: dict[Any, Job] = {}
         for job in jobs:
             options = {
@@ -110,18 +109,17 @@ def run_all(
                 "name": job.path.name,
             }
             left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
-        refuse_impossible(ray, jobs, s, cuda)
         running: set[Path] = set()
         told = False
         while left:
-            if stop and not told:
+            if stop.requested and not told:
                 told = True
                 for task in left:
                     ray.cancel(task)
             done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)
             for task in done:
                 job = left.pop(task)
-                failed = finish(ray, task, job.path, stopped=bool(stop))
+                failed = finish(ray, task, job.path, stopped=stop.requested)
                 look(job.path)
                 if failed and stop_on_failure:
                     for later in [t for t, j in left.items() if j.path not in running]:
@@ -132,23 +130,20 @@ def run_all(
                     begun(job.path)
                     look(job.path)
             tick()
-        return bool(stop)
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
         ray.shutdown()
 
 
-def refuse_impossible(ray: Any, jobs: Sequence[Job], s: Settings, cuda: bool) -> None:
-    """Raises ConfigError for runs that would wait for ever: no cluster of now has what one of them needs."""
-    has = ray.cluster_resources()
+def refuse_impossible(nodes: Sequence[dict[str, Any]], jobs: Sequence[Job], s: Settings, cuda: bool) -> None:
+    """Raises ConfigError for a run that would wait for ever: it has to fit on one node."""
     for key, given, name in (("cpus_per_run", s.cpus_per_run, "CPU"), ("gpus_per_run", s.gpus_per_run, "GPU")):
         most = max((job.ranks for job in jobs), default=0) if given is None else given
         if name == "GPU" and given is None and not cuda:
             continue
-        if most > has.get(name, 0):
-            text = f"the cluster has {has.get(name, 0):g} {name}s"
-            raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{has.get(name, 0):g}")
+        largest = max((node["Resources"].get(name, 0.0) for node in nodes if node.get("Alive")), default=0.0)
+        if most > largest:
+            text = f"the largest node of the cluster has {largest:g} {name}s"
+            raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
 
 
 def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
@@ -161,5 +156,5 @@ def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
         while folder.is_locked(path) and time.monotonic() < deadline:  # it saves
             time.sleep(0.1)
     except ray.exceptions.RayError as error:
-        return settle(path, REFUSED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
+        return settle(path, FAILED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
     return settle(path, code, "", stopped=stopped)

@@ -145,8 +145,9 @@ def look_for_outlier(s: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tens
     if limits is None:
         return code
     outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
-    found = SKIPPED_OUTLIER if s.parts.config.metrics.skip_outliers else OUTLIER
-    return torch.where(outside & (code == OK), found, code)
+    if not s.parts.config.metrics.skip_outliers:
+        return torch.where(outside & (code == OK), OUTLIER, code)
+    return mesh.maximum(s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))  # the same on all ranks
 
 
 @torch.no_grad()
