@@ -86,6 +86,9 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # `llmexp ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # such as a full disk under the output
+        print(f"llmexp: {error}", file=sys.stderr)
+        return 1
 
 
 def complete(arguments: list[str], commands: tuple[str, ...]) -> int:

@@ -53,7 +53,8 @@ def resume(arguments: list[str]) -> int:
         launch.say(f"{path}: this run is finished; nothing to do")
         return 0
     parsed = map(OverridesParser.create().parse_override, args.overrides)
-    for override in sorted(parsed, key=lambda o: o.key_or_group.count(".")):  # parallelism=fsdp before its sizes
+    kind_first = sorted(parsed, key=lambda o: o.key_or_group not in ("parallelism", "parallelism.kind"))
+    for override in kind_first:  # then its sizes
         key = override.key_or_group
         *parents, name = key.split(".")
         node: Any = tree

@@ -123,8 +123,12 @@ class Parallelism:
     backend: str | None = knob(
         "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "gloo", choices=("nccl", "gloo")
     )
-    start_timeout_s: float = knob("seconds that the hosts and ranks have to come together", 600.0, above=0)
-    timeout_s: float = knob("seconds that a rank waits for the others in a step before it gives up", 600.0, above=0)
+    start_timeout_s: float = knob(
+        "seconds that the hosts and ranks have to come together", 600.0, above=0, at_most=1_000_000
+    )
+    timeout_s: float = knob(
+        "seconds that a rank waits for the others in a step before it gives up", 600.0, above=0, at_most=1_000_000
+    )
     max_restarts: int = knob("times that a group which lost a rank starts again from its checkpoint", 3, at_least=0)
 
 
@@ -137,8 +141,10 @@ class Tracker:
     tags: list[str] = knob("tags, cut at 64 characters", ["baseline"])
     notes: str | None = knob("free text", "first try")
     mode: str = knob("auto: online when a login is there", "offline", choices=("auto", "online", "offline"))
-    start_timeout_s: float = knob("seconds for the tracker to start before the run goes on offline", 10.0, above=0)
-    finish_timeout_s: float = knob("seconds for the tracker to finish", 15.0, above=0)
+    start_timeout_s: float = knob(
+        "seconds for the tracker to start before the run goes on offline", 10.0, above=0, at_most=1_000_000
+    )
+    finish_timeout_s: float = knob("seconds for the tracker to finish", 15.0, above=0, at_most=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)

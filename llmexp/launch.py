@@ -66,7 +66,10 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
     A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points share.
     """
     with user_errors(hydra.config_loader, overrides):
-        multirun = multirun or hydra.get_mode(CONFIG_NAME, list(overrides)) == RunMode.MULTIRUN
+        wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
+        if wanted is None:  # it does not compose: as a sweep it says why, where a run would blame the swept values
+            hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
+        multirun = wanted == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
         from hydra.core.hydra_config import HydraConfig

@@ -45,7 +45,8 @@ class Stop:
         if self._count == 1 and os.environ.get("RANK", "0") == "0":
             what = "finishing this step, then saving" if self.training else "stopped before training"
             with contextlib.suppress(OSError):
-                os.write(2, f"\nllmexp: {self.signal_name}: {what}\n".encode())
+                after = "\n" if os.isatty(2) else ""  # an echoed ^C
+                os.write(2, f"{after}llmexp: {self.signal_name}: {what}\n".encode())
         if not self.training and not self.importing:
             raise SystemExit(128 + number)
         # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the save.

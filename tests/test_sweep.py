@@ -295,8 +295,9 @@ def test_what_cannot_be_a_sweep_is_refused(tmp_path):
 def whole_ledger() -> dict:
     entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"], "state": "queued",
              "started": None, "ended": 1.5, "exit_code": 0, "attempts": 1, "error": None, "rung": 0.5}  # fmt: skip
-    return {"format": 1, "name": "n", "launcher": "local", "arguments": ["-m"], "swept": ["x"], "created": 1.0,
-            "state": "running", "updated": 2.0, "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
+    return {"format": 1, "name": "n", "group": "g", "launcher": "local", "arguments": ["-m"], "swept": ["x"],
+            "created": 1.0, "state": "running", "updated": 2.0,
+            "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
 
 
 ANY = st.recursive(

@@ -21,8 +21,9 @@ SEED = "train.seed"
 # Keys that name, record or carry out a run; shown only where nothing else differs.
 EXECUTION = (
     "name", "tracker.", "checkpoint.", "hooks", "data.cache_dir", "train.log_every", "train.sample_every",
-    "train.sample_tokens", "train.data_digest", "train.stop_step", "train.profile_", "metrics.noise_scale_every",
-    "metrics.picture", "train.max_consecutive_skips", "parallelism.backend", "parallelism.start_timeout_s", "parallelism.timeout_s", "parallelism.max_restarts",
+    "train.sample_tokens", "train.data_digest", "train.stop_step", "train.profile_", "train.max_consecutive_skips",
+    "metrics.noise_scale_every", "metrics.picture", "parallelism.backend", "parallelism.start_timeout_s",
+    "parallelism.timeout_s", "parallelism.max_restarts",
 )  # fmt: skip
 _STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
 _PREFERRED = ("batch.gradient_accumulation_steps", "batch.real_batch_size", "batch.micro_batch_size")

@@ -53,6 +53,7 @@ class Ledger:
 
     path: Path  # the sweep's folder
     name: str
+    group: str  # of its runs in the tracker, wherever the folder is moved
     launcher: str
     arguments: list[str]  # of the command that goes on with it, after `train`
     swept: list[str]
@@ -136,12 +137,13 @@ def read(path: Path) -> Ledger:
     if tree.get("format") != FORMAT:
         raise ConfigError(f"{where}: format={tree.get('format')}: this version of llmexp reads format {FORMAT}")
     kinds: dict[str, type | tuple[type, ...]] = {
-        "name": str, "launcher": str, "arguments": list, "swept": list, "created": (int, float), "state": str,
-        "points": list,
+        "name": str, "group": str, "launcher": str, "arguments": list, "swept": list, "created": (int, float),
+        "state": str, "points": list,
     }  # fmt: skip
     for key, kind in kinds.items():
         value: Any = tree.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or (key == "created" and not math.isfinite(value)):
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (key == "created" and not math.isfinite(value)):
             raise ConfigError(f"{where}: {key}={_short(tree.get(key))}: is not what a ledger holds there")
     for key in ("arguments", "swept"):
         if not all(isinstance(text, str) for text in tree[key]):
@@ -151,7 +153,7 @@ def read(path: Path) -> Ledger:
         seen = [getattr(p, what) for p in points]
         if twice := [v for v in seen if seen.count(v) > 1]:
             raise ConfigError(f"{where}: two points have the {what} {_short(twice[0])}")
-    head = {key: tree[key] for key in ("name", "launcher", "arguments", "swept", "created", "state")}
+    head = {key: tree[key] for key in ("name", "group", "launcher", "arguments", "swept", "created", "state")}
     return Ledger(path, points=points, **head)
 
 

@@ -238,7 +238,8 @@ def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> lis
         found.identity = point.identity
         if found.state == "infeasible":
             found.state, found.error = "queued", None
-        pairs.append((dataclasses.replace(point, number=found.number, path=ledger.path / found.folder), found, fact))
+        path = ledger.path / found.folder
+        pairs.append((dataclasses.replace(point, number=found.number, path=path, group=ledger.group), found, fact))
     return pairs
 
 
@@ -253,7 +254,8 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
             continue
         with contextlib.suppress(ConfigError):
             config = build(folder.read_config(path))
-            point = Point(entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path)
+            told = (entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path, ledger.group)
+            point = Point(*told)
             (fact,) = current.checker.ask("check", [point])
             if "refused" in fact:
                 ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(fact["refused"]))
@@ -273,7 +275,7 @@ def open_ledger(current: Current) -> Ledger:
     elif ledgers.is_sweep(path):
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
-        ledger = Ledger(path, current.name, current.launcher, current.arguments, [])
+        ledger = Ledger(path, current.name, str(path), current.launcher, current.arguments, [])
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
     return ledger
@@ -405,7 +407,10 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     ledger.save()
     say("")
     say(show.results_table(ledger))
-    if sum(e.state == "finished" or e.rung is not None for e in ledger.points) > 1:
+    ran = [
+        e for e in ledger.points if folder.is_run(ledger.path / e.folder) and e.state not in ("queued", "infeasible")
+    ]
+    if len(ran) > 1 and any(e.state == "finished" for e in ran):
         try:
             from llmexp.compare import reading, throughput
             from llmexp.compare.comparing import compare
@@ -418,7 +423,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
             else:
                 comparison = compare([ledger.path])
                 for sentence in comparison.sentences:
-                    say(sentence)
+                    say(show.fitted(sentence))
                 folder.write_whole(ledger.path / "compare.html", page(comparison))
                 say(f"page   {ledger.path / 'compare.html'}")
         except Exception as error:

@@ -48,6 +48,7 @@ class Point:
     config: Config
     label: str
     path: Path
+    group: str = ""  # in the tracker
 
     @property
     def name(self) -> str:
@@ -71,7 +72,7 @@ class Point:
             "fixed": True,
             "overrides": visible(self.overrides),
             "label": self.label,
-            "group": str(self.path.parent),
+            "group": self.group or str(self.path.parent),
             "swept": self.swept,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,20 +67,15 @@ class Display:
             self._live.update(self._table(), refresh=True)
 
     def _table(self) -> Any:
-        from rich.table import Table
         from rich.text import Text
 
         from llmexp.metrics.console import format_duration
 
-        width, height = shutil.get_terminal_size((100, 24))
+        columns, lines = shutil.get_terminal_size((100, 24))
         points = self._ledger.points
         order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
-        shown = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(height - 6, 3)]
-        table = Table(box=None, pad_edge=False, expand=False)
-        table.add_column("run", no_wrap=True, overflow="ellipsis", ratio=1 if width < 90 else None)
-        table.add_column("state", no_wrap=True)
-        for title in ("step", "loss", "tokens/s", "left")[: 4 if width >= 80 else 3 if width >= 64 else 2]:
-            table.add_column(title, justify="right", no_wrap=True)
+        shown = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(lines - 6, 3)]
+        rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "tokens/s", "left")]
         left: dict[str, float] = {}
         for entry in sorted(shown, key=lambda e: e.number):
             row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
@@ -91,10 +87,10 @@ class Display:
                 f"{row['tokens_per_sec']:,.0f}" if "tokens_per_sec" in row else "",
                 format_duration(left[entry.folder]) if entry.folder in left else "",
             )
-            table.add_row(entry.folder, entry.state, *cells[: len(table.columns) - 2])
-        table.caption = Text(f"{counts(points)}{self._time_left(left)}")
-        table.caption_justify = "left"
-        return table
+            rows.append((entry.folder, entry.state, *cells))
+        kept = 6 if columns >= 80 else 4
+        text = table([row[:kept] for row in rows], left=2, width=columns - 1)  # an echoed ^C must not wrap it
+        return Text(f"{text}\n{counts(points)}{self._time_left(left)}", no_wrap=True, overflow="ellipsis")
 
     def _steps(self, entry: Entry) -> int:
         if entry.folder not in self._max_steps:
@@ -161,15 +157,28 @@ def results_table(ledger: Ledger) -> str:
         figures = (*("" if loss is None else f"{loss:.4f}" for loss in losses), "" if rate is None else f"{rate:,.0f}")
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
         if entry.state in ("failed", "infeasible"):
-            reasons.append(f"{entry.folder}: {entry.error}")
-    return "\n".join([table(rows, left=2), *reasons])
+            reasons.append(fitted(f"{entry.folder}: {entry.error}"))
+    width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
+    return "\n".join([table(rows, left=2, width=width), *reasons])
 
 
-def table(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Aligned columns, never cut: the first `left` ones to the left, figures to the right."""
+def fitted(text: str) -> str:
+    """Wrapped to a terminal; what goes into a file stays one line."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else text
+
+
+def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
+    """Aligned columns: the first `left` ones to the left, figures to the right. Of the first column the middle is left
+    out where the lines would be wider than `width`; nothing else is ever cut."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    if width is not None:
+        widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))
     lines = []
     for row in rows:
-        cells = [f"{row[i]:<{w}}" if i < left else f"{row[i]:>{w}}" for i, w in enumerate(widths)]
+        first = row[0] if len(row[0]) <= widths[0] else f"{row[0][:2]}…{row[0][3 - widths[0] :]}"
+        cells = [
+            f"{c:<{w}}" if i < left else f"{c:>{w}}"
+            for i, (c, w) in enumerate(zip((first, *row[1:]), widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from llmexp.assemble import Parts
 from llmexp.config import ConfigError, Parallelism, plain
 from llmexp.mesh import agent
 from llmexp.metrics import hardware
-from llmexp.process import FAILED
+from llmexp.process import FAILED, REFUSED
 
 REPORT_S = 4.0  # for all ranks that waited in vain to say so
 
@@ -51,6 +51,11 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except agent.HostsMissing as error:
+        status = folder.read_status(path)
+        state = status.get("state")
+        if state in ("finished", "preempted") or (state == "running" and folder.is_alive(path, status)):
+            # The hosts that met without this one, or an earlier start, have the say.
+            return REFUSED, f"{error}; by its records this run is {state}, and it was left untouched"
         before = [r["text"] for r in _reports(path) if r["time"] > began]
         return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
     for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here

@@ -161,7 +161,9 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before anything was saved")
+            code = cast(int, stopped.code)
+            error = "stopped before the first step"
+            folder.write_status(path, "preempted", exit_code=code, error=error, ended=time.time())
             raise
         if code == REFUSED:
             print(f"llmexp: {text}", file=sys.stderr)
@@ -319,7 +321,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         if rows is not None:
             rows.close()
         if main_rank and state != "failed":
-            folder.write_status(path, state, exit_code=code, ended=time.time(), summary=summary, **details(loop))
+            folder.write_status(
+                path, state, error=None, exit_code=code, ended=time.time(), summary=summary, **details(loop)
+            )
         tracker.finish(summary, code)
         if state == "failed":
             console.close()
