@@ -107,6 +107,7 @@ class Records:
     state: str
     exit_code: int
     position: Position | None
+    lost: str = ""  # where rows are lost at the end, in words
 
     @property
     def mark(self) -> dict[str, Any]:
@@ -116,7 +117,14 @@ class Records:
     @property
     def is_there(self) -> bool:
         known = self.position.uploaded if self.position else None
-        return known is not None and self.mark.items() <= known.items()
+        return not self.lost and known is not None and self.mark.items() <= known.items()
+
+    @property
+    def came_further(self) -> bool:
+        """Whether the tracker is known to have rows after those that are left here."""
+        known = self.position.uploaded if self.position else None
+        step = known.get("step") if known else None
+        return bool(self.lost) and type(step) is int and step > self.rows[-1]["step"]
 
 
 def say(run: Path, work: Any) -> int:
@@ -146,11 +154,14 @@ def plan(run: Path, anew: bool) -> tuple[str, int]:
     )
     if records.is_there:
         return f"nothing to send, all {len(records.rows):,} rows are there ({where})", 0
+    if records.came_further:
+        return f"nothing to send, and not complete here: it {records.lost}; the tracker has later ones ({where})", 1
     handed = records.position.step if records.position else -1
     known = sum(row["step"] <= handed for row in records.rows)
     already = f"; {known:,} of them were handed to wandb before, and are sent if they did not arrive" if known else ""
     tags = f"; tags {', '.join(fields['tags'])}" if fields["tags"] else ""
-    return f"{len(records.rows):,} rows, {records.state} ({where}{tags}){already}", 0
+    lost = f"; not complete: it {records.lost}" if records.lost else ""
+    return f"{len(records.rows):,} rows, {records.state} ({where}{tags}){already}{lost}", int(bool(lost))
 
 
 def send(run: Path, anew: bool) -> tuple[str, int]:
@@ -162,6 +173,8 @@ def send(run: Path, anew: bool) -> tuple[str, int]:
         n, fields = len(records.rows), records.fields
         if records.is_there and records.position and records.position.uploaded:
             return f"nothing to send, all {n:,} rows are there: {records.position.uploaded.get('url')}", 0
+        if records.came_further:
+            return f"nothing sent, and not complete here: it {records.lost}; the tracker has later ones", 1
         last = records.rows[-1]
         position = Position(fields["run_id"], int(last.get("tokens_seen", -1)), last["step"])
         # First the id: what it names must be found again if this is cut short.
@@ -173,6 +186,8 @@ def send(run: Path, anew: bool) -> tuple[str, int]:
                 f"{line}; {n - done.there:,} earlier rows are missing there and wandb takes none in between: --anew",
                 1,
             )
+        if records.lost:
+            return f"{line}; not complete: it {records.lost}", 1
         write_position(
             run, Position(position.run_id, position.tokens_seen, position.step, records.mark | {"url": done.url})
         )
@@ -218,9 +233,15 @@ def read_records(run: Path, anew: bool) -> Records:
         state = "cut"
     code = status.get("exit_code")
     exit_code = code if type(code) is int else int(state != "finished")
+    from llmexp.compare.reading import ends_early
+
+    train = config.get("train")
+    lost = ends_early(status, recorded, train.get("log_every") if isinstance(train, dict) else None, steps)
+    if lost:  # never shown as a run that came to its end
+        state, exit_code = "cut", exit_code or 1
     summary = status.get("summary")
     found = summary if isinstance(summary, dict) and state in ("finished", "preempted") else figures(rows)
-    return Records(fields, rows, found, state, exit_code, None if anew else read_position(run))
+    return Records(fields, rows, found, state, exit_code, None if anew else read_position(run), lost)
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from llmexp.config import ConfigError, build_sweep
 from llmexp.sweep import ledger as ledgers
+from llmexp.sweep import main
 from llmexp.sweep.local import Job, Stopped, run_all
 from llmexp.sweep.main import rungs
 from tests.conftest import ROOT, TINY, Result, llmexp, start, train
@@ -207,6 +208,45 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
 def test_rungs(first, keep, shares):
     defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
     assert rungs(build_sweep(defaults | {"halving": first, "halving_keep": keep})) == shares
+
+
+def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):
+    """Stopped at any rung and resumed as often as it takes: who goes on is decided by the losses at the rungs alone."""
+    defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
+    losses = [0.5, 0.1, 0.7, 0.3, 0.2, 0.9, 0.4, 0.8]
+
+    def race(folder: Path, stops_at: list[int]) -> list[float | None]:
+        ledger = ledgers.Ledger(folder, "n", "g", "local", [], [])
+        ledger.points = [ledgers.Entry(i, str(i), str(i), str(i), []) for i in range(8)]
+        knobs = {str(i): {"max_steps": 80} for i in range(8)}
+        calls = 0
+
+        def run_points(current, ledger, todo):
+            nonlocal calls
+            calls += 1
+            for _, entry, step in todo:
+                path = folder / entry.folder
+                path.mkdir(exist_ok=True, parents=True)
+                with open(path / "metrics.jsonl", "a") as f:
+                    print(json.dumps({"step": step or 80, "val/loss": losses[entry.number]}), file=f)
+            current.stop.requested = calls in stops_at
+
+        monkeypatch.setattr(main, "run_points", run_points)
+        settings_ = build_sweep(defaults | {"halving": 0.125})
+        while True:
+            stop = Stopped()
+            current = main.Current(settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop)
+            main.run_rungs(current, ledger, [(None, entry) for entry in ledger.points])
+            if not stop.requested:
+                return [entry.rung for entry in ledger.points]
+
+    (tmp_path / "whole").mkdir()
+    whole = race(tmp_path / "whole", [])
+    assert [i for i, rung in enumerate(whole) if rung is None] == [1]
+    assert sorted(filter(None, whole)) == [0.125] * 4 + [0.25] * 2 + [0.5]
+    for number, stops_at in enumerate(([2], [3], [2, 4, 7], [1, 3, 6])):
+        (tmp_path / str(number)).mkdir()
+        assert race(tmp_path / str(number), stops_at) == whole
 
 
 def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):

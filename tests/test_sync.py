@@ -163,6 +163,7 @@ def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
         assert rows_of(server.runs[f"{run_id}-2"]) == make_rows(20)
 
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(15)))
+        folder.write_json(run / "run.json", folder.read_json(run / "run.json") | {"max_steps": 15})
         code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert code == 0
         assert "the tracker has 5 rows that the run does not have" in line
@@ -253,3 +254,29 @@ def test_figures_of_a_run_that_could_not_write_its_own() -> None:
         "latest val/loss": 2.25,
         "best val/loss": 2.0,
     }
+
+
+def test_a_run_that_lost_its_last_rows_is_never_complete(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "0-seed=0", 30, summary={"steps": 30, "final val/loss": 3.97})
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
+    with FakeWandb() as server:
+        lost = "not complete: it says finished at step 30, but its rows end at 4"
+        code, (line,), _ = llmexp(tmp_path, "sync", "--dry-run", run)
+        assert (code, lost in line) == (1, True)
+        code, (line, total), _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert (code, lost in line) == (1, True)
+        assert "finished: " not in line
+        assert "1 of 1 runs are not complete" in total
+        assert server.run.exit_code == 1
+        assert "final val/loss" not in server.run.summary
+        assert upload_command(run) is not None
+        # Found again, they follow; lost after that, what is there is left as it is.
+        (run / "metrics.jsonl").write_text(whole)
+        code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert (code, "26 of 30 rows sent, finished" in line) == (0, True)
+        assert (server.run.exit_code, rows_of(server.run)) == (0, make_rows(30))
+        (run / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
+        code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
+        assert (code, "the tracker has later ones" in lines[0]) == (1, True)
+        assert (server.run.exit_code, server.run.lines_sent) == (0, 30)

@@ -131,11 +131,13 @@ def _entry(
                 intervals[column.key] = interval
     notes = []
     if several:
-        lost = len(group) - sum(counts(r) for r in group)
-        notes.append(f"mean of {len(usable)} seeds" + (f", {lost} more broke off" if lost and usable != whole else ""))
+        gone = len(group) - sum(counts(r) for r in group)
+        notes.append(f"mean of {len(usable)} seeds" + (f", {gone} more broke off" if gone and usable != whole else ""))
     if mixed and (tokenizer := _tokenizer(group[0])):
         notes.append(f"tokenizer {_tokenizer_name(group[0])}: losses per token compare with no other ({tokenizer[:8]})")
     for r in group:
+        if r.lost:
+            notes.append(r.lost)
         if r.rung is not None:
             notes.append(f"left out after {r.rung:.0%} of its steps")
         if r.mark:

@@ -50,6 +50,14 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def setting(value: Any) -> str:
+    """A value of the configuration as YAML has it, and as tables and sentences show it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
+
+
 def positions(record: Record, align: str) -> np.ndarray:
     """Where each row stands: target tokens, steps, or seconds of training. Empty where that is not known."""
     if align == "time":
@@ -59,8 +67,8 @@ def positions(record: Record, align: str) -> np.ndarray:
 
 
 def counts(record: Record) -> bool:
-    """Whether the run has a say in how far all have come: it neither broke off nor was left out."""
-    return record.state not in DEAD and record.rung is None and len(record.columns["step"]) > 0
+    """Whether the run has a say in how far all have come: it neither broke off nor was left out nor lost its rows."""
+    return record.state not in DEAD and record.rung is None and not record.lost and len(record.columns["step"]) > 0
 
 
 def common_position(records: Sequence[Record], align: str) -> tuple[float, Record] | None:
@@ -84,18 +92,20 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         if key in _at_hand(columns):
             values = columns[key][np.isfinite(columns[key])]
             seen = columns[key][:upto][np.isfinite(columns[key][:upto])]
-            if key == "val/loss" and len(values):
+            if key == "val/loss" and len(values) and not record.lost:
                 found["final val/loss"] = float(values[-1])
                 found["best val/loss"] = float(seen.min()) if len(seen) else None
-            if reached and len(seen):
+            if reached and len(seen) and not record.lost:
                 found[key] = float(seen[-1])
-    if "train/loss" in _at_hand(columns):
+    if "train/loss" in _at_hand(columns) and not record.lost:
         losses = columns["train/loss"][:upto]
         losses = losses[np.isfinite(losses)]
         if len(losses):
             found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
     summary = record.status.get("summary")
     summary = summary if isinstance(summary, dict) else {}
+    if record.lost:  # of the end it has only what it wrote down itself
+        found["final val/loss"] = number(summary.get("final val/loss"))
     last = columns.last if isinstance(columns, Columns) else {}
     for name, (key, row_key) in _SUMMARY.items():
         value = number(summary.get(key))

@@ -111,7 +111,6 @@
     const figure = map.figures[Number($("figure").value)];
     const reverse = figure.better === "lower";
     const known = figure.z.flat().filter((z) => z != null);
-    const best = known.length && (reverse ? Math.min(...known) : Math.max(...known));
     const [low, high] = ["--heat-low", "--heat-high"].map((name) => channels(variable(name)));
     const [least, most] = [Math.min(...known), Math.max(...known)];
     // Black or white on a cell, whichever its own colour lets one read.
@@ -129,11 +128,8 @@
       words.text.push([figure.texts[i][j], word].filter(Boolean).join("<br>"));
       words.color.push(z == null ? variable("--muted") : ink(z));
     }));
-    const shapes = [];
-    if (figure.better) figure.z.forEach((row, i) => row.forEach((z, j) => {
-      if (z === best) shapes.push({
-        type: "rect", x0: j - 0.5, x1: j + 0.5, y0: i - 0.5, y1: i + 0.5, line: { color: variable("--text"), width: 2 },
-      });
+    const shapes = figure.best.map(([i, j]) => ({
+      type: "rect", x0: j - 0.5, x1: j + 0.5, y0: i - 0.5, y1: i + 0.5, line: { color: variable("--text"), width: 2 },
     }));
     const colours = [[0, variable("--heat-low")], [1, variable("--heat-high")]];
     // Places are numbers, not Plotly's categories: "1" and "1.0" stay two values, in the order of the data.

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.downsample import downsample
-from llmexp.compare.records import Comparison, Entry, Record
+from llmexp.compare.figures import counts
+from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.rows import elapsed
 from llmexp.compare.table import shown
 
@@ -114,11 +115,15 @@ def _heat(comparison: Comparison) -> dict[str, Any] | None:
         return None
     down, across = (0, 1) if len(levels[0]) <= len(levels[1]) else (1, 0)
 
+    cells: dict[tuple[int, int], Entry] = {}
+    for entry in comparison.entries:  # the best one first, and it stays where a cell has several
+        i, j = (levels[k].index(plain(entry.values.get(keys[k]))) for k in (down, across))
+        cells.setdefault((i, j), entry)
+
     def grid(cell: Callable[[Entry], Any]) -> list[list[Any]]:
         rows: list[list[Any]] = [[None] * len(levels[across]) for _ in levels[down]]
-        for entry in comparison.entries:
-            place = [levels[i].index(plain(entry.values.get(keys[i]))) for i in (down, across)]
-            rows[place[0]][place[1]] = cell(entry)
+        for (i, j), entry in cells.items():
+            rows[i][j] = cell(entry)
         return rows
 
     figures = []
@@ -127,7 +132,7 @@ def _heat(comparison: Comparison) -> dict[str, Any] | None:
         if any(value is not None for row in z for value in row):
             texts = [["" if value is None else shown(value, column.digits) for value in row] for row in z]
             about = {"key": column.key, "title": column.title, "better": column.better}
-            figures.append({**about, "z": z, "texts": texts})
+            figures.append({**about, "z": z, "texts": texts, "best": _best_cells(cells, column)})
     if not figures:
         return None
     return {
@@ -137,6 +142,19 @@ def _heat(comparison: Comparison) -> dict[str, Any] | None:
         "figures": figures,
         "metric": comparison.metric,
     }
+
+
+def _best_cells(cells: Mapping[tuple[int, int], Entry], column: Column) -> list[list[int]]:
+    """The cells to be framed, [row, column] each; what broke off or was left out is never the best."""
+    known = {
+        place: entry.figures[column.key]
+        for place, entry in cells.items()
+        if column.key in entry.figures and any(counts(record) for record in entry.runs)
+    }
+    if not known or column.better not in ("lower", "higher"):
+        return []
+    best = (min if column.better == "lower" else max)(known.values())
+    return [list(place) for place, value in known.items() if value == best]
 
 
 def _parallel(comparison: Comparison) -> dict[str, Any] | None:

@@ -79,7 +79,8 @@ def _grid(c: Comparison) -> tuple[list[Any], list[Any], np.ndarray] | None:
     values = np.full((len(rows), len(columns)), np.nan)
     for e in entries:
         at = rows.index(_order(e.values[c.factors[0]])), columns.index(_order(e.values[c.factors[1]]))
-        values[at] = e.figures.get(c.metric, np.nan)
+        if np.isnan(values[at]):  # the best one first, and it stays
+            values[at] = e.figures.get(c.metric, np.nan)
     return (rows, columns, values) if np.isfinite(values).any() else None
 
 

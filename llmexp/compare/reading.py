@@ -163,20 +163,42 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
     status = _json(path / folder.STATUS, problems)
     point = sweep.points.get(os.path.relpath(path, sweep.path), {}) if sweep else {}
     rung = point.get("rung")
+    config = _config(path / folder.CONFIG, problems)
+    if lost := ends_early(status, facts, config.get("train.log_every"), columns["step"]):
+        problems.append(f"{path / folder.METRICS}: the run {lost}; it is not compared")
     return Record(
         path=path,
         name=clean_name(path),
         sweep=sweep.path if sweep else None,
         state=state_of(path, status),
-        config=_config(path / folder.CONFIG, problems),
+        config=config,
         facts=facts,
         status=status,
         columns=columns,
         problems=tuple(clean(p) for p in problems),
         swept=sweep.swept if sweep else (),
         rung=float(rung) if isinstance(rung, (int, float)) and math.isfinite(rung) else None,
+        lost=lost,
         mark=read_mark(path),
     )
+
+
+def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, steps: Any) -> str:
+    """In words, that rows are lost at the end: a run that ended has rows up to there. Empty where none are.
+
+    `steps` are those of the rows. One that was preempted may have stopped between two rows, `log_every` steps apart.
+    """
+    state, summary = status.get("state"), status.get("summary")
+    ended = summary.get("steps") if isinstance(summary, dict) else None
+    if ended is None and state == "finished":
+        ended = facts.get("max_steps")
+    if state not in ("finished", "preempted") or type(ended) is not int or not 0 < ended < 2**53:
+        return ""
+    between = (log_every if type(log_every) is int and log_every > 0 else ended) if state == "preempted" else 1
+    last = int(steps[-1]) if len(steps) else 0
+    if last + between > ended:
+        return ""
+    return f"says {state} at step {ended:,}, but " + (f"its rows end at {last:,}" if last else "it has no rows")
 
 
 def state_of(path: Path, status: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ class Record:
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
     rung: float | None = None  # share of its steps after which successive halving left it out
+    lost: str = ""  # where its rows end before its status says that it did, in words
     mark: str = ""  # what `llmexp runs --mark` put on it
 
 

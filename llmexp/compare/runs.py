@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,29 +203,59 @@ def _mark(path: Path, text: str | None) -> None:
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
-    """All checkpoints of finished runs but the newest; without `yes` only says which."""
+    """All checkpoints of finished runs but the newest whole one; without `yes` only says which."""
     freed, count = 0, 0
     for line in lines:
         if line.state != "finished" or folder.is_locked(line.path):
             continue
-        where = line.path / folder.CHECKPOINTS
-        if where.is_symlink() or not where.is_dir():
-            continue
-        steps = sorted(p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and not p.is_symlink())
-        steps.sort(key=lambda p: int(p.name.removeprefix("step_")))
-        for old in [p for p in steps[:-1] if p.is_dir()]:
-            size = disk_size(old)
-            print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
-            if yes:
-                try:
-                    shutil.rmtree(old)
-                except OSError as error:
-                    print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+        try:
+            # Held, as training that starts meanwhile would lose what it reads.
+            with folder.locked(line.path) if yes else contextlib.nullcontext():
+                if read_status(line.path).get("state") != "finished":
                     continue
-            freed, count = freed + size, count + 1
+                for old, size in _removed(line.path / folder.CHECKPOINTS, yes):
+                    print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
+                    freed, count = freed + size, count + 1
+        except ConfigError:
+            continue  # it is in training
+        except OSError as error:
+            print(f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there", file=sys.stderr)
     tail = "freed" if yes else "would be freed; --yes removes them"
     print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
     return DONE
+
+
+def _removed(where: Path, yes: bool) -> Iterator[tuple[Path, int]]:
+    """The checkpoints that are not needed, with their size on disk; removed with `yes`. The caller holds the lock."""
+    if where.is_symlink() or not where.is_dir():
+        return
+    steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir() and not p.is_symlink()]
+    steps.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+    kept = next((p for p in steps if _is_whole(p)), None)
+    if kept is None and steps:
+        print(f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr)
+    for old in reversed(steps if kept else []):
+        if old == kept:
+            continue
+        size = disk_size(old)
+        if yes:
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+                continue
+        yield old, size
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files that the manifest names are there in their full size; their hashes are not looked at."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+        sizes = {name: about["size"] for name, about in files.items()}
+        there = {name: (checkpoint / name).stat().st_size for name in sizes if Path(name).name == name}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(sizes) and sizes == there
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
@@ -235,7 +265,9 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'")
     parser.add_argument("--json", action="store_true", help="as JSON")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--remove-checkpoints", action="store_true", help="of finished runs, all but the newest one")
+    what.add_argument(
+        "--remove-checkpoints", action="store_true", help="of finished runs, all but the newest whole one"
+    )
     what.add_argument("--mark", metavar="TEXT", help="put a mark on the runs, which lists and comparisons show")
     what.add_argument("--unmark", action="store_true", help="take the mark away")
     parser.add_argument("--yes", action="store_true", help="do remove; else it is only listed what would be")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llmexp.compare.figures import setting
 from llmexp.compare.records import Column, Comparison, Entry
 
 NAME_LEAST, NAME_MOST = 16, 48  # characters of the name's column
@@ -96,12 +97,7 @@ def _settings(c: Comparison) -> dict[str, list[str]]:
 
 
 def _cell(value: Any, most: int = 24) -> str:
-    text = (
-        {None: "null", True: "true", False: "false"}.get(value)
-        if value is None or value is True or value is False
-        else None
-    )
-    text = text or (f"{value:g}" if isinstance(value, float) else str(value))
+    text = setting(value)
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -132,16 +128,17 @@ def shown(value: float, digits: int) -> str:
 
 def to_json(c: Comparison) -> str:
     """Strict JSON: {"runs": [{name, path, state, keys that differ, figures, ...}], "sentences": [...], ...}."""
+    # Every run has every key, null where it has no such figure or setting.
+    figures = list(dict.fromkeys([*(col.key for col in c.columns), *(key for e in c.entries for key in e.figures)]))
+    settings = [key for key in c.differing if any(key in e.values for e in c.entries)]
     runs = []
     for e in c.entries:
         row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
-        row |= {key: _strict(value) for key, value in e.values.items()}
-        row |= e.figures
-        if len(e.runs) > 1:
-            row["paths"] = [str(r.path) for r in e.runs]
-            row["intervals"] = {key: list(interval) for key, interval in e.intervals.items()}
-        if e.note:
-            row["note"] = e.note
+        row |= {key: _strict(e.values.get(key)) for key in settings}
+        row |= {key: e.figures.get(key) for key in figures}
+        row["paths"] = [str(r.path) for r in e.runs]
+        row["intervals"] = {key: list(interval) for key, interval in e.intervals.items()}
+        row["note"] = e.note or None
         runs.append(row)
     whole = {"runs": runs, "sentences": list(c.sentences), "problems": list(c.problems), "metric": c.metric}
     whole |= {"align": c.align, "align_at": c.align_at, "batch": c.batch, "differing": list(c.differing)}
@@ -168,7 +165,7 @@ def to_csv(c: Comparison) -> str:
             f"{k} {end}": v for k, pair in e.intervals.items() for end, v in zip(("low", "high"), pair, strict=True)
         }
         known = {**e.figures, **ends}
-        settings = [_cell(e.values[k], 400) if k in e.values else "" for k in c.differing]
+        settings = [str(v) if type(v := e.values.get(k, "")) is float else _cell(v, 400) for k in c.differing]
         writer.writerow([e.name, e.runs[0].path, e.state, *settings, *(known.get(k, "") for k in keys), e.note])
     return out.getvalue()
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from llmexp.compare.figures import counts, number, positions
+from llmexp.compare.figures import counts, number, positions, setting
+from llmexp.compare.judging import EVALUATION, LOSSES, STEPS, effect, judge, same_batches, series_of
 from llmexp.compare.records import Column, Comparison, Entry, Record
-from llmexp.compare.statistics import (
-    Difference,
-    detrended_deviation,
-    mean_interval,
-    paired_seeds,
-    pooled_seeds,
-    series_difference,
-    t_quantile,
-)
+from llmexp.compare.statistics import RESOLUTION, Difference, series_difference
 
-SEED = "train.seed"
-LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
+_ROUNDING = f"below {RESOLUTION:.4f}, which rounding alone can make"
 _UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 
 
@@ -34,8 +24,15 @@ def sentences(c: Comparison, metric: Column, limiting: Record | None, mixed: boo
     said: list[str] = []
     if len(ranked) > 1 and metric.better:
         said += _best(c, metric, ranked)
+    elif len(ranked) == 1 and metric.better and any(r.rung is not None for e in c.entries for r in e.runs):
+        won = (
+            "won the successive halving" if ranked[0].state == "finished" else "is what successive halving goes on with"
+        )
+        said.append(f"{describe(ranked[0], c)} {won}: its {word(metric)} is {_shown(ranked[0], metric)}.")
     elif len(ranked) == 1 and metric.better:
         said.append(f"{describe(ranked[0], c)} is the only run with a {word(metric)}: {_shown(ranked[0], metric)}.")
+    if not mixed:
+        said += _halving(c, metric, ranked)
     said += _where(c, metric, limiting)
     said += _batch(c)
     said += _caveats(c, metric, ranked, mixed)
@@ -49,102 +46,12 @@ def word(metric: Column) -> str:
 
 def describe(entry: Entry, c: Comparison) -> str:
     """The entry by what sets it apart: clip.max_norm=0.5 with batch.real_batch_size=8."""
-    parts = [f"{key}={_value(entry.values.get(key))}" for key in c.factors]
+    parts = [f"{key}={setting(entry.values.get(key))}" for key in c.factors]
     return " with ".join(parts) if entry.values and 0 < len(parts) <= 3 else entry.name
-
-
-def _value(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(entry: Entry, metric: Column) -> str:
     return f"{entry.figures[metric.key]:.{metric.digits}g}"
-
-
-def judge(
-    a: Entry, b: Entry, metric: str, c: Comparison, ranked: Sequence[Entry], level: float
-) -> tuple[Difference, str] | None:
-    """How much b has more of the metric than a, and what exactly was compared; None where nothing can be said."""
-    of_a, of_b = _by_seed(a, metric), _by_seed(b, metric)
-    shared = sorted(of_a.keys() & of_b.keys())
-    if len(shared) > 1:
-        return paired_seeds([of_b[s] - of_a[s] for s in shared], level), metric
-    groups = [list(_by_seed(e, metric).values()) for e in ranked]
-    if any(len(g) > 1 for g in groups) and of_a and of_b:
-        return pooled_seeds(list(of_a.values()), list(of_b.values()), groups, level), metric
-    if metric not in LOSSES:
-        return None
-    series = series_of(a, b, c)
-    difference = series_difference(series, level) if series is not None else None
-    if difference:
-        return difference, "train/loss"
-    floors = [floor for e in (a, b) if (floor := _eval_error(e, metric)) is not None]
-    if len(floors) < 2 or "val" not in metric:
-        return None
-    half = t_quantile((1 + level) / 2, 1e6) * math.hypot(*floors)
-    return Difference(b.figures[metric] - a.figures[metric], half, "beside the noise of the evaluation"), metric
-
-
-def _by_seed(entry: Entry, metric: str) -> dict[Any, float]:
-    pairs = zip(entry.runs, entry.run_figures, strict=False)
-    return {str(r.config.get(SEED)): f[metric] for r, f in pairs if counts(r) and metric in f}
-
-
-def series_of(a: Entry, b: Entry, c: Comparison) -> np.ndarray | None:
-    """Differences b - a of train/loss, step by step on the same batches, over the later half of the steps that both
-    have, where warm-up is over; None where the batches are not known to be the same."""
-    if len(a.runs) != 1 or len(b.runs) != 1 or not same_batches(a.runs[0], b.runs[0]):
-        return None
-    x, y = (_rows(e.runs[0], c) for e in (a, b))
-    _, at_x, at_y = np.intersect1d(x["step"], y["step"], assume_unique=True, return_indices=True)
-    if any("data_digest" in r.columns for r in (a.runs[0], b.runs[0]) if r.config.get("train.data_digest")):
-        one, other = (r.columns.get("data_digest") for r in (a.runs[0], b.runs[0]))
-        if one is not None and other is not None:
-            pair = one[at_x], other[at_y]
-            if np.any(pair[0][np.isfinite(pair[0] + pair[1])] != pair[1][np.isfinite(pair[0] + pair[1])]):
-                return None
-    d = y["train/loss"][at_y] - x["train/loss"][at_x]
-    return np.asarray(d[len(d) // 2 :])
-
-
-def _rows(record: Record, c: Comparison) -> dict[str, np.ndarray]:
-    columns = record.columns
-    rows = len(columns["step"])
-    place = positions(record, c.align) if c.align_at is not None else np.zeros(0)
-    if len(place):
-        rows = int(np.searchsorted(place, c.align_at * (1 + 1e-9), side="right"))  # type: ignore[operator]
-    return {key: columns.get(key, np.full(len(columns["step"]), np.nan))[:rows] for key in ("step", "train/loss")}
-
-
-def same_batches(a: Record, b: Record) -> bool:
-    """Whether step s of both runs trains on the same tokens: that is a function of seed, data and real batch alone."""
-    if not a.config or not b.config or SEED not in a.config:
-        return False
-    essential = [
-        {k: repr(v) for k, v in r.config.items() if k.startswith(("data.", "tokenizer.")) and k != "data.cache_dir"}
-        | {"seed": repr(r.config.get(SEED)), "length": repr(r.config.get("batch.sequence_length"))}
-        | {"batch": repr(r.facts.get("real_batch_size", r.config.get("batch.real_batch_size")))}
-        | {"print": repr(r.facts.get("data_fingerprint"))}
-        for r in (a, b)
-    ]
-    return essential[0] == essential[1]
-
-
-def _eval_error(entry: Entry, metric: str) -> float | None:
-    """Standard error of a validation loss as an estimate over text of its kind, from the scatter of the train loss:
-    a step's deviation about its trend, scaled from the tokens of a step to those of an evaluation."""
-    run = entry.runs[0]
-    sizes = [number(run.facts.get(k)) for k in ("tokens_per_step", "eval_sequences", "sequence_length")]
-    losses = run.columns.get("train/loss", np.zeros(0))
-    deviation = detrended_deviation(losses[len(losses) // 2 :])
-    if deviation is None or any(s is None or s <= 0 for s in sizes):
-        return None
-    step, sequences, length = (float(s or 0) for s in sizes)
-    error = deviation * math.sqrt(step / (sequences * length))
-    if metric == "val/bits_per_byte":  # of one run a constant multiple of its loss
-        loss = entry.figures.get("val/loss")
-        return error * entry.figures[metric] / loss if loss else None
-    return error
 
 
 def _best(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str]:
@@ -159,25 +66,65 @@ def _best(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str]:
         f"{describe(others[0], c)}, {_shown(others[0], metric)}"
         + (f": {lead:.2g} {'less' if direction < 0 else 'more'}." if lead else ", the same.")
     )
-    said = [text, _verdict(judged[0], direction, len(others)), *_effects(c, metric, ranked)]
-    tied = [o for o, j in zip(others, judged, strict=True) if j is None or not _real(j[0], direction)]
-    beaten = [o for o in others if o not in tied]
-    if len(others) > 1 and tied and beaten:
-        said.append(
-            f"Within noise of the best: {_listed([describe(e, c) for e in tied])}. "
-            f"Clearly behind it: {_listed([describe(e, c) for e in beaten])}."
+    if judged[0] is None and (lead == 0 or (metric.key in LOSSES and lead <= RESOLUTION)):
+        verdict = f"Indistinguishable: {'they are the same' if lead == 0 else f'the lead is {_ROUNDING}'}."
+    else:
+        verdict = _verdict(judged[0], direction, len(others))
+    return [text, verdict, *_effects(c, metric, ranked), *_standing(c, metric, best, others, judged, direction)]
+
+
+def _standing(
+    c: Comparison,
+    metric: Column,
+    best: Entry,
+    others: Sequence[Entry],
+    judged: Sequence[tuple[Difference, str] | None],
+    direction: float,
+) -> list[str]:
+    """Which of the others the best one is ahead of. What is called clearly behind also ranks behind all that is not
+    known to be: one that is judged step by step may be known to be worse, and a worse one on other batches not."""
+    if len(others) < 2:
+        return []
+    real = [j is not None and _real(j[0], direction) for j in judged]
+    if all(real):
+        return [f"It is clearly ahead of all {len(others)} others."]
+    close = [
+        metric.key in LOSSES and abs(o.figures[metric.key] - best.figures[metric.key]) <= RESOLUTION for o in others
+    ]
+    coarse = [not n and (j is None or j[0].method == EVALUATION) for j, n in zip(judged, close, strict=True)]
+    last_open = max(i for i, r in enumerate(real) if not r)
+    names = [describe(e, c) for e in others]
+    amounts = [f" ({abs(j[0].mean):.2g} ± {j[0].half:.2g})" if j else "" for j in judged]
+    within = [n for n, r, o in zip(names, real, coarse, strict=True) if not r and not o]
+    unknown = [e for e, r, o in zip(others, real, coarse, strict=True) if not r and o]
+    little = [n + amount for n, amount, r in zip(names[:last_open], amounts, real, strict=False) if r]
+    clear = names[last_open + 1 :]
+    if not any(real) and not (within and unknown):
+        return [f"None of the {len(others)} others can be told from the best."]
+    said = []
+    if within:
+        said.append(f"Within noise of the best: {_listed(within)}.")
+    if unknown:
+        apart = not any(same_batches(x, y) for e in unknown for x in e.runs for y in best.runs)
+        why = (
+            f"From one seed each{', on other batches' if apart else ''},"
+            if metric.key in LOSSES
+            else "From these records"
         )
-    elif len(others) > 1:
-        said.append(
-            f"It is clearly ahead of all {len(others)} others."
-            if beaten
-            else f"None of the {len(others)} others can be told from the best."
-        )
-    return said
+        said.append(f"{why} it cannot be told whether it is ahead of {_listed([describe(e, c) for e in unknown])}.")
+    if little:
+        said.append(f"Behind it by little, yet by more than the noise of that pair: {_listed(little)}.")
+    if clear:
+        said.append(f"Clearly behind it: {_listed(clear)}.")
+    return [" ".join(said)]
 
 
 def _real(d: Difference, direction: float) -> bool:
     return d.real and d.mean * direction > 0
+
+
+def _amount(d: Difference) -> str:
+    return f"{abs(d.mean):.2g} ± {d.half:.2g}"
 
 
 def _verdict(judged: tuple[Difference, str] | None, direction: float, comparisons: int) -> str:
@@ -185,16 +132,23 @@ def _verdict(judged: tuple[Difference, str] | None, direction: float, comparison
         return "Whether that lead is real cannot be said from these records: run each setting with three seeds or more."
     d, what = judged
     several = f" over {comparisons} comparisons" if comparisons > 1 else ""
-    amount = f"{abs(d.mean):.2g} ± {d.half:.2g} (95 %{several})"
-    if d.method == "paired by step":
-        basis = f"step by step on the same batches its train loss is {'lower' if d.mean > 0 else 'higher'} by {amount}"
+    amount = f"{_amount(d)} (95 %{several})"
+    stepwise = "step by step on the same batches"
+    if d.mean == 0 and d.half == 0:
+        return f"Indistinguishable: {f'{stepwise} ' if d.method == STEPS else ''}their {what} is the same."
+    if d.method == STEPS:
+        basis = f"{stepwise} its train loss is {'lower' if d.mean > 0 else 'higher'} by {amount}"
         seeds = " That holds for these two runs; what other seeds would give, only other seeds tell."
     else:
         basis, seeds = f"the difference in {what} is {amount}, {d.method}", ""
+        if d.method == EVALUATION:
+            seeds = " That is from one seed each; what other seeds would give, only other seeds tell."
+    if abs(d.mean) <= RESOLUTION and d.half < abs(d.mean):
+        return f"Indistinguishable: {basis}, {_ROUNDING}."
     if not d.real:
         return f"Within noise, indistinguishable: {basis}."
     if d.mean * direction < 0:
-        return f"Not settled: {basis}, against the order of the table."
+        return f"Not settled: {basis}, against their order by the metric."
     return f"The difference is real: {basis}.{seeds}"
 
 
@@ -210,45 +164,79 @@ def _effects(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str
     said = []
     for key in c.factors:
         cells: dict[str, dict[tuple[str, ...], Entry]] = {}
+        shown = {}
         for entry in ranked:
-            rest = tuple(_value(entry.values.get(k)) for k in c.factors if k != key)
-            cells.setdefault(_value(entry.values.get(key)), {}).setdefault(rest, entry)
+            rest = tuple(str(entry.values.get(k)) for k in c.factors if k != key)
+            value = str(entry.values.get(key))
+            shown[value] = setting(entry.values.get(key))
+            cells.setdefault(value, {}).setdefault(rest, entry)
         pairs = list(itertools.combinations(cells, 2))
         level = 1 - 0.05 / max(1, len(pairs))
-        effects = [(a, b, e) for a, b in pairs if (e := _effect(cells[a], cells[b], metric.key, c, level))]
+        effects = [(a, b, e) for a, b in pairs if (e := effect(cells[a], cells[b], metric.key, c, ranked, level))]
         if not effects:
             continue
         # The clearest one first: a large mean with a larger error says nothing.
         a, b, (d, what) = max(effects, key=lambda e: (e[2][0].real, abs(e[2][0].mean)))
-        amount = f"{abs(d.mean):.2g} ± {d.half:.2g} in {what}"
-        others = " and ".join(k for k in c.factors if k != key)
+        averaged = f"averaged over {' and '.join(k for k in c.factors if k != key)}"
+        one = d.method in (STEPS, EVALUATION)
+        iso = " (iso-batch, as it should)" if key.startswith("batch.") and c.batch == "iso-batch" else ""
         if d.real:
-            better, worse = (a, b) if d.mean > 0 else (b, a)
-            said.append(f"{key}: {better} is better than {worse} by {amount}, averaged over {others}: real.")
-        else:
-            iso = key.startswith("batch.") and c.batch == "iso-batch"
+            better, worse = (shown[a], shown[b]) if d.mean > 0 else (shown[b], shown[a])
             said.append(
-                f"{key} makes no difference that can be told{' (iso-batch, as it should)' if iso else ''}: "
-                f"at most {a} against {b}, {amount}, averaged over {others}."
+                f"{key}: {better} is better than {worse} by {_amount(d)} in {what}, {averaged}: real"
+                f"{', for this one seed; what others would give, only others tell' if one else ''}."
+            )
+        elif d.mean == 0 and d.half == 0:
+            said.append(f"{key} makes no difference{iso}: {what} is the same{', of one seed each' if one else ''}.")
+        else:
+            said.append(
+                f"{key} makes no difference that can be told{iso}: at most {shown[a]} against {shown[b]}, "
+                f"{_amount(d)} in {what}, {averaged}{', of one seed each' if one else ''}."
             )
     return said
 
 
-def _effect(
-    a: Mapping[tuple[str, ...], Entry], b: Mapping[tuple[str, ...], Entry], metric: str, c: Comparison, level: float
-) -> tuple[Difference, str] | None:
-    """b - a over the cells that both have: the mean of the cells' step-by-step differences, else a t-test on cells."""
-    shared = sorted(a.keys() & b.keys())
-    if len(shared) < 2:
-        return None
-    series = [s for rest in shared if (s := series_of(a[rest], b[rest], c)) is not None]
-    length = min((len(s) for s in series), default=0)
-    if len(series) == len(shared) and length:
-        difference = series_difference(np.mean([s[len(s) - length :] for s in series], axis=0), level)
+def _halving(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str]:
+    """Who was left out at which share of its steps, and how the best one stood to the last of them there."""
+    shares: dict[float, list[Entry]] = {}
+    for e in c.entries:
+        rungs = [r.rung for r in e.runs if r.rung is not None]
+        if rungs and not any(counts(r) for r in e.runs):
+            shares.setdefault(max(rungs), []).append(e)
+    if not shares:
+        return []
+    parts = [
+        f"{len(shares[s])} after {100 * s:.3g} % of {'its' if len(shares[s]) == 1 else 'their'} steps "
+        f"({_listed([describe(e, c) for e in shares[s]])})"
+        for s in sorted(shares)
+    ]
+    out = sum(map(len, shares.values()))
+    said = [f"Successive halving left out {out} of {len(c.entries)} settings: {', '.join(parts)}."]
+    rivals = [(*there, e) for e in shares[max(shares)] if ranked and (there := _at_end_of(e, ranked[0]))]
+    if rivals and metric.better == "lower":
+        theirs, ours, step, rival = min(rivals, key=lambda r: r[0])
+        text = (
+            f"At step {step:,.0f}, where the last were left out, {describe(ranked[0], c)} had a val loss of "
+            f"{ours:.{metric.digits}g}, and the best of these, {describe(rival, c)}, {theirs:.{metric.digits}g}."
+        )
+        series = series_of(ranked[0], rival, c)
+        difference = series_difference(series, 1 - 0.05 / len(rivals)) if series is not None else None
+        said.append(text)
         if difference:
-            return difference, "train/loss"
-    mean, interval = mean_interval([b[rest].figures[metric] - a[rest].figures[metric] for rest in shared], level)
-    return (Difference(mean, interval[1] - mean, "over the cells"), metric) if interval else None
+            said.append(_verdict((difference, "train/loss"), 1.0, len(rivals)))
+    return said
+
+
+def _at_end_of(entry: Entry, other: Entry) -> tuple[float, float, float] | None:
+    """The val losses of both at the last evaluation of `entry`, and its step; None where `other` had none there."""
+    x, y = entry.runs[0].columns, next(r for r in other.runs if counts(r)).columns
+    if "val/loss" not in x or "val/loss" not in y:
+        return None
+    known = np.flatnonzero(np.isfinite(x["val/loss"]))
+    place = np.flatnonzero(y["step"] == x["step"][known[-1]]) if len(known) else known
+    if not len(place) or not np.isfinite(y["val/loss"][place[0]]):
+        return None
+    return float(x["val/loss"][known[-1]]), float(y["val/loss"][place[0]]), float(x["step"][known[-1]])
 
 
 def _where(c: Comparison, metric: Column, limiting: Record | None) -> list[str]:
@@ -306,10 +294,17 @@ def _caveats(c: Comparison, metric: Column, ranked: Sequence[Entry], mixed: bool
         said.append("The validation text is not the same in all runs, so their val losses differ for that alone.")
     if len(devices := {str(d) for r in runs if (d := r.facts.get("device_name"))}) > 1:
         said.append(f"Not all ran on the same device ({_listed(sorted(devices))}): rates and times do not compare.")
+    behind = {id(r) for e in c.entries if ranked and not any(counts(r) for r in e.runs) for r in e.runs}
     for state in ("failed", "cut", "preempted", "running", "queued"):
-        names = [r.name for r in runs if r.state == state]
-        if names:
-            many = f"{len(names)} of {len(runs)} runs {'is' if len(names) == 1 else 'are'} {state}"
-            apart = ", and ranked behind the others" if state in ("failed", "cut", "queued") and ranked else ""
-            said.append(f"{many}{apart}: {_listed(names)}.")
+        found = [r for r in runs if r.state == state and r.rung is None]
+        if found:
+            many = f"{len(found)} of {len(runs)} runs {'is' if len(found) == 1 else 'are'} {state}"
+            all_behind = all(id(r) in behind for r in found)
+            said.append(
+                f"{many}{', and ranked behind the others' if all_behind else ''}: {_listed([r.name for r in found])}."
+            )
+    for r in runs:
+        if r.lost:
+            place = " and ranks behind the others" if id(r) in behind else ""
+            said.append(f"{r.name} {r.lost}: it has no say in this{place}.")
     return said

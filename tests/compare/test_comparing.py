@@ -5,13 +5,20 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.records import Comparison
+from llmexp.compare.judging import EVALUATION, STEPS
+from llmexp.compare.records import Column, Comparison, Entry, Record
+from llmexp.compare.statistics import Difference
 from llmexp.compare.table import show
+from llmexp.compare.verdicts import _standing
 from llmexp.config import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 
@@ -169,3 +176,159 @@ def test_what_only_names_or_records_is_left_out_unless_nothing_else_differs(tmp_
     assert "train.log_every" in compare([tmp_path]).differing
     make_run(tmp_path / "c", max_norm=3.0)
     assert compare([tmp_path]).differing == ("clip.max_norm",)
+
+
+def test_copies_of_one_seed_are_no_evidence(tmp_path):
+    """No step is clipped, so three limits give the same run three times; only the data's order makes a difference."""
+    points = {
+        f"shuffle_{shuffle},c_{limit}": dict(
+            max_norm=limit, offset=0.0 if shuffle else 0.015, wobble=0.0, data__shuffle=shuffle
+        )
+        for shuffle in (True, False)
+        for limit in (1000.0, 2000.0, 3000.0)
+    }
+    c = compare([make_sweep(tmp_path / "s", points, ["data.shuffle", "clip.max_norm"])])
+    effects = {s.split()[0].strip(":"): s for s in c.sentences if s.startswith(("data.shuffle ", "data.shuffle:"))}
+    said = effects["data.shuffle"]
+    assert "is better than" not in said
+    # Scatter of 0.05 about the trend over 1024 tokens a step, an evaluation of 256 * 128 tokens: two runs at
+    # 1.96 * 0.05 * sqrt(1024 / 32768) * sqrt(2) = 0.0245, estimated from 200 values to about 10 %.
+    assert float(said.split(" ± ")[1].split()[0]) == pytest.approx(0.0245, rel=0.3)
+    assert "one seed" in said
+    assert "clip.max_norm makes no difference: train/loss is the same, of one seed each." in c.sentences
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_more_cells_with_the_same_seeds_do_not_make_an_effect_clearer(tmp_path, copies):
+    """Two seeds and their copies under other names: the interval is that of the two seeds alone."""
+    points = {
+        f"a_{a},c_{limit},s_{seed}": dict(
+            max_norm=float(limit), micro=8 // a, accumulation=a, seed=seed, offset=(a - 1) * 0.01 * seed
+        )
+        for a in (1, 2)
+        for limit in range(1, 2 + copies)
+        for seed in (1, 2)
+    }
+    c = compare([make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])])
+    (said,) = [s for s in c.sentences if s.startswith("batch.gradient_accumulation_steps makes")]
+    # Differences 0.01 and 0.02: mean 0.015, half width t(0.975, 1) * 0.005 = 12.706 * 0.005.
+    assert "makes no difference that can be told" in said
+    assert "0.015 ± 0.064 in val/loss" in said
+    assert "one seed" not in said
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from([STEPS, EVALUATION, "paired by 3 seeds", None]),
+            st.floats(1e-3, 0.2),
+            st.floats(0, 0.2),
+        ),
+        min_size=2,
+        max_size=7,
+    )
+)  # fmt: skip
+def test_what_is_clearly_behind_ranks_behind_all_that_is_open(kinds):
+    def entry(name: str, loss: float) -> Entry:
+        record = Record(Path(name), name, None, "finished", {}, {}, {}, {"step": np.ones(1)})
+        return Entry(name, (record,), {}, {"val/loss": loss}, {}, "finished")
+
+    kinds = sorted(kinds, key=lambda k: k[1])
+    best, *others = [entry(f"run{i}", 2 + (kinds[i - 1][1] if i else 0)) for i in range(len(kinds) + 1)]
+    judged = [None if how is None else (Difference(gap, half, how), "val/loss") for how, gap, half in kinds]
+    c = Comparison((best, *others), (), (), "val/loss", "tokens", None, "same", (), ())
+    text = " ".join(_standing(c, Column("val/loss", "val loss", "lower", 5), best, others, judged, 1.0))
+    real = [j is not None and j[0].real for j in judged]
+    named = {part.split(":")[0]: re.findall(r"run(\d)", part) for part in re.split(r"(?<=\D)\. ", text)}
+    clear = [int(i) for i in named.get("Clearly behind it", [])]
+    assert all(real[i - 1] for i in clear)
+    rest = [i + 1 for i, r in enumerate(real) if not r]
+    assert not clear or not rest or min(clear) > max(rest)
+    if all(real):
+        assert "clearly ahead of all" in text
+    if not any(real):
+        assert "Clearly" not in text
+
+
+def test_runs_on_other_batches_are_named_apart_from_those_within_noise(tmp_path):
+    """Small gaps that the same batches show, and a larger one on other batches that one seed does not."""
+    level = 3 * (math.exp(-400 / 80) - math.exp(-200 / 80))
+    make_run(tmp_path / "a", own=1)
+    make_run(tmp_path / "b", own=2, max_norm=2.0, offset=0.003)
+    make_run(tmp_path / "c", micro=16, steps=200, offset=level + 0.01)
+    make_run(tmp_path / "d", max_norm=3.0, offset=0.2)
+    c = compare([tmp_path])
+    assert [e.name for e in c.entries] == ["a", "b", "c", "d"]
+    text = c.sentences[-1] if "behind" in c.sentences[-1] else next(s for s in c.sentences if "Clearly behind" in s)
+    assert re.search(
+        r"on other batches, it cannot be told whether it is ahead of batch.real_batch_size=16 with",
+        text,
+    )
+    assert re.search(r"Behind it by little, yet by more than the noise of that pair: [^:]*max_norm=2.0 \(0.00", text)
+    assert "max_norm=3.0" in text.split("Clearly behind it: ")[1]
+
+
+@pytest.mark.parametrize(("steps", "offset"), [(15, 5e-5), (15, 0.0), (400, 5e-5), (400, 0.0)])
+def test_a_lead_below_rounding_is_none_however_little_else_is_known(tmp_path, steps, offset):
+    """15 steps are too few to be judged step by step."""
+    make_run(tmp_path / "a", steps=steps, wobble=0.0, val_every=5)
+    make_run(tmp_path / "b", steps=steps, wobble=0.0, val_every=5, max_norm=2.0, offset=offset)
+    c = compare([tmp_path])
+    assert c.sentences[1].startswith("Indistinguishable: ")
+    assert "three seeds" not in " ".join(c.sentences)
+    assert not re.search(r"\b0 ± 0\b", " ".join(c.sentences))
+    assert ("below 0.0001" in c.sentences[1]) == bool(offset)
+
+
+def test_the_answer_of_successive_halving(tmp_path):
+    points = {
+        f"c_{i}": dict(
+            max_norm=float(i),
+            offset=0.05 * i,
+            steps=steps,
+            state="finished" if steps == 400 else "preempted",
+            train__max_steps=400,
+        )
+        for i, steps in ((1, 400), (2, 200), (3, 200), (4, 100))
+    }
+    sweep = make_sweep(tmp_path / "s", points, ["clip.max_norm"])
+    ledger = json.loads((sweep / "sweep.json").read_text())
+    for point, rung in zip(ledger["points"], (None, 0.5, 0.5, 0.25), strict=True):
+        point["rung"] = rung
+    (sweep / "sweep.json").write_text(json.dumps(ledger))
+    c = compare([sweep])
+    assert (
+        c.sentences[0]
+        == f"clip.max_norm=1.0 won the successive halving: its val loss is {2.65 + 3 * math.exp(-5):.5g}."
+    )
+    text = " ".join(c.sentences)
+    assert (
+        "left out 3 of 4 settings: 1 after 25 % of its steps (clip.max_norm=4.0), 2 after 50 % of their steps" in text
+    )
+    there = 2.65 + 3 * math.exp(-2.5)
+    assert f"At step 200, where the last were left out, clip.max_norm=1.0 had a val loss of {there:.5g}" in text
+    assert f"clip.max_norm=2.0, {there + 0.05:.5g}" in text
+    assert "The difference is real: step by step on the same batches its train loss is lower by 0.05" in text
+    assert "preempted" not in text  # they were left out, and that is said
+
+
+def test_a_setting_ranks_behind_only_where_none_of_its_runs_counts(tmp_path):
+    for seed in (1, 2, 3):
+        make_run(tmp_path / f"a{seed}", seed=seed, state="failed" if seed == 3 else "finished")
+        make_run(tmp_path / f"b{seed}", seed=seed, max_norm=2.0, offset=0.1)
+    assert "1 of 6 runs is failed: a3." in compare([tmp_path]).sentences
+    make_run(tmp_path / "c", max_norm=3.0, state="failed")
+    make_run(tmp_path / "d", max_norm=4.0, state="running")
+    said = compare([tmp_path]).sentences
+    assert "2 of 8 runs are failed: a3, c." in said  # not of a3
+    assert "1 of 8 runs is cut, and ranked behind the others: d." in said
+
+
+def test_one_value_is_written_one_way(tmp_path):
+    make_run(tmp_path / "a", max_norm=1.0)
+    make_run(tmp_path / "b", max_norm=2.0, offset=0.1)
+    c = compare([tmp_path])
+    cells = {cell.strip() for line in table_of(c).splitlines() for cell in re.split(r" {2,}", line)}
+    assert {"1.0", "2.0"} <= cells
+    assert "clip.max_norm=1.0" in c.sentences[0]

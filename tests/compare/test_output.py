@@ -14,7 +14,8 @@ from rich.cells import cell_len
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
-from llmexp.compare.table import show, shown
+from llmexp.compare.table import show, shown, to_json
+from llmexp.folder import locked
 from tests.compare.synthetic import make_run, make_sweep
 
 
@@ -153,20 +154,63 @@ def test_the_list_of_runs_with_marks_states_and_sizes(sweep, tmp_path, capsys):
     assert llmexp(["runs", str(tmp_path), "--state", "done"]) == 2
 
 
+def make_checkpoint(run, step):
+    where = run / "checkpoints" / f"step_{step:08d}"
+    where.mkdir(parents=True)
+    (where / "state.pt").write_bytes(b"x" * 9000)
+    (where / "manifest.json").write_text(json.dumps({"files": {"state.pt": {"size": 9000, "sha256": "0"}}}))
+    return where
+
+
 def test_only_old_checkpoints_of_finished_runs_go_and_only_when_told(sweep, tmp_path, capsys):
     failed = make_run(tmp_path / "failed", state="failed")
     run = sorted(sweep.iterdir())[0]
     for where in (run, failed):
         for step in (5, 50, 100):
-            folder = where / "checkpoints" / f"step_{step:08d}"
-            folder.mkdir(parents=True)
-            (folder / "weights").write_bytes(b"x" * 9000)
+            make_checkpoint(where, step)
         (where / "checkpoints" / "mine").mkdir()
     (run / "checkpoints" / "step_00000001").symlink_to(failed / "checkpoints")
     assert llmexp(["runs", str(tmp_path), "--remove-checkpoints"]) == 0
     assert "2 checkpoints" in capsys.readouterr().out
     assert (run / "checkpoints" / "step_00000005").is_dir()
+    with locked(run):
+        assert llmexp(["runs", str(tmp_path), "--remove-checkpoints", "--yes"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
     assert llmexp(["runs", str(tmp_path), "--remove-checkpoints", "--yes"]) == 0
     kept = sorted(p.name for p in (run / "checkpoints").iterdir())
     assert kept == ["mine", "step_00000001", "step_00000100"]
     assert len(list((failed / "checkpoints").iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "no manifest", "bad manifest"])
+def test_the_newest_whole_checkpoint_is_kept(tmp_path, capsys, damage):
+    run = make_run(tmp_path / "a")
+    old, whole, torn = (make_checkpoint(run, step) for step in (5, 50, 100))
+    if damage == "short":
+        (torn / "state.pt").write_bytes(b"x" * 10)
+    elif damage == "bad manifest":
+        (torn / "manifest.json").write_text('{"files": ["state.pt"]}')
+    else:
+        (torn / {"missing": "state.pt", "no manifest": "manifest.json"}[damage]).unlink()
+    assert llmexp(["runs", str(run), "--remove-checkpoints", "--yes"]) == 0
+    assert [p.is_dir() for p in (old, whole, torn)] == [False, True, False]
+    (whole / "state.pt").unlink()
+    make_checkpoint(run, 20)
+    (run / "checkpoints" / "step_00000020" / "manifest.json").unlink()
+    capsys.readouterr()
+    assert llmexp(["runs", str(run), "--remove-checkpoints", "--yes"]) == 0
+    assert "no checkpoint is whole" in capsys.readouterr().err
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_all_runs_have_the_same_keys_in_json(tmp_path):
+    make_run(tmp_path / "a", seed=1)
+    make_run(tmp_path / "b", seed=2)
+    failed = make_run(tmp_path / "c", max_norm=2.0, state="failed", steps=10)
+    status = json.loads((failed / "status.json").read_text())
+    (failed / "status.json").write_text(json.dumps(status | {"summary": {}}))
+    runs = json.loads(to_json(compare([tmp_path])))["runs"]
+    assert len(runs) == 2
+    assert list(runs[0]) == list(runs[1])
+    assert (runs[1]["name"], runs[1]["val/loss"], runs[1]["clip_share"]) == ("c", None, None)
+    assert runs[0]["clip_share"] == 0.25

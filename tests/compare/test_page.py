@@ -163,6 +163,22 @@ def test_the_heat_map_has_each_figure_in_its_place():
         assert figure["z"][y][x] == e.figures["final val/loss"]
 
 
+def test_the_framed_cell_is_of_a_run_that_counts_and_of_two_in_a_cell_the_better_stays():
+    entries = grid(n=20, **FOUR_BY_THREE)  # the best one first
+    for change in (dict(state="failed"), dict(rung=0.5), dict(lost="says finished at step 9, but its rows end at 4")):
+        out = replace(entries[0], runs=(replace(entries[0].runs[0], **change),))
+        again = replace(entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()})
+        heat = chart_data(comparison([*entries[1:], again, out]))["heat"]
+        figure = next(f for f in heat["figures"] if f["key"] == "final val/loss")
+        x = heat["x"]["levels"].index(str(entries[1].values["batch.gradient_accumulation_steps"]))
+        y = heat["y"]["levels"].index(str(entries[1].values["clip.max_norm"]))
+        assert figure["best"] == [[y, x]]
+        assert figure["z"][y][x] == entries[1].figures["final val/loss"]
+        assert min(min(row) for row in figure["z"]) == entries[0].figures["final val/loss"]  # it is still shown
+    without = next(f for f in heat["figures"] if f["key"] == "tokens_seen")
+    assert without["best"] == []  # neither more nor less is better
+
+
 def test_more_than_two_keys_are_parallel_coordinates_from_end_to_end():
     data = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[1e-4, 1e-3])))
     assert "heat" not in data

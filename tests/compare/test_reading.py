@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.reading import clean, find, read
+from llmexp.compare.reading import clean, ends_early, find, read
 from llmexp.compare.rows import Columns, elapsed
 from llmexp.compare.table import to_json
 from tests.compare.synthetic import make_run, make_sweep
@@ -149,3 +149,41 @@ def test_time_is_the_sum_of_the_steps_it_took():
     columns = {"step": np.array([10.0, 20.0, 50.0]), "step_time": np.array([1.0, np.nan, 0.5])}
     assert elapsed(columns).tolist() == [10.0, 10.0, 25.0]
     assert elapsed({"step": np.array([1.0])}) is None
+
+
+@pytest.mark.parametrize("kept", [0, 4, 399])
+def test_a_run_whose_last_rows_are_lost_is_said_and_has_no_say(tmp_path, kept):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", max_norm=2.0, offset=0.1)
+    torn = make_run(tmp_path / "torn", max_norm=3.0, offset=-1.0)
+    rows = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (torn / "metrics.jsonl").write_text("".join(rows[:kept]))
+    c = compare([tmp_path])
+    said = "says finished at step 400, but " + (f"its rows end at {kept}" if kept else "it has no rows")
+    assert sum(said in p for p in c.problems) == 1
+    assert c.align_at == 400 * 8 * 128
+    assert [e.name for e in c.entries] == ["a", "b", "torn"]
+    assert said in c.entries[-1].note
+    assert not {"val/loss", "final val/loss", "train/loss"} & set(c.entries[-1].figures)
+    assert any(s.startswith("torn says finished") and "ranks behind the others" in s for s in c.sentences)
+    assert "clip.max_norm=1.0 has the lowest" in c.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "ended", "most", "log_every", "last", "lost"),
+    [
+        ("finished", 600, 600, 10, 600, False),
+        ("finished", 600, 600, 10, 599, True),
+        ("finished", None, 600, 10, 590, True),
+        ("finished", None, None, 10, 590, False),
+        ("preempted", 605, 900, 10, 600, False),  # stopped between two rows
+        ("preempted", 610, 900, 10, 600, True),
+        ("preempted", None, 900, 10, 600, False),
+        ("failed", 700, 900, 10, 600, False),  # the figures of an earlier part, before it went back
+        ("running", 700, 900, 10, 600, False),
+        ("finished", "600", [600], 10, 1, False),
+    ],
+)
+def test_where_the_rows_should_end(state, ended, most, log_every, last, lost):
+    status = {"state": state, "summary": {"steps": ended}}
+    assert bool(ends_early(status, {"max_steps": most}, log_every, [float(last)])) == lost
