@@ -34,7 +34,7 @@ SETTINGS = [
 TWO_HOSTS = ["parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
 SLOW = """import os, time
 def wait(event, context):
-    time.sleep(0.1 if event == "step_start" and "SLOW" in os.environ else 0)
+    time.sleep(float(os.environ.get("SLOW", 0)) if event == "step_start" else 0)
 """
 
 
@@ -158,7 +158,7 @@ def change(run: Result, **parallelism: object) -> None:
 
 def variables(work: Path, **more: str) -> dict[str, str]:
     path = os.pathsep.join(map(str, (work, ROOT)))
-    return environment(PYTHON=sys.executable, PYTHONPATH=path, LLMEXP_ALLOW="slow", SLOW="1") | more
+    return environment(PYTHON=sys.executable, PYTHONPATH=path, LLMEXP_ALLOW="slow", SLOW="0.1") | more
 
 
 @contextlib.contextmanager
@@ -257,6 +257,20 @@ def test_a_killed_agent_takes_its_rank_with_it(here, run, work):
     status = run.json("status.json")
     assert status["state"] == "preempted"
     assert run.checkpoint(status["summary"]["steps"]).is_dir()
+
+
+def test_a_start_too_many_leaves_the_run_alone(here, run, work):
+    """A third agent for two hosts, as after a forgotten terminal: it finds nobody, and the two train on."""
+    change(run, start_timeout_s=12.0)
+    with agent(here, run, work, SLOW="1.5") as first, agent(here, run, work, SLOW="1.5") as second:
+        until_row(run, 1, first, second)
+        with agent(here, run, work) as third:
+            _, err = third.communicate(timeout=60)
+            assert third.returncode == 2, err
+            assert "by its records this run is running, and it was left untouched" in err
+            status = run.json("status.json")
+            assert (status["state"], status["error"]) == ("running", None)
+            until_row(run, len(run.rows()) + 7, first, second)  # longer than anybody would wait to end them
 
 
 def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):

@@ -170,7 +170,8 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         assert derived["gradient_accumulation_steps"] * derived["dp_size"] == 1 * 8 / derived["micro_batch_size"]
         for ours, theirs in zip(run.rows(), stayed.rows(), strict=True):
             assert ours["data_digest"] == theirs["data_digest"]
-            assert ours.keys() == theirs.keys()
+            measured = {"noise_scale", "noise_scale_low", "noise_scale_high"}  # by other small batches, or not at all
+            assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
         for key, value in weights(stayed, 30).items():

@@ -94,12 +94,15 @@ def _standing(
     coarse = [not n and (j is None or j[0].method == EVALUATION) for j, n in zip(judged, close, strict=True)]
     last_open = max(i for i, r in enumerate(real) if not r)
     names = [describe(e, c) for e in others]
-    amounts = [f" ({abs(j[0].mean):.2g} ± {j[0].half:.2g})" if j else "" for j in judged]
-    within = [n for n, r, o in zip(names, real, coarse, strict=True) if not r and not o]
-    unknown = [e for e, r, o in zip(others, real, coarse, strict=True) if not r and o]
+    amounts = [f" ({_amount(j[0])} in {j[1]})" if j else "" for j in judged]
+    against = [j is not None and j[0].real and j[0].mean * direction < 0 for j in judged]
+    turned = [n + amount for n, amount, x in zip(names, amounts, against, strict=True) if x]
+    open_ = [not r and not x for r, x in zip(real, against, strict=True)]
+    within = [n for n, r, o in zip(names, open_, coarse, strict=True) if r and not o]
+    unknown = [e for e, r, o in zip(others, open_, coarse, strict=True) if r and o]
     little = [n + amount for n, amount, r in zip(names[:last_open], amounts, real, strict=False) if r]
     clear = names[last_open + 1 :]
-    if not any(real) and not (within and unknown):
+    if not any(real) and not turned and not (within and unknown):
         return [f"None of the {len(others)} others can be told from the best."]
     said = []
     if within:
@@ -112,6 +115,8 @@ def _standing(
             else "From these records"
         )
         said.append(f"{why} it cannot be told whether it is ahead of {_listed([describe(e, c) for e in unknown])}.")
+    if turned:
+        said.append(f"Not settled, as that comparison goes against the order: {_listed(turned)}.")
     if little:
         said.append(f"Behind it by little, yet by more than the noise of that pair: {_listed(little)}.")
     if clear:
@@ -174,6 +179,8 @@ def _effects(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str
         level = 1 - 0.05 / max(1, len(pairs))
         effects = [(a, b, e) for a, b in pairs if (e := effect(cells[a], cells[b], metric.key, c, ranked, level))]
         if not effects:
+            if any(len(cells[a].keys() & cells[b].keys()) > 1 for a, b in pairs):
+                said.append(f"{key}: whether it makes a difference cannot be told from one seed each.")
             continue
         # The clearest one first: a large mean with a larger error says nothing.
         a, b, (d, what) = max(effects, key=lambda e: (e[2][0].real, abs(e[2][0].mean)))
@@ -217,7 +224,8 @@ def _halving(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str
         theirs, ours, step, rival = min(rivals, key=lambda r: r[0])
         text = (
             f"At step {step:,.0f}, where the last were left out, {describe(ranked[0], c)} had a val loss of "
-            f"{ours:.{metric.digits}g}, and the best of these, {describe(rival, c)}, {theirs:.{metric.digits}g}."
+            f"{ours:.{metric.digits}g}, and the best of these, {describe(rival, c)}, {theirs:.{metric.digits}g}: "
+            + ("the same but for rounding." if abs(theirs - ours) <= RESOLUTION else f"{theirs - ours:+.2g}.")
         )
         series = series_of(ranked[0], rival, c)
         difference = series_difference(series, 1 - 0.05 / len(rivals)) if series is not None else None

@@ -332,3 +332,34 @@ def test_one_value_is_written_one_way(tmp_path):
     cells = {cell.strip() for line in table_of(c).splitlines() for cell in re.split(r" {2,}", line)}
     assert {"1.0", "2.0"} <= cells
     assert "clip.max_norm=1.0" in c.sentences[0]
+
+
+def test_an_effect_that_nothing_tells_is_said_to_be_open(tmp_path):
+    """15 steps and no fact of the evaluation: neither steps nor its noise are known."""
+    points = {
+        f"a_{a},c_{limit}": dict(max_norm=limit, micro=8, accumulation=a, offset=0.1 * a, steps=15, val_every=5)
+        for a in (1, 2)
+        for limit in (1.0, 2.0)
+    }
+    sweep = make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])
+    text = " ".join(compare([sweep]).sentences)
+    for key in ("batch.gradient_accumulation_steps", "clip.max_norm"):
+        assert f"{key}: whether it makes a difference cannot be told from one seed each." in text
+    assert "is better than" not in text
+
+
+def test_steps_that_go_against_the_order_are_not_called_noise(tmp_path):
+    """The val loss has c last, its train loss is the lowest."""
+    make_run(tmp_path / "a", own=1)
+    make_run(tmp_path / "b", own=2, max_norm=2.0, offset=0.05)
+    odd = make_run(tmp_path / "c", own=3, max_norm=3.0, offset=-0.05)
+    rows = [json.loads(line) for line in (odd / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "val/loss" in row:
+            row["val/loss"] += 0.2
+    (odd / "metrics.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
+    c = compare([tmp_path])
+    assert [e.name for e in c.entries] == ["a", "b", "c"]
+    (said,) = [s for s in c.sentences if "Not settled" in s]
+    assert "against the order: clip.max_norm=3.0 (0.05" in said
+    assert "Within noise" not in said
