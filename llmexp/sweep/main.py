@@ -77,7 +77,6 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
-        stack.callback(conclude, current, say)
         if is_grid(cfg):
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
             run_batch(current, points, refused)
@@ -252,20 +251,23 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
             continue
         if ledger.look(entry).get("state") == "finished" or entry.rung is not None:
             continue
-        with contextlib.suppress(ConfigError):
+        try:
             config = build(folder.read_config(path))
             told = (entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path, ledger.group)
             point = Point(*told)
             (fact,) = current.checker.ask("check", [point])
             if "refused" in fact:
-                ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(fact["refused"]))
-            else:
-                found.append((point, entry, fact))
+                raise ConfigError(fact["refused"])
+            found.append((point, entry, fact))
+        except ConfigError as error:
+            ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(str(error)))
     return found
 
 
 def open_ledger(current: Current) -> Ledger:
     """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
+    from llmexp.launch import say
+
     resumed = current.settings.resume is not None
     path = current.where if resumed else folder.claim(current.where, current.fixed)  # two of one second get two folders
     current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))
@@ -278,6 +280,7 @@ def open_ledger(current: Current) -> Ledger:
         ledger = Ledger(path, current.name, str(path), current.launcher, current.arguments, [])
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
+    current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
     return ledger
 
 
