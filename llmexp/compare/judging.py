@@ -48,8 +48,9 @@ def judge(
 
 def _beside_evaluation(a: Entry, b: Entry, metric: str, level: float) -> Difference | None:
     floors = [floor for e in (a, b) if (floor := _eval_error(e, metric)) is not None]
-    if len(floors) < 2 or "val" not in metric:
+    if not floors or "val" not in metric:
         return None
+    floors *= 3 - len(floors)  # a run too short to tell has that of the other one: the scatter is the text's above all
     half = t_quantile((1 + level) / 2, 1e6) * math.hypot(*floors)
     return Difference(b.figures[metric] - a.figures[metric], half, EVALUATION)
 
