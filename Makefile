@@ -8,12 +8,15 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test check clean
+.PHONY: train test test-all check clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
 test: .venv/.ready check
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-all: .venv/.ready check
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 
 check: .venv/.ready
 	.venv/bin/ruff check .

@@ -29,6 +29,19 @@ TINY = [
 ]  # fmt: skip
 
 
+# Files are shared out to processes whole; what takes longest comes first, or one process would end alone.
+LONGEST = ("test_parallel", "test_hosts", "test_sweep", "test_slurm", "test_invariance", "test_train", "test_tracker",
+           "test_resume", "test_shipped", "test_checkpoint", "test_scale", "test_noise", "test_measured")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
 @dataclass(frozen=True)
 class Result:
     code: int

@@ -321,6 +321,7 @@ def torchrun(ranks: int, run: Result, work: Path) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_plain_torchrun_does_as_well(run, work):
     done = torchrun(2, run, work)
     assert done.returncode == 0, done.stderr

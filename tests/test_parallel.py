@@ -92,7 +92,7 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     assert "rank 0 was ended by signal 9" in run.json("status.json")["error"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")
     hung = rank_process(run.folder, rank)
@@ -136,6 +136,7 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
     assert "Bad: broken on purpose (rank 1 on" in result.json("status.json")["error"]
 
 
+@pytest.mark.slow
 def test_what_would_only_fail_again_is_not_started_again(tmp_path, settings):
     (tmp_path / "faulty.py").write_text("def hook(event, context):\n    raise ValueError('always')\n")
     overrides = ["--allow", "faulty", "hooks=[faulty.hook]", *settings, *TWO, "parallelism.max_restarts=5"]
@@ -181,7 +182,7 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         run = Result(0, "", "", cut_after(run, folder, 4 * number + 4))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp_tp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp_tp"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -278,6 +279,7 @@ def test_recomputation_changes_no_bit(tmp_path, settings):
     assert rows[0] == rows[1] == rows[2]
 
 
+@pytest.mark.slow
 def test_compiled_parts_compute_the_same(tmp_path, settings):
     settings = [*settings, "train.max_steps=3", "precision=fp64", "train.eval_every=null", "data.val_ratio=0"]
     split = ["parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2"]

@@ -139,7 +139,7 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     assert "4 updates in a row were skipped, the last at step 4" in stopped.err
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", "llama_100m"])
+@pytest.mark.parametrize("model", ["gpt_tiny", pytest.param("llama_100m", marks=pytest.mark.slow)])
 def test_compile_computes_the_same_without_recompiling(tmp_path, model):
     """Tail and evaluation included: every micro-batch has the same shape."""
     sizes = [o for o in TINY if o.startswith(("model.n_layers", "batch", "tracker", "train"))]

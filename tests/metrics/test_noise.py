@@ -219,7 +219,9 @@ def square_and_targets(result: Result, stream: np.ndarray, rows: range | list[in
     return sum(float(v.grad.square().sum()) for v in w.values()), int((targets >= 0).sum())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("tp", "ddp"))) for name in LAYOUTS]
+)
 def test_each_layout_measures_what_autograd_finds(tmp_path: Path, tokens: Path, layout: str):
     """fp64, one step: S and |G|^2 are differences of squares of like size, so 1e-12 of them becomes 1e-9 at most."""
     overrides, small_batches = LAYOUTS[layout]
