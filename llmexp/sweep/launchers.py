@@ -181,10 +181,18 @@ def execute(
     jobs = jobs | submitted
 
     cancelled: set[Path] = set()
+    left = set(jobs)
+
+    def tick() -> None:
+        for path in left:  # a job runs before its run says so
+            look(path, alive=True)
+        display.tick()
 
     def changed(path: Path, job: str, text: str, over: bool) -> None:
         if over and path in cancelled:  # by us, before it started
             folder.write_status(path, "queued", error=None, exit_code=None, ended=None)
+        if over:
+            left.discard(path)
         look(path, alive=not over)
         display.line(f"{job:<12} {by_path[path].folder}  {text}")
         if over and by_path[path].state == "failed" and current.settings.stop_on_failure and not cancelled:
@@ -192,10 +200,11 @@ def execute(
             slurm.cancel_pending([jobs[p] for p in cancelled])
 
     try:
-        slurm.wait(jobs, changed, display.line, display.tick)
+        slurm.wait(jobs, changed, display.line, tick)
         for path in jobs:
             look(path)
     except KeyboardInterrupt:
         current.stop.requested = True
+        tick()
         whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
         display.line(f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}")
