@@ -231,6 +231,14 @@ def plain(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=lambda pairs: {k.removesuffix("_"): v for k, v in pairs})
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def key_of(field: dataclasses.Field) -> str:
     """A field's name in files and on the command line."""
     return field.name.removesuffix("_")  # `async` is a word of Python's

@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, build, conf_dir, nearest, plain, refuse
-from llmexp.process import FAILED, REFUSED
+from llmexp.process import FAILED, PASSED_ON, REFUSED, handling, how_it_died
 
 CONFIG_NAME = "config"
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
@@ -225,16 +225,10 @@ class Worker:
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Sends the request and waits; (exit code, run folder if one was made). Signals are passed on."""
         assert self._process.stdin is not None
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores the hang-up
-        old = {n: signal.signal(n, self._forward) for n in wanted}
-        try:
+        with handling(PASSED_ON, self._forward):
             with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
             code = self._process.wait()
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
         with os.fdopen(self._report) as report:
             text = report.read()
         path = Path(text) if text else None
@@ -249,11 +243,7 @@ class Worker:
 
     def _died(self, code: int, path: Path | None) -> int:
         """Says and records a death that the worker could not record itself."""
-        if code < 0:
-            hint = "; out of memory?" if -code == signal.SIGKILL and not self.stopped else ""
-            text = f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
-        else:
-            text = f"the worker ended with exit code {code} and without a word"
+        text = how_it_died(code, self.stopped)
         if path is None:
             print(f"llmexp: {text} before the run started", file=sys.stderr)
         else:

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
 REPEAT_S = 1.0  # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them
 
 
 class Stop:
@@ -55,6 +58,26 @@ class Stop:
 
 
 STOP = Stop()
+
+
+def how_it_died(code: int, stopped: bool) -> str:
+    """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was passed on to it."""
+    if code >= 0:
+        return f"the worker ended with exit code {code} and without a word"
+    hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
+    return f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
+
+
+@contextlib.contextmanager
+def handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handles the signals by `handler` for a while, but for those that are ignored: nohup ignores the hang-up."""
+    wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    old = {n: signal.signal(n, handler) for n in wanted}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 def die_with_parent() -> None:

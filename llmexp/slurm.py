@@ -24,7 +24,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, conf_dir, refuse
-from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, leave
+from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, handling, leave
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
 SETTLE_S = 10.0  # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
@@ -186,9 +186,7 @@ def wait(
     """
     left, shown, ended = dict(jobs), dict.fromkeys(jobs, ""), dict.fromkeys(jobs, 0.0)
     asked, changed_at, answers = {}, time.monotonic(), True
-    wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    old = {n: signal.signal(n, signal.default_int_handler) for n in wanted}
-    try:
+    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         while left:
             now = time.monotonic()
             try:
@@ -211,9 +209,6 @@ def wait(
             for _ in range(1 if now - changed_at < 60 else 10):
                 tick()
                 time.sleep(1 if left else 0)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def cancel_pending(jobs: Iterable[str]) -> None:
@@ -249,11 +244,6 @@ def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[
     error = f"the Slurm job {job} {how} {when}"
     folder.write_status(path, "failed", error=error, exit_code=FAILED, ended=time.time())
     return f"failed: {error}", True
-
-
-def exit_code(path: Path) -> int:
-    """The exit code of a run whose job has ended."""
-    return {"finished": DONE, "preempted": PREEMPTED}.get(folder.read_status(path).get("state", ""), FAILED)
 
 
 def how_to_start(path: Path, config: Config) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.compare.figures import COLUMNS, DEAD, common_position, counts, figures
+from llmexp.compare.judging import SEED
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.statistics import mean_interval
@@ -17,7 +18,6 @@ from llmexp.compare.verdicts import sentences
 from llmexp.config import ConfigError, nearest
 
 ALIGNMENTS = ("tokens", "steps", "time")
-SEED = "train.seed"
 # Keys that name, record or carry out a run; shown only where nothing else differs.
 EXECUTION = (
     "name", "tracker.", "checkpoint.", "hooks", "data.cache_dir", "train.log_every", "train.sample_every",

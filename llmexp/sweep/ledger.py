@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import folder
-from llmexp.config import ConfigError
+from llmexp.config import ConfigError, flatten
 
 LEDGER, FORMAT = "sweep.json", 1
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
@@ -101,14 +101,6 @@ def identity(config: Mapping[str, Any]) -> str:
     flat = {key: value for key, value in flatten(config).items() if not _left_out(key)}
     text = json.dumps(flat, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _left_out(key: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from llmexp import folder
-from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED
+from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
@@ -50,14 +50,8 @@ class Stopped:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores the hang-up
-        old = {n: signal.signal(n, self._pass_on) for n in wanted}
-        try:
+        with handling(PASSED_ON, self._pass_on):
             yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -164,11 +158,7 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
         return False
     if state == "failed" and code >= 0 and not cause:
         return True
-    if code < 0:
-        hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
-        text = cause or f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
-    else:
-        text = cause or last_words(path) or f"the worker ended with exit code {code} and without a word"
+    text = cause or (last_words(path) if code >= 0 else "") or how_it_died(code, stopped)
     exit_code = code if code == REFUSED else FAILED
     folder.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
     return True

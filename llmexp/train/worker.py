@@ -21,7 +21,7 @@ import yaml
 
 from llmexp import checkpoint, folder, mesh, saving
 from llmexp.assemble import Parts, assemble
-from llmexp.config import ConfigError, build, plain
+from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
@@ -117,7 +117,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
-    old, new = _flat(folder.read_config(path)), _flat(plain(parts.config))
+    old, new = flatten(folder.read_config(path)), flatten(plain(parts.config))
     differing = [
         f"{key} ({old.get(key)} there, {new.get(key)} here)"
         for key in sorted(old.keys() | new.keys())
@@ -130,13 +130,6 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     recorded = folder.read_json(path / folder.RUN).get("data_fingerprint")
     if recorded is not None and recorded != json.loads(json.dumps(parts.corpus.fingerprint)):
         raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:

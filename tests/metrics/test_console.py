@@ -414,6 +414,7 @@ def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     console.line("x")
     console.progress(1, 1.0, 1.0, 1.0)
     console.close()
+    assert console.failure is None
 
 
 def test_full_disk_on_the_log_is_kept_for_the_caller(tmp_path: Path) -> None:
