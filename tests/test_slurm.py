@@ -271,7 +271,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
     assert untimed(result) == undisturbed
     assert f"step {reached} of 60" in (result.folder / "train.log").read_text().rpartition("resumed from")[2]
     wandb = [re.sub(r".*-", "", p.name) for p in result.folder.glob("wandb/offline-run-*")]
-    assert len(wandb) == 3, wandb
+    assert len(wandb) in (2, 3), wandb  # what is killed without grace may go before its tracker came
     assert len(set(wandb)) == 1, wandb  # one run's id
 
 
