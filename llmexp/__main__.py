@@ -19,6 +19,7 @@ llmexp: language-model pretraining experiments
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, mark them, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
+  llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, determinism, data
 
 llmexp train --help lists the config groups and the most used knobs.
 Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> int:
     from llmexp.config import ConfigError, nearest
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    commands = ("train", "plan", "prepare", "resume", "sample", "sync", "compare", "runs")
+    commands = ("train", "plan", "prepare", "resume", "sample", "sync", "compare", "runs", "verify")
     try:
         if command in ("-h", "--help", "help"):
             print(USAGE, end="")
@@ -73,6 +74,10 @@ def run(arguments: list[str]) -> int:
             from llmexp.compare import runs
 
             return runs.run(rest)
+        if command == "verify":
+            from llmexp.verify import command as verification
+
+            return verification.run(rest)
         from llmexp import commands as other
 
         return {"resume": other.resume, "plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](

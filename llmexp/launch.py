@@ -295,6 +295,9 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
     parser.error = unknown  # type: ignore[method-assign]
     if command == "train":
         parser.add_argument("--queue", action="store_true", help="make the run folder and start nothing")
+    if command == "verify":
+        parser.add_argument("--steps", type=int, help="optimizer steps of each run")
+        parser.add_argument("--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches")
     args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
     for flag in ("config_name", "config_path", "experimental_rerun"):
         if getattr(args, flag, None) is not None:

@@ -1,0 +1,29 @@
+"""What a verification finds: a list of checks, each with its figure and its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Check:
+    """One sentence that held or did not. `found` and `limit` are what was measured and what is allowed."""
+
+    what: str
+    passed: bool | None  # None: could not be looked at here, for the reason in `note`
+    found: float | int | str | None = None
+    limit: float | int | str | None = None
+    note: str = ""
+
+
+def at_most(what: str, found: float, limit: float, note: str = "") -> Check:
+    """`found` must not be above `limit`; nan is."""
+    return Check(what, found <= limit, found, limit, note)
+
+
+def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:
+    """Nothing may differ, of so many that were compared bit by bit. Comparing nothing is no proof."""
+    shown = f"{len(differing)} of {of} differ"
+    where = f"first: {differing[0]}" if differing else ""
+    return Check(what, not differing and of > 0, shown, "none", "; ".join(filter(None, (note, where))))

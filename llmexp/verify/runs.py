@@ -1,0 +1,99 @@
+"""The runs that a verification makes: ordinary run folders, trained by ordinary workers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.config import Config, ConfigError, plain
+from llmexp.process import DONE, PASSED_ON, handling
+
+OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
+
+
+def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
+    """The config as a short run that logs each step, and keeps its side effects in its own folder.
+
+    `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps` is given by
+    train={"max_tokens": ..., "max_steps": None}.
+    """
+    quiet: dict[str, dict[str, Any]] = {
+        "train": {
+            "max_steps": steps, "max_epochs": None, "max_tokens": None, "log_every": 1, "eval_every": None,
+            "sample_every": None, "sample_tokens": 0, "data_digest": True, "stop_step": None, "profile_start": None,
+        },
+        "metrics": {"picture": False},
+        "tracker": {"kind": "none"},
+        "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
+    }  # fmt: skip
+    changed: dict[str, Any] = {}
+    for name in quiet.keys() | sections.keys():
+        values, section = quiet.get(name, {}) | sections.get(name, {}), getattr(config, name)
+        changed[name] = section | values if isinstance(section, dict) else dataclasses.replace(section, **values)
+    return dataclasses.replace(config, **changed)
+
+
+def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
+    """A worker that makes the run folder `path`, or goes on with the run in it, in a process group of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / OUTPUT, "a", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmexp.train", "-"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **env},
+            process_group=0,
+            text=True,
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        json.dump({"config": plain(config), "folder": str(path.absolute()), "fixed": True}, pipe)
+    return process
+
+
+@contextlib.contextmanager
+def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Passes signals on to a worker, and leaves none behind."""
+    with handling(PASSED_ON, lambda number, frame: process.send_signal(number)):
+        try:
+            yield
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def train(path: Path, config: Config, **env: str) -> None:
+    """Trains the run in `path` to its end. Raises ConfigError with its last words when it does not get there."""
+    process = start(path, config, **env)
+    with ended_with_us(process):
+        code = process.wait()
+    if code in (128 + signal.SIGINT, -signal.SIGINT, 75):
+        raise KeyboardInterrupt
+    if code != DONE:
+        raise ConfigError(f"{path}: this run of the verification ended with exit code {code}: {last_words(path)}")
+
+
+def last_words(path: Path) -> str:
+    """Why a run ended, from its status or its output."""
+    if error := folder.read_status(path).get("error"):
+        return str(error)
+    with contextlib.suppress(OSError):
+        lines = (path.parent / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else "it said nothing"
+    return "it said nothing"
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run, oldest first."""
+    return folder.read_rows(path / folder.METRICS)
