@@ -154,6 +154,7 @@ class Checkpoint:
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
     resume: str = knob("what to do with a folder that holds a run", "auto", choices=("auto", "never", "must"))
     save_initial: bool = knob("also save step 0, before any update", True)
+    max_failures: int = knob("saves in a row that may fail before the run stops; the last one may not", 3, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import shutil
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from llmexp import checkpoint, folder, mesh, saving
+from llmexp import checkpoint, mesh
 from llmexp.data.reader import Window, read_windows
 from llmexp.metrics import hardware
-from llmexp.metrics.console import Console, format_row
+from llmexp.metrics.console import format_row
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.outliers import describe
-from llmexp.metrics.tracker import Tracker
 from llmexp.process import STOP
-from llmexp.run import Run
 from llmexp.sample import sample
+from llmexp.train.diagnose import first_bad
+from llmexp.train.hooks import call_hooks
+from llmexp.train.save import finish_saving, go_on_saving, save
+from llmexp.train.state import OUTLIERS_KEPT, Loop, Measured, Progress
 from llmexp.train.step import (
     BAD_LOSS,
     BAD_NORM,
@@ -40,85 +34,10 @@ from llmexp.train.step import (
     Setup,
     Step,
     TrainingFailed,
-    Verdict,
     evaluate,
     seed_step,
     train_step,
 )
-
-
-@dataclass
-class Progress:
-    """Where the run is: everything besides tensors that a checkpoint has to restore."""
-
-    step: int = 0  # windows consumed
-    updates: int = 0  # applied updates: the schedule's position
-    skipped_steps: int = 0
-    consecutive_skips: int = 0
-    best_val_loss: float | None = None
-    outlier_count: int = 0
-    outlier_steps: list[int] = dataclasses.field(default_factory=list)  # the last OUTLIERS_KEPT of them
-
-
-OUTLIERS_KEPT = 100
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run measures for its comparison with others."""
-
-    norms: Norms
-    noise: NoiseScale
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where a run writes to. Only rank 0 writes."""
-
-    path: Path
-    main: bool
-    console: Console
-    tracker: Tracker
-    rows: folder.Rows | None
-
-
-@dataclass
-class Saving:
-    """A checkpoint on its way: all ranks write their files, then rank 0 commits them."""
-
-    step: int
-    commit: Callable[[], Path]
-    committing: bool = False
-
-
-@dataclass
-class Loop:
-    """The state of the loop on this rank."""
-
-    s: Setup
-    out: Outputs
-    p: Progress
-    meter: Meter
-    measured: Measured
-    byte_lengths: Tensor
-    peak_flops: float | None
-    pending: Verdict | None = None  # verdict on the last step, not yet looked at
-    own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
-    writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
-    saving: Saving | None = None  # the checkpoint that is on its way to the disk
-    saved_step: int | None = None  # of the newest checkpoint
-    shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
-
-
-@dataclass(frozen=True)
-class HookContext:
-    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due."""
-
-    step: int
-    model: nn.Module
-    optimizers: list[Optimizer]
-    run: Run
-    row: dict[str, Any] | None
 
 
 def train(loop: Loop) -> str:
@@ -139,7 +58,8 @@ def train(loop: Loop) -> str:
             go_on_saving(loop)
         if stop or p.step >= stop_step:
             loop.out.console.line(f"stopping at step {p.step:,}; saving a checkpoint")
-            save(loop)
+            settle(loop)
+            save(loop, must=True)
             if profiler is not None:
                 profiler.stop()
             return "preempted"
@@ -169,7 +89,7 @@ def train(loop: Loop) -> str:
         if profiler is not None:
             profiler.step()
         if due_save:
-            save(loop, wait=last or not config.checkpoint.async_)
+            save(loop, wait=last or not config.checkpoint.async_, must=last)
         if due_sample and (loop.out.main or s.mesh.sharded):  # a split model speaks with all its ranks
             loop.out.console.line(f"sample: {sample_text(loop)}")
     if profiler is not None:
@@ -199,18 +119,31 @@ def settle(loop: Loop) -> int:
         assert loop.own_nll is not None
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-        raise TrainingFailed(f"step {p.step} has {what} that is not finite{where}; the update was not applied")
+        raise TrainingFailed(
+            f"step {p.step} has {what} that is not finite{where}; the update was not applied; {diagnosed(loop)}"
+        )
     p.skipped_steps += 1
     p.consecutive_skips += 1
     limit = s.parts.config.train.max_consecutive_skips
     if overflowed and s.scaler.state_dict()["scale"] < 1:
-        raise TrainingFailed(f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16")
+        raise TrainingFailed(
+            f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16; {diagnosed(loop)}"
+        )
     if p.consecutive_skips > limit:
         raise TrainingFailed(
             f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} ({what}); "
             f"train.max_consecutive_skips={limit}"
         )
     return p.updates
+
+
+def diagnosed(loop: Loop) -> str:
+    """Where the last step went wrong, from a second pass over it; for a run that ends."""
+    try:
+        window = next(read_ahead(loop.s, loop.p.step - 1))
+        return first_bad(loop.s, window)
+    except Exception as error:  # it only explains
+        return f"where is not known: {error!r}"
 
 
 def note(loop: Loop, seen: Seen) -> None:
@@ -281,87 +214,6 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
         columns = shutil.get_terminal_size().columns
         out.console.line(format_row(row, run.max_steps), format_row(row, run.max_steps, columns))
         loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
-
-
-def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None) -> dict[str, float]:
-    """Calls the user's functions, here and nowhere else; the figures that they return, as floats."""
-    figures: dict[str, float] = {}
-    for name, hook in loop.s.parts.hooks:
-        context = HookContext(
-            step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
-        )
-        try:
-            found = hook(event, context) or {}
-            if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
-                figures |= {str(k): float(v) for k, v in found.items()}
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{at.filename}:{at.lineno}"
-            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
-    return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
-
-
-def save(loop: Loop, wait: bool = True) -> None:
-    """Saves a checkpoint of the current step; its rows reach the disk first. Without `wait` it returns as soon as the
-    state is copied to host memory, and `go_on_saving` does the rest between later steps."""
-    s, p, out = loop.s, loop.p, loop.out
-    settle(loop)
-    finish_saving(loop)
-    if loop.saved_step == p.step:
-        return
-    tokens_seen, clipped, steps = loop.meter.counts()
-    run, root, keep = s.parts.run, out.path / folder.CHECKPOINTS, s.parts.config.checkpoint.keep
-    if out.rows is not None:
-        out.rows.sync()
-    geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
-    meta = {"tokens_seen": tokens_seen, "geometry": {**geometry, "parallelism": run.facts.parallelism}}
-    state = {
-        "progress": dataclasses.asdict(p),
-        "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
-        "norms": loop.measured.norms.state_dict(),
-        "noise": loop.measured.noise.state_dict(),
-        "outliers": s.outliers.state_dict(),
-        "scaler": s.scaler.state_dict(),
-    }
-    pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
-    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep))
-    loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
-    if wait:
-        finish_saving(loop)
-
-
-def go_on_saving(loop: Loop) -> None:
-    """The next stage of the checkpoint that is on its way. All ranks are here at the same step. Raises OSError."""
-    saving, joined = loop.saving, loop.s.mesh
-    assert saving is not None
-    error: OSError | None = None
-    try:
-        loop.writer.wait()
-    except OSError as failed:
-        error = failed
-    if failing := mesh.ranks_where(joined, error is not None):
-        loop.saving = None
-        if error is None:
-            time.sleep(1.0)  # who knows the cause says it first
-        raise error or OSError(f"saving step {saving.step} failed on rank {', '.join(map(str, failing))}")
-    if not saving.committing:
-        saving.committing = True
-        if loop.out.main:
-            loop.writer.start(saving.commit)
-        return
-    loop.saving, loop.saved_step = None, saving.step
-    call_hooks(loop, "saved", saving.step)
-
-
-def finish_saving(loop: Loop) -> None:
-    """Waits until the checkpoint that is on its way, if there is one, is committed."""
-    while loop.saving is not None:
-        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be missing.
-        pause = 0.001
-        while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-        go_on_saving(loop)
 
 
 def measuring(s: Setup) -> Measured:

@@ -34,7 +34,8 @@ from llmexp.metrics.tracker.local import run_fields, upload_is_pending
 from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
 from llmexp.train import group
-from llmexp.train.loop import Loop, Outputs, Progress, measuring, resume, sample_text, train
+from llmexp.train.loop import measuring, resume, sample_text, train
+from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import TrainingFailed, set_up
 
 # What may differ when a run is resumed in its folder: nothing here changes what is computed.

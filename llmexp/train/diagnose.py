@@ -1,0 +1,128 @@
+"""After a window whose loss or gradient is not finite: the window once more, with a hook on every module, to name the
+first one that goes wrong. Nothing of this is there while training goes well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmexp import mesh, precision
+from llmexp.data.reader import Window
+from llmexp.train.step import Setup, seed_step
+
+NOTHING = "a second pass over the step was finite: it does not come from the config and the data alone"
+
+
+def first_bad(s: Setup, window: Window) -> str:
+    """What of the window's step is the first not to be finite, in words; on all ranks together, the same answer.
+
+    The parameters must still be those of the step, as a bad update is not applied. Gradients are lost.
+    """
+    found: list[str] = [f"parameter {name} is not finite" for name, p in s.model.named_parameters() if not _finite(p)]
+    remove = _watch(s.model, found.append)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # hooks see what a compiled block would hide
+            _repeat(s, window, found.append)
+    finally:
+        for undo in remove:
+            undo()
+    bad = mesh.ranks_where(s.mesh, bool(found))
+    if not bad:
+        return NOTHING
+    text = _said_by(s.mesh, bad[0], found[0] if found else "")
+    return f"the first thing to go wrong: {text}" + (f" (rank {bad[0]})" if s.mesh.distributed else "")
+
+
+def _repeat(s: Setup, window: Window, say: Callable[[str], None]) -> None:
+    """Forward and backward of the step, as train_step has them: ranks must meet in the same places."""
+    kind, device, scale = s.parts.precision, s.mesh.device, s.scaler.value
+    count = mesh.total(s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device))
+    weight = (s.mesh.dp_size / count.clamp(min=1)).to(precision.parameter_dtype(kind))
+    for p in s.parameters:
+        if p.grad is not None:
+            mesh.local_part(p.grad).zero_()
+    seed_step(s.parts.config.train.seed, window.step, s.mesh.dp_rank, device)
+    for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
+        with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
+            with precision.autocast(kind, device):
+                nll = s.module(tokens_bt.to(device), targets_bt.to(device))
+            if not _finite(nll):
+                say(f"the loss of micro-batch {i}, where every layer was finite")
+            (nll * weight * scale).backward()
+    for name, p in s.model.named_parameters():
+        if p.grad is not None and not _finite(p.grad):
+            say(f"the gradient of {name}, summed over the step")
+
+
+def _watch(model: nn.Module, say: Callable[[str], None]) -> list[Callable[[], None]]:
+    """Hooks that say which module or parameter is the first with a value that is not finite; functions that end them.
+
+    Inner modules report before those that hold them, so the first report is the innermost module.
+    """
+    names = {module: f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()}
+    handles: list[Any] = []
+    met: dict[int, tuple[Tensor, list[str], list[str]]] = {}  # by id: a tensor, what made it, what takes it
+
+    def meet(tensor: Tensor) -> tuple[list[str], list[str]]:
+        if id(tensor) not in met:
+            made, taken = list[str](), list[str]()
+            met[id(tensor)] = tensor, made, taken  # held, so that no other gets its id
+
+            def on_the_way_back(gradient: Tensor) -> None:
+                if not _finite(gradient):
+                    say(f"the gradient that {taken[0]} returns" if taken else f"the gradient that reaches {made[0]}")
+
+            tensor.register_hook(on_the_way_back)
+        return met[id(tensor)][1:]
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = list(_tensors(output))
+        if not all(map(_finite, tensors)) and all(map(_finite, _tensors(inputs))):
+            say(f"the output of {names[module]}, whose input is finite")
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                meet(tensor)[1].append(names[module])
+        for tensor in tensors:
+            if tensor.requires_grad:
+                meet(tensor)[0].append(names[module])
+
+    for module in names:
+        handles.append(module.register_forward_hook(after_forward))
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+
+            def after_backward(gradient: Tensor, name: str = name) -> None:
+                if not _finite(gradient):
+                    say(f"the gradient of {name}")
+
+            handles.append(p.register_hook(after_backward))
+    return [handle.remove for handle in handles]
+
+
+def _said_by(joined: mesh.Mesh, rank: int, text: str) -> str:
+    """The text of one rank, on every rank."""
+    room = torch.zeros(400, dtype=torch.int64)
+    if joined.rank == rank:
+        encoded = text.encode()[: len(room)]
+        room[: len(encoded)] = torch.tensor(list(encoded))
+    return bytes(mesh.maximum(joined, room).tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+@torch.no_grad()
+def _finite(tensor: Tensor) -> bool:
+    local = mesh.local_part(tensor)
+    return not local.is_floating_point() or bool(local.isfinite().all())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

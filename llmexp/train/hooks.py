@@ -1,0 +1,44 @@
+"""The user's own functions, called in one place."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from llmexp.run import Run
+from llmexp.train.state import Loop
+from llmexp.train.step import TrainingFailed
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due."""
+
+    step: int
+    model: nn.Module
+    optimizers: list[Optimizer]
+    run: Run
+    row: dict[str, Any] | None
+
+
+def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None) -> dict[str, float]:
+    """Calls the user's functions, here and nowhere else; the figures that they return, as floats."""
+    figures: dict[str, float] = {}
+    for name, hook in loop.s.parts.hooks:
+        context = HookContext(
+            step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
+        )
+        try:
+            found = hook(event, context) or {}
+            if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
+                figures |= {str(k): float(v) for k, v in found.items()}
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{at.filename}:{at.lineno}"
+            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
+    return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON

@@ -1,0 +1,94 @@
+"""When a checkpoint is saved, in stages between the steps, and what follows when that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+
+from llmexp import folder, mesh, saving
+from llmexp.train.hooks import call_hooks
+from llmexp.train.state import Loop, Saving
+
+
+def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
+    """Saves a checkpoint of the current step, which is settled; its rows reach the disk first.
+
+    Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does the rest between
+    later steps. A failure is a warning, up to checkpoint.max_failures of them in a row; one that comes after these,
+    or where this save `must` succeed, raises OSError.
+    """
+    s, p, out = loop.s, loop.p, loop.out
+    finish_saving(loop)
+    if loop.saved_step == p.step:
+        return
+    tokens_seen, clipped, steps = loop.meter.counts()
+    run, root, keep = s.parts.run, out.path / folder.CHECKPOINTS, s.parts.config.checkpoint.keep
+    if out.rows is not None:
+        out.rows.sync()
+    geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
+    meta = {"tokens_seen": tokens_seen, "geometry": {**geometry, "parallelism": run.facts.parallelism}}
+    state = {
+        "progress": dataclasses.asdict(p),
+        "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+        "norms": loop.measured.norms.state_dict(),
+        "noise": loop.measured.noise.state_dict(),
+        "outliers": s.outliers.state_dict(),
+        "scaler": s.scaler.state_dict(),
+    }
+    pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
+    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep))
+    loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
+    if wait:
+        finish_saving(loop, must)
+
+
+def go_on_saving(loop: Loop, must: bool = False) -> None:
+    """The next stage of the checkpoint that is on its way. All ranks are here at the same step. Raises OSError for a
+    failure too many, or for one that `must` not be."""
+    due, joined = loop.saving, loop.s.mesh
+    assert due is not None
+    error: OSError | None = None
+    try:
+        loop.writer.wait()
+    except OSError as failed:
+        error = failed
+    if failing := mesh.ranks_where(joined, error is not None):
+        loop.saving = None
+        loop.failed_saves += 1
+        most = loop.s.parts.config.checkpoint.max_failures
+        ranks = ", ".join(map(str, failing))
+        if must or loop.failed_saves > most:
+            if error is None:
+                time.sleep(1.0)  # who knows the cause says it first
+            raise error or OSError(f"saving step {due.step} failed on rank {ranks}")
+        if loop.out.main:  # all ranks have written, or failed to
+            saving.clean(loop.out.path / folder.CHECKPOINTS)
+            why = error or f"rank {ranks} could not write; its log says why"
+            kept = f"the newest is of step {loop.saved_step}" if loop.saved_step is not None else "there is none yet"
+            loop.out.console.line(
+                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({why}); training goes on, "
+                f"{kept}; failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
+            )
+        elif error is not None:
+            print(f"the checkpoint of step {due.step:,} could not be saved: {error}", file=sys.stderr)
+        return
+    if not due.committing:
+        due.committing = True
+        if loop.out.main:
+            loop.writer.start(due.commit)
+        return
+    loop.saving, loop.saved_step, loop.failed_saves = None, due.step, 0
+    call_hooks(loop, "saved", due.step)
+
+
+def finish_saving(loop: Loop, must: bool = False) -> None:
+    """Waits until the checkpoint that is on its way, if there is one, is committed. Raises OSError as `save` does."""
+    while loop.saving is not None:
+        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be missing.
+        pause = 0.001
+        while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        go_on_saving(loop, must)

@@ -1,0 +1,82 @@
+"""The state of the loop: what a checkpoint restores, where a run writes to, what is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from llmexp import folder, saving
+from llmexp.metrics.console import Console
+from llmexp.metrics.meter import Meter
+from llmexp.metrics.noise import NoiseScale
+from llmexp.metrics.norms import Norms
+from llmexp.metrics.tracker import Tracker
+from llmexp.train.step import Setup, Verdict
+
+
+@dataclass
+class Progress:
+    """Where the run is: everything besides tensors that a checkpoint has to restore."""
+
+    step: int = 0  # windows consumed
+    updates: int = 0  # applied updates: the schedule's position
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+    best_val_loss: float | None = None
+    outlier_count: int = 0
+    outlier_steps: list[int] = dataclasses.field(default_factory=list)  # the last OUTLIERS_KEPT of them
+
+
+OUTLIERS_KEPT = 100
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measures for its comparison with others."""
+
+    norms: Norms
+    noise: NoiseScale
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a run writes to. Only rank 0 writes."""
+
+    path: Path
+    main: bool
+    console: Console
+    tracker: Tracker
+    rows: folder.Rows | None
+
+
+@dataclass
+class Saving:
+    """A checkpoint on its way: all ranks write their files, then rank 0 commits them."""
+
+    step: int
+    commit: Callable[[], Path]
+    committing: bool = False
+
+
+@dataclass
+class Loop:
+    """The state of the loop on this rank."""
+
+    s: Setup
+    out: Outputs
+    p: Progress
+    meter: Meter
+    measured: Measured
+    byte_lengths: Tensor
+    peak_flops: float | None
+    pending: Verdict | None = None  # verdict on the last step, not yet looked at
+    own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
+    writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
+    saving: Saving | None = None  # the checkpoint that is on its way to the disk
+    saved_step: int | None = None  # of the newest checkpoint
+    failed_saves: int = 0  # since then
+    shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
