@@ -18,6 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 import numpy as np
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
@@ -32,6 +34,12 @@ TINY = [
 # Files are shared out to processes whole; what takes longest comes first, or one process would end alone.
 LONGEST = ("test_parallel", "test_hosts", "test_sweep", "test_slurm", "test_invariance", "test_train", "test_tracker",
            "test_resume", "test_shipped", "test_checkpoint", "test_scale", "test_noise", "test_measured")  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Workers are forks of a process that has imported torch, but for the modules that say FRESH_PROCESSES = True."""
+    forks.ALLOWED = not getattr(item.module, "FRESH_PROCESSES", False) and not item.get_closest_marker("fresh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +71,8 @@ def environment(**more: str) -> dict[str, str]:
     hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
-    return {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache, **more}
+    found = {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache, **more}
+    return forks.offered(found) if forks.ALLOWED else found
 
 
 def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:

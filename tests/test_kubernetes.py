@@ -20,6 +20,8 @@ import yaml
 
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
+FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
+
 MODELS = {
     "trainer.kubeflow.org/v1alpha1 TrainJob": "trainer_v1alpha1_train_job.TrainerV1alpha1TrainJob",
     "v1 PersistentVolumeClaim": "io_k8s_api_core_v1_persistent_volume_claim.IoK8sApiCoreV1PersistentVolumeClaim",

@@ -92,6 +92,7 @@ def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     assert "rank 0 was ended by signal 9" in run.json("status.json")["error"]
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")

@@ -22,6 +22,8 @@ import yaml
 from llmexp import slurm
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 
+FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
+
 HERE = Path(__file__).parent / "slurm"
 PATH = os.environ["PATH"] + os.pathsep + "/usr/sbin"
 MISSING = [p for p in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(p, path=PATH) is None]

@@ -409,6 +409,7 @@ def test_two_commands_cannot_run_one_sweep(tmp_path):
 # --- elsewhere
 
 
+@pytest.mark.fresh
 def test_points_as_tasks_of_ray(tmp_path):
     """A real Ray on this machine. One point fails; one loses its task, which Ray repeats, and goes on with the run."""
     pytest.importorskip("ray")

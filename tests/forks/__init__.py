@@ -1,0 +1,40 @@
+"""Workers of the tests as forks of one process that has torch imported: that import is most of what a tiny run costs.
+
+See sitecustomize.py for what is the same and what is not. LLMEXP_TEST_FORKS=0 starts every worker afresh.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.forks.sitecustomize import settings
+
+HERE = Path(__file__).resolve().parent
+ALLOWED = True  # by the test that runs
+
+
+@functools.cache
+def server() -> str:
+    """The socket of this process's server, which ends with this process."""
+    address = f"{tempfile.mkdtemp(prefix='llmexp-forks-')}/socket"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    process = subprocess.Popen([sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0)
+    while not os.path.exists(address):
+        assert process.poll() is None, "the server of forks ended at its start"
+        time.sleep(0.02)
+    return address
+
+
+def offered(environment: dict[str, str]) -> dict[str, str]:
+    """The environment in which a worker becomes a fork."""
+    if os.environ.get("LLMEXP_TEST_FORKS") == "0":
+        return environment
+    path = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
+    known = {"LLMEXP_TEST_FORKS": server(), "LLMEXP_TEST_FORKS_SETTINGS": settings()}
+    return {**environment, "PYTHONPATH": path, **known}

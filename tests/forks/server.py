@@ -1,0 +1,114 @@
+"""The process that workers of the tests are forks of; see sitecustomize.py. `python server.py SOCKET`."""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+
+PRELOADED = (
+    "llmexp.train.worker",
+    "llmexp.sweep.points",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.launcher.api",
+)
+
+
+def main(address: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    while True:
+        connection, _ = listener.accept()
+        head, fds, _, _ = socket.recv_fds(connection, 8, 250)
+        size, text = int.from_bytes(head, "big"), b""
+        while len(text) < size:
+            text += connection.recv(size - len(text))
+        # Forked by this thread, the only one that the child will have.
+        child = os.fork()
+        if child == 0:
+            listener.close()
+            connection.close()
+            become_worker(json.loads(text), fds)
+        for fd in fds:
+            os.close(fd)
+        threading.Thread(target=look_after, args=(child, connection), daemon=True).start()
+
+
+def look_after(child: int, connection: socket.socket) -> None:
+    """Tells the stand-in how its worker ended; a stand-in that is killed takes the worker with it."""
+    connection.sendall(f"{child}\n".encode())
+
+    def watch() -> None:
+        try:
+            gone = connection.recv(1) == b""
+        except OSError:
+            gone = True
+        if gone and not ended.is_set():
+            os.kill(child, signal.SIGKILL)
+
+    ended = threading.Event()
+    threading.Thread(target=watch, daemon=True).start()
+    _, status = os.waitpid(child, 0)
+    ended.set()
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    connection.close()
+
+
+def become_worker(request: dict, fds: list[int]) -> None:
+    """The forked process, from here on like a fresh one: its files, folder, environment and arguments."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(1, 0)
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        highest = max([*fds, *request["fds"]]) + 1
+        held = []
+        for fd in fds:  # out of the way first
+            held.append(os.dup2(fd, highest, inheritable=False))
+            highest += 1
+        for fd in fds:
+            os.close(fd)
+        for fd, number in zip(held, request["fds"], strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.umask(request["umask"])
+        os.chdir(request["cwd"])
+        old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        new = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
+        sys.path[:] = new + [p for p in sys.path if p not in old and p != os.path.dirname(os.path.abspath(__file__))]
+        sys.orig_argv[:] = request["argv"]
+        at = request["argv"].index("-m")
+        sys.argv[:] = request["argv"][at + 1 :]
+        if "-u" in request["argv"][:at]:
+            sys.stdout.reconfigure(write_through=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else 0 if done.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

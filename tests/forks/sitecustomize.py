@@ -1,0 +1,89 @@
+"""Found by Python at its start when the tests put this folder on PYTHONPATH: a worker (`python -P -m llmexp.train X`)
+becomes a fork of a process that has torch imported already. This process stays as its stand-in: it has the worker's
+place in the process tree, passes signals on, and ends as the worker ends.
+
+It hands over only where the fork would be the same as a fresh process: LLMEXP_TEST_FORKS="" starts a fresh one.
+"""
+
+import os
+import sys
+
+
+def hand_over(address: str) -> None:
+    import contextlib
+    import ctypes
+    import json
+    import signal
+    import socket
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as the worker: SIGTERM when the parent dies
+    parent = os.getppid()
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    numbers = []
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) != server.fileno():
+            try:
+                os.fstat(int(name))
+            except OSError:
+                continue
+            numbers.append(int(name))
+    waiting: list[int] = []
+    child = 0
+
+    def forward(number: int, frame: object) -> None:
+        if not child:
+            waiting.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
+    ignored = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE) if signal.getsignal(n) == signal.SIG_IGN]
+    umask = os.umask(0)
+    os.umask(umask)
+    request = {
+        "argv": sys.orig_argv,
+        "cwd": os.getcwd(),
+        "env": dict(os.environ),
+        "fds": numbers,
+        "umask": umask,
+        "ignored": [int(n) for n in ignored],
+    }
+    message = json.dumps(request).encode()
+    socket.send_fds(server, [len(message).to_bytes(8, "big")], numbers)
+    server.sendall(message)
+    answers = server.makefile("r")
+    child = int(answers.readline())
+    if os.getppid() != parent:
+        waiting.append(signal.SIGTERM)
+    for number in waiting:
+        forward(number, None)
+    for number in numbers:  # what the worker closes must be closed
+        os.close(number)
+    code = int(answers.readline() or -9)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def settings() -> str:
+    """What only a fresh process would have or obey: some of the environment, limits, its control group and network."""
+    import resource
+
+    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_")
+    found = [(k, v) for k, v in os.environ.items() if k.startswith(names) and k != "PYTHONPATH"]
+    limits = [resource.getrlimit(r) for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)]
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net")]
+    with open("/proc/self/cgroup") as f:
+        return repr((sorted(found), limits, os.getuid(), spaces, f.read()))
+
+
+if address := os.environ.get("LLMEXP_TEST_FORKS"):
+    arguments = [a for a in sys.orig_argv[1:] if a not in ("-P", "-u")]
+    ours = arguments[:1] == ["-m"] and arguments[1:2] in (["llmexp.train"], ["llmexp.sweep.points"])
+    if ours and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
+        hand_over(address)
