@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,22 @@ def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str
     if len(pairs) <= NAMED_FILES:
         return dict(pairs)
     return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
+
+
+def cut_files(states: Mapping[str, Sequence[int]]) -> str:
+    """In words, which of the files (path -> [bytes, ...] when they were opened: `Corpus.states`) are shorter now.
+
+    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. "" where none is.
+    """
+    found = []
+    for path, (size, *_) in states.items():
+        try:
+            now = os.stat(path).st_size
+        except OSError:
+            now = size  # that it is gone does no harm to an open map
+        if now < size:
+            found.append(f"{path}: this token file was cut from {size:,} to {now:,} bytes while it was in use")
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def remembered(

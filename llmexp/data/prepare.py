@@ -239,14 +239,17 @@ def _build(
     manifest: dict[str, Any] = {"format": FORMAT, "dtype": dtype.str, "splits": {}}
     try:
         for name, segments in splits.items():
-            path, count = temporary / f"{name}.bin", 0
+            path, count, content = temporary / f"{name}.bin", 0, hashlib.sha256()
             with open(path, "wb") as file:
                 for tokens in encode_segments(segments, encoding, max_tokens[name], progress):
-                    file.write(tokens.astype(dtype).data)
+                    written = tokens.astype(dtype).data
+                    file.write(written)
+                    content.update(written)
                     count += len(tokens)
                 file.flush()
                 os.fsync(file.fileno())
-            manifest["splits"][name] = {"tokens": count, "sample": sample_digest(_shard(path, dtype, count))}
+            sample = sample_digest(_shard(path, dtype, count))
+            manifest["splits"][name] = {"tokens": count, "sample": sample, "sha256": content.hexdigest()}
         if _states(splits) != before:
             raise ValueError("data.train_files: a text file changed while it was being prepared; start again")
         with open(temporary / "manifest.json", "w") as file:
@@ -287,6 +290,16 @@ def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
         return streams
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def recorded_sha256(path: Path) -> str | None:
+    """Of the bytes of a shard when it was written; None for what is no shard of the cache, or was written before
+    this was recorded."""
+    try:
+        found = json.loads((path.parent / "manifest.json").read_text())["splits"][path.stem]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _shard(path: Path, dtype: np.dtype, count: int) -> TokenStream:

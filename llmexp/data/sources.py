@@ -217,6 +217,8 @@ def tokens(
     val_paths = match_files("data.val_files", val_files) if val_files is not None else []
     arrays = {p: _open_tokens("data.train_files", p, dtype) for p in train_paths}
     arrays |= {p: _open_tokens("data.val_files", p, dtype) for p in val_paths if p not in arrays}
+    train = TokenStream([arrays[p] for p in train_paths])  # before the scan: from here on a change is noticed
+    val: TokenStream | None = TokenStream([arrays[p] for p in val_paths])
 
     def scan() -> bool:
         for path, array in arrays.items():
@@ -226,10 +228,7 @@ def tokens(
     types = [a.dtype.str for a in arrays.values()]
     remembered(cache_folder(cache_dir), "ids", [vocab_size, types, dtype], list(arrays), scan, write)
 
-    train = TokenStream([arrays[p] for p in train_paths])
-    val: TokenStream | None
     if val_paths:
-        val = TokenStream([arrays[p] for p in val_paths])
         train = train.part(0, max_tokens or len(train))
     else:
         end = int(len(train) * (1 - val_ratio))
@@ -242,6 +241,7 @@ def tokens(
             f"one sequence; batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         )
     count = f"{len(arrays):,} token file{'s' if len(arrays) > 1 else ''}, {len(train):,} training tokens"
+    # Of the content, at each start: what is remembered by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
     fingerprint: dict[str, Any] = {
         "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),

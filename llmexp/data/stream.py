@@ -2,26 +2,102 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 
+class DataChanged(OSError, ValueError):
+    """A token file is not any more what it was when it was opened."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One array of a stream, whole, as it was opened."""
+
+    name: str  # the path of its file; of an array in memory, that it is one
+    array: np.ndarray
+    mapped: Any = None  # the open map of its file
+    size: int = 0  # of its file, in bytes
+    state: tuple[int, int, int] | None = None  # inode, bytes, time of change (ns) of the file; None: it has no path
+
+    def check_size(self) -> None:
+        """Raises DataChanged where the file became shorter: reading past its end kills the process with SIGBUS."""
+        if self.mapped is not None and (now := self.mapped.size()) < self.size:
+            raise DataChanged(_cut(self.name, self.size, now))
+
+    def changed(self) -> str | None:
+        """In words: the file was cut or written to, so that what is read now may be something else. Never raises."""
+        try:
+            self.check_size()
+        except DataChanged as error:
+            return str(error)
+        except (OSError, ValueError):
+            return None
+        if self.state is None:
+            return None
+        with contextlib.suppress(OSError):
+            found = _state(self.name)
+            if found[0] == self.state[0] and found != self.state:
+                grown = f", and has {found[1]:,} bytes, not {self.size:,}" if found[1] != self.size else ""
+                return f"{self.name}: this token file was written to while it was in use{grown}"
+        return None
+
+    def replaced(self) -> str | None:
+        """In words: the path names another file now, or none; what is read is still the old one. Never raises."""
+        if self.state is None:
+            return None
+        try:
+            same = _state(self.name)[0] == self.state[0]
+        except FileNotFoundError:
+            return f"{self.name}: this token file was deleted while it was in use"
+        except OSError:  # such as a file server that is away
+            return None
+        return None if same else f"{self.name}: this token file was replaced by another one while it was in use"
+
+
+def _cut(name: str, before: int, now: int) -> str:
+    return (
+        f"{name}: this token file was cut from {before:,} to {now:,} bytes while it was in use; restore it and resume"
+    )
+
+
+def _state(path: str) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _opened(array: np.ndarray) -> Shard:
+    mapped, name = getattr(array, "_mmap", None), getattr(array, "filename", None)
+    if mapped is None or name is None:
+        return Shard("an array in memory", array)
+    size, state = mapped.size(), None
+    with contextlib.suppress(OSError):  # else a temporary file without a name any more
+        inode, _, changed = _state(str(name))
+        state = inode, size, changed
+    return Shard(str(name), array, mapped, size, state)
+
+
 class TokenStream:
     """One flat sequence of token ids over one or more 1-d integer arrays, which may be memory-mapped files.
 
     Nothing is loaded but what is asked for. A file that became shorter since it was opened is reported by name
-    (ValueError): reading past its new end would kill the process with SIGBUS.
+    (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = [np.asarray(a) for a in arrays if len(a)]  # asarray: a memmap slices slowly
+        self._set([np.asarray(a) for a in arrays], [_opened(a) for a in arrays])  # asarray: a memmap slices slowly
+
+    def _set(self, arrays: Sequence[np.ndarray], shards: Sequence[Shard]) -> None:
+        kept = [(a, s) for a, s in zip(arrays, shards, strict=True) if len(a)]
+        self._arrays = [a for a, _ in kept]
+        self.shards = [s for _, s in kept]
         self._ends = np.cumsum([0, *(len(a) for a in self._arrays)], dtype=np.int64)
-        self._files = [_mapped_file(a) for a in arrays if len(a)]
-        self._sizes = [f[1].size() if f else 0 for f in self._files]
         self._unprepared_length: int | None = None
 
     @classmethod
@@ -43,10 +119,19 @@ class TokenStream:
         if self._unprepared_length is not None:
             return TokenStream.unprepared(max(0, min(stop, len(self)) - start))
         cuts = [
-            self._raw(i)[max(0, start - first) : max(0, stop - first)]
-            for i, first in enumerate(self._ends[:-1].tolist())
+            array[max(0, start - first) : max(0, stop - first)]
+            for array, first in zip(self._arrays, self._ends[:-1].tolist(), strict=True)
         ]
-        return TokenStream(cuts)
+        stream = TokenStream([])
+        stream._set(cuts, self.shards)
+        return stream
+
+    def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        """All tokens in order, as they are stored and without a copy: (position of the first, at most `most` ids)."""
+        for array, shard, first in zip(self._arrays, self.shards, self._ends[:-1].tolist(), strict=True):
+            for start in range(0, len(array), most):
+                shard.check_size()
+                yield first + start, array[start : start + most]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """int64 [count]: the tokens [start, start + count). Raises IndexError outside the stream."""
@@ -68,39 +153,20 @@ class TokenStream:
         first = np.searchsorted(self._ends, starts, side="right") - 1
         inside = starts + count <= self._ends[first + 1]
         for i in np.unique(first[inside]).tolist():
-            self._check_size(i)
+            self.shards[i].check_size()
             mine = np.flatnonzero(inside & (first == i))
             windows = np.lib.stride_tricks.sliding_window_view(self._arrays[i], count)
             rows[mine] = windows[starts[mine] - self._ends[i]]
         for row in np.flatnonzero(~inside).tolist():
             done, i = 0, int(first[row])
             while done < count:
-                self._check_size(i)
+                self.shards[i].check_size()
                 offset = int(starts[row]) + done - int(self._ends[i])
                 piece = self._arrays[i][offset : offset + count - done]
                 rows[row, done : done + len(piece)] = piece
                 done += len(piece)
                 i += 1
         return rows
-
-    def _raw(self, i: int) -> np.ndarray:
-        """Array i as it was given: a memmap keeps its file through slicing, a plain view does not."""
-        found = self._files[i]
-        return self._arrays[i] if found is None else found[2]
-
-    def _check_size(self, i: int) -> None:
-        found = self._files[i]
-        if found is not None and found[1].size() < self._sizes[i]:
-            raise ValueError(
-                f"{found[0]}: this token file was cut from {self._sizes[i]:,} to {found[1].size():,} bytes while it "
-                "was in use; restore it and resume"
-            )
-
-
-def _mapped_file(array: np.ndarray) -> tuple[str, Any, np.ndarray] | None:
-    """(path, open map, the memmap) of an array over a file, else None."""
-    mapped = getattr(array, "_mmap", None)
-    return None if mapped is None else (str(array.filename), mapped, array)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -116,6 +182,28 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
+
+    def shards(self) -> list[Shard]:
+        """Of both streams; each array once."""
+        both = [*self.train.shards, *(self.val.shards if self.val is not None else ())]
+        return list({id(s.array): s for s in both}.values())
+
+    def changed(self) -> str | None:
+        """In words, the first file that was cut or written to since it was opened: the run may not go on with it.
+
+        Microseconds per file; never raises.
+        """
+        return next(filter(None, (s.changed() for s in self.shards())), None)
+
+    def replaced(self) -> str | None:
+        """In words, the first file whose path names another file now, or none: the run still reads the old one, and
+        is not resumed unless the new one has the same content. Microseconds per file; never raises.
+        """
+        return next(filter(None, (s.replaced() for s in self.shards())), None)
+
+    def states(self) -> dict[str, list[int]]:
+        """Path -> [bytes, time of change in ns] of the files when they were opened, for `cut_files`."""
+        return {s.name: [*s.state[1:]] for s in self.shards() if s.state is not None}
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:

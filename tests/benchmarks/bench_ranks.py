@@ -196,6 +196,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def quartiles(ratios: Sequence[float]) -> str:
+    if len(ratios) < 2:
+        return f"{ratios[0]:.3f} (once)"
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 

@@ -116,7 +116,7 @@ def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
         worker.record(Path(path), parts, {})
         out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
         try:
-            worker.run_training(Path(path), parts, mesh.join("cpu", 1, 60))
+            worker.run_training(Path(path), parts, mesh.join("cpu", "single", 1, 1, 1))
         finally:
             sys.stdout, loop.report = out, report
         assert len(folder.read_rows(Path(path) / folder.METRICS)) == rounds + warm_up + 1

@@ -1,0 +1,317 @@
+"""`llmexp verify data`: every token in range, files as they were written, no overlap, each sequence once per epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmexp import folder
+from llmexp.assemble import Parts, assemble
+from llmexp.config import Config, ConfigError
+from llmexp.data.files import cpu_count
+from llmexp.data.order import sequence_index
+from llmexp.data.prepare import recorded_sha256
+from llmexp.data.reader import MASKED, read_windows
+from llmexp.data.stream import Shard, TokenStream
+from llmexp.data.tokenizers import end_of_text_id
+from llmexp.verify.checks import Check, at_most, equal
+
+SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
+SHOWN = 20  # files with a check of their own; of more, only those that fail have one
+OVERLAP_LIMIT = 0.01  # of the validation tokens: licences, empty modules and templates come twice in honest data
+DOCUMENT_TOKENS = 1 << 16  # longer documents are compared in parts of so many tokens
+PROBES = 8  # ids of a document that are looked at before it is hashed
+PART_TOKENS = 512  # the same for a text without ends of documents
+BLOCK_BYTES = 1 << 20  # stays in the core's cache between the hash and the scan
+BLOCK_TOKENS = 1 << 20
+WINDOWS, RANKS = 10, 4  # so many are sampled
+
+
+def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> list[Check]:
+    """Reads the whole corpus of the config, which is prepared where it is not yet. Raises ConfigError.
+
+    Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none), all of them, from
+    the files: no note in the cache is believed.
+    """
+    if steps is not None or shrink:
+        flag = f"--steps {steps}" if steps is not None else "--shrink"
+        raise ConfigError(f"{flag}: has no meaning for verify data, which reads all data; llmexp verify data data=text")
+    parts = assemble(config, write=True)
+    corpus, facts = parts.corpus, parts.run.facts
+    print(f"reading {sum(s.array.nbytes for s in corpus.shards()) / 1e6:,.1f} MB of tokens", flush=True)
+    checks = check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
+    if corpus.val is None:
+        checks.append(Check("validation text that train has too", None, note="there are no validation data"))
+    else:
+        checks.append(check_overlap(corpus.train, corpus.val, _end_of_text(parts)))
+    checks += check_order(parts)
+    if changed := corpus.changed() or corpus.replaced():
+        checks.append(Check("the files stayed as they were meanwhile", False, note=changed))
+    return checks
+
+
+def _end_of_text(parts: Parts) -> int | None:
+    try:
+        return end_of_text_id(parts.tokenizer)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """Of one array: its smallest and largest id, the first position of one out of range, and the sha256 of its bytes,
+    with those before it where it fills the rest of its file: then it is that of the `whole_file`."""
+
+    smallest: int
+    largest: int
+    first_bad: int | None
+    sha256: str
+    whole_file: bool
+
+
+def scan(shard: Shard, vocab_size: int) -> Scanned:
+    """Reads every id once. Raises DataChanged when the file is cut meanwhile."""
+    array = np.asarray(shard.array)
+    header = _header(shard)
+    digest = hashlib.sha256(header or b"")
+    lows, highs, first_bad = [], [], None
+    block = BLOCK_BYTES // array.itemsize
+    for start in range(0, len(array), block):
+        shard.check_size()
+        ids = np.ascontiguousarray(array[start : start + block])
+        digest.update(ids.data)
+        low, high = int(ids.min()), int(ids.max())
+        if first_bad is None and (low < 0 or high >= vocab_size):
+            first_bad = start + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        lows.append(low)
+        highs.append(high)
+    return Scanned(min(lows), max(highs), first_bad, digest.hexdigest(), header is not None)
+
+
+def _header(shard: Shard) -> bytes | None:
+    """What stands before the ids in their file; None where they do not fill the rest of it."""
+    offset = getattr(shard.array, "offset", 0)
+    if shard.state is None or offset + shard.array.nbytes != shard.state[1]:
+        return None
+    with open(shard.name, "rb") as file:
+        return file.read(offset)
+
+
+def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
+    """Of each array whether its ids are in [0, vocab_size), and whether it is what was written. Lists the digests of
+    the files in `path`/sha256.txt."""
+    with ThreadPoolExecutor(min(8, cpu_count())) as pool:  # hashlib and numpy let go of the interpreter lock
+        scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
+    files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
+    if files:
+        folder.write_whole(path / SUMS, "".join(f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files))
+    named = [s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)]
+    in_range = [_in_range(*each, vocab_size) for each in zip(named, shards, scanned, strict=True)]
+    recorded = [(s, found, recorded_sha256(Path(s.name))) for s, found in files]
+    written = [
+        Check(f"sha256 of {s.name} as it was written", found.sha256 == told, found.sha256[:16], told[:16])
+        for s, found, told in recorded
+        if told is not None
+    ]
+    checks = _few(in_range, "token ids of all others in range") + _few(written, "all other files as written")
+    if unknown := [s.name for s, _, told in recorded if told is None]:
+        what = "nothing told the sha256 of these files when they were written; now it is in sha256.txt"
+        checks.append(Check("other files are what was written", None, len(unknown), note=what))
+    return checks
+
+
+def _in_range(name: str, shard: Shard, found: Scanned, vocab_size: int) -> Check:
+    figure = f"{len(shard.array):,} ids from {found.smallest} to {found.largest}"
+    note = f"sha256 {found.sha256}"
+    if found.first_bad is not None:
+        note = f"id {int(shard.array[found.first_bad])} at position {found.first_bad:,} is the first; {note}"
+    return Check(f"token ids of {name} in range", found.first_bad is None, figure, f"0 to {vocab_size - 1}", note)
+
+
+def _few(checks: list[Check], others: str) -> list[Check]:
+    """The checks, or where they are many those that fail and one for the rest."""
+    if len(checks) <= SHOWN:
+        return checks
+    failed = [c for c in checks if not c.passed]
+    return [*failed, Check(others, True, len(checks) - len(failed))]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Documents and parts of them: int64 starts and lengths in the stream; a uint64 key that equal ones share."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    keys: np.ndarray
+
+
+def pieces_of(stream: TokenStream, end_id: int | None, most: int, block_tokens: int = BLOCK_TOKENS) -> Iterator[Pieces]:
+    """The documents of the stream, in parts of `most` tokens from their start; `end_id` stands between two of them.
+
+    Without `end_id` all is one document. Empty documents are left out.
+    """
+    first = 0  # of what is left of the present document
+    for at, ids in stream.blocks(block_tokens):
+        stop = at + len(ids)
+        ends = np.empty(0, np.int64) if end_id is None else at + np.flatnonzero(ids == end_id)
+        firsts = np.concatenate([[first], ends + 1])
+        last = stop if stop == len(stream) else stop - (stop - firsts[-1]) % most  # a part may go on in the next block
+        lasts = np.concatenate([ends, [last]])
+        first = int(last)
+        counts = -(-(lasts - firsts) // most)  # 0 for an empty document
+        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(firsts, counts) + nth * most
+        lengths = np.minimum(most, np.repeat(lasts, counts) - starts)
+        if len(starts):
+            probes = starts[:, None] + np.arange(PROBES) * (lengths[:, None] - 1) // (PROBES - 1)
+            probed = ids[np.maximum(probes - at, 0)]
+            for row in np.flatnonzero(starts < at):  # it began in an earlier block
+                probed[row] = stream.gather(probes[row], 1)[:, 0]
+            yield Pieces(starts, lengths, _keys(lengths, probed))
+
+
+def _keys(lengths: np.ndarray, probed: np.ndarray) -> np.ndarray:
+    """Of the length and PROBES ids of each piece, the first and the last among them: tells apart nearly all."""
+    keys = lengths.astype(np.uint64)
+    for ids in probed.T.astype(np.uint64):
+        keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + ids
+    return keys
+
+
+def _digests(stream: TokenStream, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """uint64 [n]: blake2b of each piece's ids."""
+    found = np.empty(len(starts), np.uint64)
+    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        found[i] = int.from_bytes(hashlib.blake2b(stream.read(start, length).data, digest_size=8).digest(), "little")
+    return found
+
+
+def _join(found: list[Pieces]) -> Pieces:
+    none = Pieces(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint64))
+    names = ("starts", "lengths", "keys")
+    return Pieces(*(np.concatenate([getattr(p, name) for p in (none, *found)]) for name in names))
+
+
+def _like(pieces: Pieces, keys: np.ndarray) -> Pieces:
+    """Those with one of `keys`, which are sorted."""
+    kept = np.zeros(len(pieces.keys), dtype=np.bool_)
+    if len(keys):
+        kept = keys[np.minimum(np.searchsorted(keys, pieces.keys), len(keys) - 1)] == pieces.keys
+    return Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.keys[kept])
+
+
+def check_overlap(train: TokenStream, val: TokenStream, end_id: int | None) -> Check:
+    """How much of the validation text lies in documents that train has too, token for token.
+
+    Documents end at `end_id`; where the validation text has no such id, parts of 512 tokens from its start take their
+    place. Of `train` only what has a key of `val` is hashed.
+    """
+    if end_id is not None and not _holds(val, end_id):
+        end_id = None
+    most, what = (PART_TOKENS, f"parts of {PART_TOKENS} tokens") if end_id is None else (DOCUMENT_TOKENS, "documents")
+    found = list(pieces_of(val, end_id, most))
+    if not found:
+        return Check("share of the validation tokens that train has too", None, note="there is no validation text")
+    of_val = _join(found)
+    wanted = np.unique(of_val.keys)
+    of_train = _join([_like(pieces, wanted) for pieces in pieces_of(train, end_id, most)])
+    likely = _like(of_val, np.unique(of_train.keys))
+    digests, first = np.unique(_digests(train, of_train.starts, of_train.lengths), return_index=True)
+    val_digests = _digests(val, likely.starts, likely.lengths)
+    twice = np.flatnonzero(np.isin(val_digests, digests))
+    note = f"{len(twice):,} of {len(of_val.starts):,} {what}"
+    if len(twice):
+        longest = twice[np.argmax(likely.lengths[twice])]
+        place = of_train.starts[first[np.searchsorted(digests, val_digests[longest])]]
+        size, at = likely.lengths[longest], likely.starts[longest]
+        note += f"; for example the {size:,} tokens at {at:,} of validation and {place:,} of train"
+    share = float(likely.lengths[twice].sum() / of_val.lengths.sum())
+    return at_most("share of the validation tokens that train has too", share, OVERLAP_LIMIT, note)
+
+
+def _holds(stream: TokenStream, token: int) -> bool:
+    return any((ids == token).any() for _, ids in stream.blocks(BLOCK_TOKENS))
+
+
+def check_order(parts: Parts) -> list[Check]:
+    """Epochs 0 and 1 visit each sequence once; windows hold the sequences of their place, over all ranks."""
+    run, seed, shuffle = parts.run, parts.config.train.seed, parts.config.data.get("shuffle", True)
+    n = run.train_sequences
+    checks = [covers(epoch, seed, n, shuffle) for epoch in (0, 1)]
+    some = np.random.default_rng(0).integers(0, run.max_steps, WINDOWS).tolist()
+    boundary = n // run.real_batch_size  # the window with the first sequence of epoch 1
+    sampled = sorted(s for s in {0, boundary, run.max_steps - 1, *some} if s < run.max_steps)
+    ranks = sorted({round(i * (run.dp_size - 1) / (RANKS - 1)) for i in range(RANKS)})
+    differing = [
+        text for step in sampled for rank in ranks if (text := _other_window(parts, step, rank, n, seed, shuffle))
+    ]
+    cut = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
+    what = f"windows, cut into {cut}, hold the sequences [s x {run.real_batch_size}, (s + 1) x {run.real_batch_size})"
+    return [*checks, equal(what, differing, len(sampled) * len(ranks), "sampled, the last one among them")]
+
+
+def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
+    seen = np.zeros(n, dtype=np.bool_)
+    outside = 0
+    for start in range(0, n, 1 << 18):
+        k = np.arange(start, min(n, start + (1 << 18)))
+        index = sequence_index(seed, epoch * n + k, n, shuffle)
+        inside = (index >= 0) & (index < n)
+        outside += int((~inside).sum())
+        seen[index[inside]] = True
+    visited = int(seen.sum())  # n visits in all: that each was visited says that none was twice
+    note = f"train.seed={seed}"
+    if visited < n:
+        note += f"; sequence {int(np.flatnonzero(~seen)[0]):,} is the first that is missing"
+    if outside:
+        note += f"; {outside:,} outside the corpus"
+    return Check(f"sequences that epoch {epoch} visits, each once", visited == n and not outside, visited, n, note)
+
+
+def _other_window(parts: Parts, step: int, rank: int, n: int, seed: int, shuffle: bool) -> str:
+    """How the window that the rank's reader gives differs from the sequences of its place; "" where it does not."""
+    run, ignore_id = parts.run, parts.config.data.get("ignore_id")
+    length, per_rank = run.sequence_length, run.real_batch_size // run.dp_size
+    (window,) = read_windows(
+        parts.corpus.train,
+        sequence_length=length,
+        real_batch_size=run.real_batch_size,
+        micro_batch_size=run.micro_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        rank=rank,
+        dp_size=run.dp_size,
+        seed=seed,
+        shuffle=shuffle,
+        ignore_id=ignore_id,
+        start_step=step,
+        max_steps=step + 1,
+        total_sequences=run.total_sequences,
+        digest=False,
+        pin_memory=False,
+    )
+    first = step * run.real_batch_size + rank * per_rank
+    k = np.arange(first, max(first, min(first + per_rank, run.total_sequences)))
+    wanted = [parts.corpus.train.read(int(i) * length, length + 1) for i in sequence_index(seed, k, n, shuffle)]
+    rows = [(t.numpy(), y.numpy()) for batch in window.micro_batches for t, y in zip(*batch, strict=True)]
+    where = f"step {step + 1:,} on rank {rank}"
+    if len(rows) < len(wanted):
+        return f"{where}: {len(rows)} rows, not {len(wanted)}"
+    valid = 0
+    for i, (tokens, targets) in enumerate(rows):
+        if i < len(wanted):
+            expected = (
+                np.where(wanted[i][1:] == ignore_id, MASKED, wanted[i][1:])
+                if ignore_id is not None
+                else (wanted[i][1:])
+            )
+            if not np.array_equal(tokens, wanted[i][:-1]) or not np.array_equal(targets, expected):
+                return f"{where}: row {i} is not sequence {first + i:,} of the run"
+            valid += int((expected != MASKED).sum())
+        elif (targets != MASKED).any():
+            return f"{where}: row {i}, which is missing, is not masked"
+    return "" if window.target_count == valid else f"{where}: {window.target_count} targets told of, {valid} there"

@@ -1,0 +1,279 @@
+"""Data files that are cut, rewritten, replaced, touched or deleted while they are in use, and between two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from llmexp.data import sources, tokenizers
+from llmexp.data.files import cut_files
+from llmexp.data.stream import Corpus, DataChanged, TokenStream
+from tests.conftest import TINY, Result, llmexp, train
+
+N = 5000
+
+
+def ids(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 60, N).astype(np.uint16)
+
+
+@pytest.fixture(params=["train.npy", "train.bin"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / request.param
+    write(path, ids())
+    os.utime(path, ns=(10**18, 10**18))  # long ago, as data are
+    return path
+
+
+def write(path: Path, array: np.ndarray) -> None:
+    np.save(path, array) if path.suffix == ".npy" else array.tofile(path)
+
+
+def corpus(path: Path, write: bool = True) -> Corpus:
+    return sources.tokens(
+        train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None, cache_dir=None,
+        vocab_size=60, sequence_length=4, write=write,
+    )  # fmt: skip
+
+
+def rewrite(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\0\0")
+
+
+def append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\0\0")
+
+
+def replace(path: Path) -> None:
+    other = path.with_name(f"other{path.suffix}")
+    write(other, ids(1))
+    os.replace(other, path)
+
+
+def cut_after_a_rename(path: Path) -> None:
+    os.replace(path, path.with_suffix(".old"))
+    os.truncate(path.with_suffix(".old"), 300)
+
+
+def nothing(path: Path) -> None:
+    path.read_bytes()
+    os.chmod(path, 0o600)  # a new time of its inode, not of its content
+
+
+WAYS = {
+    # what happens to the file: (what changed() says, what replaced() says)
+    nothing: (None, None),
+    rewrite: ("was written to while it was in use", None),
+    append: (r"was written to while it was in use, and has [\d,]+ bytes", None),
+    lambda p: os.truncate(p, 300): (r"was cut from 10,\d+ to 300 bytes", None),
+    lambda p: os.utime(p): ("was written to", None),  # nobody knows what a new time means; resuming finds it out
+    replace: (None, "was replaced by another one"),
+    lambda p: p.unlink(): (None, "was deleted"),
+    cut_after_a_rename: ("was cut from", "was deleted"),
+}  # fmt: skip
+NAMES = ["nothing", "rewrite", "append", "truncate", "touch", "replace", "delete", "rename and truncate"]
+
+
+@pytest.mark.parametrize(("way", "told"), WAYS.items(), ids=NAMES)
+def test_what_happened_to_a_file_is_told_in_words(
+    path: Path, way: Callable[[Path], None], told: tuple[str | None, str | None]
+) -> None:
+    opened = corpus(path)
+    assert (opened.changed(), opened.replaced()) == (None, None)
+    way(path)
+    for found, expected in zip((opened.changed(), opened.replaced()), told, strict=True):
+        if expected is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert found.startswith(f"{path}: ")
+            assert re.search(expected, found), found
+
+
+def test_a_change_during_the_first_scan_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is taken when the files are opened, not when they have been read through."""
+    check = sources.check_ids
+    monkeypatch.setattr(sources, "check_ids", lambda *args: (check(*args), rewrite(path)))
+    assert "was written to" in (corpus(path).changed() or "")
+
+
+def test_a_replaced_file_is_read_as_it_was(path: Path) -> None:
+    opened = corpus(path)
+    replace(path)
+    assert opened.train.read(0, len(opened.train)).tolist() == ids()[: len(opened.train)].tolist()
+
+
+@pytest.mark.parametrize("read", [lambda s: s.read(N - 700, 10), lambda s: list(s.blocks(64))], ids=["read", "blocks"])
+def test_a_cut_file_is_an_error_not_a_bus_error(path: Path, read: Callable[[TokenStream], object]) -> None:
+    opened = corpus(path)
+    os.truncate(path, 300)
+    with pytest.raises(DataChanged, match=rf"{path.name}: this token file was cut from 10,\d+ to 300 bytes") as caught:
+        read(opened.train)
+    assert isinstance(caught.value, OSError)  # as such a run ends with it: no traceback, no second attempt
+    assert isinstance(caught.value, ValueError)  # as such it is refused before a run
+
+
+def test_a_part_knows_the_file_of_its_stream(path: Path) -> None:
+    stream = TokenStream([np.load(path, mmap_mode="r")] if path.suffix == ".npy" else [np.memmap(path, "<u2", "r")])
+    part = stream.part(100, 200).part(10, 20)
+    assert part.read(0, 10).tolist() == ids()[110:120].tolist()
+    assert part.shards == stream.shards
+    assert [s.name for s in part.shards] == [str(path)]
+
+
+def test_a_file_of_both_splits_is_looked_at_once(path: Path) -> None:
+    opened = corpus(path)
+    assert opened.val is not None
+    assert opened.val.shards
+    assert len(opened.shards()) == 1
+
+
+def test_arrays_in_memory_and_files_without_a_name_do_not_change(path: Path) -> None:
+    mapped = np.memmap(path, "<u2", "r")
+    path.unlink()
+    opened = Corpus(TokenStream([ids(), mapped]), TokenStream([ids(1)]), "")
+    assert len(opened.shards()) == 3
+    assert (opened.changed(), opened.replaced(), opened.states()) == (None, None, {})
+
+
+def test_a_file_without_a_name_may_be_cut_too(tmp_path: Path) -> None:
+    with open(tmp_path / "x.bin", "w+b") as file:
+        file.write(ids().tobytes())
+        file.flush()
+        mapped = np.memmap(tmp_path / "x.bin", "<u2", "r")
+        (tmp_path / "x.bin").unlink()
+        opened = Corpus(TokenStream([mapped]), None, "")
+        file.truncate(300)
+    assert "was cut from 10,000 to 300 bytes" in (opened.changed() or "")
+    with pytest.raises(DataChanged):
+        opened.train.read(4000, 10)
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_time(path: Path) -> None:
+    before = corpus(path).fingerprint
+    assert list((path.parent / "cache").rglob("ids-*"))  # the scan of the ids is remembered by size and time
+    os.utime(path)
+    assert corpus(path).fingerprint == before
+    size = path.stat().st_size
+    os.utime(path, ns=(10**18, 10**18))
+    rewrite(path)
+    os.utime(path, ns=(10**18, 10**18))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (size, 10**18)
+    assert corpus(path).fingerprint != before
+
+
+def test_a_text_that_changes_unnoticed_does_not_change_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sha256 is remembered by size and time; with it come the tokens that were made of the old text."""
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
+
+    def opened(text: str) -> tuple[list[int], dict]:
+        (tmp_path / "a.txt").write_text(text)
+        os.utime(tmp_path / "a.txt", ns=(10**18, 10**18))
+        found = sources.text(
+            train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(), val_ratio=0.1,
+            max_tokens=None, seed=0, cache_dir=None,
+        )  # fmt: skip
+        return found.train.read(0, len(found.train)).tolist(), found.fingerprint
+
+    assert opened("abcdefghijklmnopqrst") == opened("tsrqponmlkjihgfedcba")
+
+
+def test_who_was_cut_is_known_after_a_bus_error(path: Path) -> None:
+    """The one race that is left: a file is cut between the look at its size and the reading of a page."""
+    program = f"""
+import sys, os, json
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+import numpy as np
+from llmexp.data.stream import Corpus, Shard, TokenStream
+corpus = Corpus(TokenStream([np.memmap({str(path)!r}, np.uint16, "r")]), None, "")
+print(json.dumps(corpus.states()), flush=True)
+Shard.check_size = lambda shard: os.truncate({str(path)!r}, 300)
+corpus.train.read(4500, 100)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGBUS
+    states = json.loads(ended.stdout)
+    told = cut_files(states)
+    assert told.startswith(f"{path}: this token file was cut from 10,")
+    assert "to 300 bytes" in told
+
+
+def test_files_that_are_not_shorter_are_not_named(path: Path) -> None:
+    states = corpus(path).states()
+    append(path)
+    assert cut_files(states) == ""
+    path.unlink()
+    assert cut_files(states) == ""
+    assert cut_files({}) == ""
+    many = {str(path.with_name(f"{i}.bin")): [10, 0] for i in range(5)}
+    for name in many:
+        Path(name).write_bytes(b"1234")
+    assert cut_files(many).endswith("; and 2 more")
+
+
+# A run: 2,048 tokens a step, so that the reader takes 64 windows at a time and has not all of them at once.
+RUN = [
+    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=64", "train.max_steps=200", "train.log_every=20",
+    "checkpoint.every=50", "train.eval_every=null", "data=tokens", "data.train_files=train.npy",
+    "data.val_files=val.npy",
+]  # fmt: skip
+HOOK = """
+import os
+from pathlib import Path
+def cut(event, context):
+    if event == "step_end" and context.step == 70 and not Path("done").exists():
+        Path("done").touch()
+        os.truncate("train.npy", 1000)
+"""
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
+         "peak_memory_gib", "mfu")  # fmt: skip
+
+
+def exact(result: Result) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+
+
+def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 60, 32 * 1000 + 1).astype(np.uint16)
+    np.save(tmp_path / "train.npy", whole)
+    np.save(tmp_path / "val.npy", whole[:400])
+    (tmp_path / "cutting.py").write_text(HOOK)
+    undisturbed = train(tmp_path, "whole", *RUN)
+
+    failed = llmexp("train", *RUN, "--allow", "cutting", "hooks=[cutting.cut]", "hydra.run.dir=cut", cwd=tmp_path)
+    assert failed.code == 3, failed.err
+    for text in (failed.err, failed.json("status.json")["error"]):
+        assert "train.npy: this token file was cut from" in text
+        assert "Traceback" not in text
+    assert failed.json("status.json")["state"] == "failed"
+    assert "the last checkpoint is step_" in failed.err
+    assert not failed.checkpoint(200).exists()
+
+    refused = llmexp("resume", "cut", "--allow", "cutting", cwd=tmp_path)
+    assert refused.code == 2
+    assert "train.npy" in refused.err
+    assert "Traceback" not in refused.err
+
+    np.save(tmp_path / "train.npy", whole)
+    resumed = llmexp("resume", "cut", "--allow", "cutting", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert exact(failed) == exact(undisturbed)
+    ended, expected = (load_file(run.checkpoint(200) / "model.safetensors") for run in (failed, undisturbed))
+    assert ended.keys() == expected.keys()
+    assert all(np.array_equal(ended[name], expected[name]) for name in expected)
