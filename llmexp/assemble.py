@@ -18,9 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import mesh, optim, precision, schedule
-from llmexp.config import Config, ConfigError, Parallelism, refuse
+from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Parallelism, fill, refuse
 from llmexp.data.files import cpu_count
 from llmexp.data.stream import Corpus, as_corpus
+from llmexp.environment import redacted
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
@@ -32,7 +33,7 @@ DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the lo
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. `config` has every derived value written back."""
+    """What a run is made of. `config` has every derived value written back, and names variables without their value."""
 
     config: Config
     run: Run
@@ -64,11 +65,17 @@ def resolve_layout(config: Config, device: torch.device) -> Layout:
     return solve_layout(config.parallelism, ranks)
 
 
+def filled(config: Config) -> Config:
+    """The config with the values of the variables that its open sections name. Raises ConfigError."""
+    return dataclasses.replace(config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS})
+
+
 def assemble(config: Config, *, write: bool) -> Parts:
     """Checks everything and looks up every fact; cheap checks come before expensive ones.
 
     With `write` false no token cache is written and the corpus may know its length only. Raises ConfigError.
     """
+    saved, config = config, filled(config)
     device = resolve_device(config.train.device)
     layout = resolve_layout(config, device)
     batch = solve_batch(config.batch, layout.dp_size)
@@ -114,14 +121,14 @@ def assemble(config: Config, *, write: bool) -> Parts:
         threads_per_rank=threads_per_rank(layout.nproc_per_node),
         train_tokens=len(corpus.train),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
-        data=corpus.description,
-        model=_label(model_config),
+        data=redacted(corpus.description),
+        model=redacted(_label(model_config)),
         parameters=sum(p.numel() for p in model.parameters()),
         max_position_embeddings=positions,
         flops_per_token=flops(batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
         loss_kernel=kernel,
-        tokenizer=tokenizer.name,
+        tokenizer=redacted(tokenizer.name),
         tokenizer_vocab_size=tokenizer.n_vocab,
         vocab_size=vocab_size,
         device=device.type,
@@ -150,9 +157,11 @@ def assemble(config: Config, *, write: bool) -> Parts:
         return factor(update, run.max_steps)
 
     rate_factor(0), rate_factor(run.max_steps - 1)  # refuses bad knobs now
+    vocabulary = {k: v for k, v in model_config.items() if k == "vocab_size" and saved.model[k] is None}
     solved = dataclasses.replace(
-        config,
-        model=model_config,
+        saved,
+        model=saved.model | vocabulary,
+        data=saved.data | {key: config.data[key] for key in DATA_COMMON if key in config.data},
         batch=batch,
         precision=dataclasses.replace(config.precision, kind=kind),
         parallelism=solved_parallelism(config.parallelism, layout),
@@ -163,7 +172,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
 def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:
     """The tokenizer, and the model section with the vocabulary that follows from it where it is null."""
     tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
-    model_config = dict(config.model)
+    model_config: dict[str, Any] = fill(config.model, "model")
     if model_config.get("vocab_size", 0) is None:
         model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
     return tokenizer, model_config
@@ -171,14 +180,15 @@ def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:
 
 def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, *, write: bool) -> Corpus:
     """The data, checked against the vocabulary; with `write` they are prepared. Raises ConfigError."""
-    _check_common_data(config.data, vocab_size)
+    data: dict[str, Any] = fill(config.data, "data")
+    _check_common_data(data, vocab_size)
     offered = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "sequence_length": config.batch.sequence_length,
         "write": write,
     }
-    knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
+    knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
     try:
         return as_corpus(bind("data", knobs, offered)(), vocab_size=vocab_size)
     except ValueError as error:

@@ -13,9 +13,12 @@ file what lies in its own boxes, whatever the layouts of saving and loading. The
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +38,22 @@ NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 Shape = tuple[int, ...]
 
 
+MAX_MANIFEST, MAX_HEADER, MAX_STATE = 16 * 2**20, 100 * 2**20, 2**30  # bytes
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or does not fit; the text names the file."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for an older one."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +145,18 @@ def latest(
 
     On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells whether its argument is
     true on any rank. Only ranks that know the damage warn.
-    None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged.
+    None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
+    NewerFormat for one of a newer format version, on all ranks.
     """
+    if root.is_symlink():
+        raise CheckpointError(f"{root}: is a link; the checkpoints of a run are in its own folder")
     found = steps(root)
     for path in reversed(found):
         loaded = None
         try:
             loaded = load(path, part)
+        except NewerFormat:
+            raise
         except CheckpointError as error:
             warn(f"checkpoint {path.name} is damaged and not used: {error}")
         if not agree(loaded is None):
@@ -147,20 +169,15 @@ def latest(
 def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
     """Checks one checkpoint (of the hashes every part[1]-th) and reads all of it but the tensors, on the CPU.
 
-    Raises CheckpointError naming the damage.
+    Raises CheckpointError naming the damage, NewerFormat with both versions. Nothing in it is trusted: the names, links
+    and sizes of a stranger's files are checked, and nothing is unpickled.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version, step = manifest["format_version"], manifest["step"]
-        files = sorted(manifest["files"].items()) if version == FORMAT_VERSION else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is missing or unreadable ({error})") from None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
+    manifest = _read_manifest(path)
+    step, files = manifest["step"], sorted(manifest["files"].items())
     for number, (name, expected) in enumerate(files):
         file = path / name
         if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path / MANIFEST} names {name!r}, which is no file of a checkpoint")
+            raise CheckpointError(f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint")
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"{file} is missing")
         try:
@@ -170,7 +187,10 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
         if not whole:
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
     try:
+        _refuse_packed(path / STATE)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"{STATE} holds no section of values")
         model, optimizer = (
             _read_headers([path / name for name, _ in files if name.startswith(kind)], step)
             for kind in ("model", "optimizer")
@@ -180,27 +200,84 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
     return Loaded(path, step, manifest, state, model, optimizer)
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest with a step and plain file names in it. Raises CheckpointError, NewerFormat."""
+    file = path / MANIFEST
+    if path.is_symlink() or file.is_symlink():
+        raise CheckpointError(f"{file} is reached by a link, which no checkpoint has")
+    try:
+        if file.stat().st_size > MAX_MANIFEST:
+            raise ValueError(f"larger than {MAX_MANIFEST} bytes")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version, step = manifest["format_version"], manifest["step"]
+        if not (_is_count(version) and _is_count(step) and isinstance(manifest["files"], dict)):
+            raise ValueError("no version, step or files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
+    if version > FORMAT_VERSION:
+        raise NewerFormat(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: update it")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
+    return dict(manifest)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _refuse_packed(file: Path) -> None:
+    """Raises ValueError for an archive that could grow when it is read: torch stores entries as they are."""
+    if (size := file.stat().st_size) > MAX_STATE:
+        raise ValueError(f"{file.name} is larger than {MAX_STATE} bytes")
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError(f"{file.name} is packed, which no checkpoint is")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file. Raises ValueError where it is larger than the file or than any real one."""
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise ValueError(f"{file.name} has a header of {length} bytes in {size}")
+        header = json.loads(f.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} has no header")
+    return header
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) > 16 or not all(_is_count(n) and n < 2**63 for n in value):
+        raise ValueError(f"{str(value)[:60]} is no shape")
+    return tuple(value)
+
+
 def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
     """The pieces of each tensor in the files. Raises ValueError where they do not add up to the tensor."""
     found: dict[str, list[Stored]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-            if metadata["step"] != str(step):
-                raise ValueError(f"{file.name} is of step {metadata['step']}")
+        header = _header(file)
+        metadata = header.pop("__metadata__")
+        if metadata["step"] != str(step):
+            raise ValueError(f"{file.name} is of step {metadata['step']}")
+        with safe_open(file, framework="pt"):  # checks that the tensors lie inside the file, side by side
             for name, at in json.loads(metadata["pieces"]).items():
-                size = tuple(opened.get_slice(name).get_shape())
-                piece = Stored(file, tuple(at["shape"]), tuple(at["offset"]), size, getattr(torch, at["dtype"]))
+                if at["dtype"] not in DTYPES:
+                    raise ValueError(f"{file.name}: {str(at['dtype'])[:60]!r} of {name} is no dtype")
+                size, dtype = _shape(header[name]["shape"]), DTYPES[at["dtype"]]
+                piece = Stored(file, _shape(at["shape"]), _shape(at["offset"]), size, dtype)
                 found.setdefault(name, []).append(piece)
     if not files:
         raise ValueError("the manifest names no file with tensors")
     for name, pieces in found.items():
         full = pieces[0].shape
         inside = all(
-            p.shape == full and all(0 <= o <= o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True))
-            for p in pieces
+            p.shape == full and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True)) for p in pieces
         )
-        if not inside or sum(_count(p.size) for p in pieces) != _count(full):
+        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(full)  # so none is larger than its files
+        if not whole or len({p.dtype for p in pieces}) > 1 or _overlapping(pieces):
             raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
     return found
 
@@ -300,8 +377,20 @@ def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, An
         local[here].copy_(part)
 
 
-def _count(shape: Shape) -> int:
-    return torch.Size(shape).numel()
+def _overlapping(pieces: list[Stored]) -> bool:
+    """Whether two of the boxes share an element."""
+    boxes = [(p.offset, p.size) for p in pieces if math.prod(p.size)]
+    if len(boxes) < 2:
+        return False
+    cut = max(range(len(boxes[0][0])), key=lambda d: len({offset[d] for offset, _ in boxes}))
+    boxes.sort(key=lambda box: box[0][cut])
+    for number, (a, n) in enumerate(boxes, 1):
+        for b, m in itertools.islice(boxes, number, None):
+            if b[cut] >= a[cut] + n[cut]:
+                break  # and so do all that follow
+            if all(max(i, j) < min(i + k, j + size) for i, j, k, size in zip(a, b, n, m, strict=True)):
+                return True
+    return False
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -201,6 +203,14 @@ class Sweep:
 
 
 OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule")
+MAX_VALUES = 10_000  # in a config; aliases make a short YAML file endless
+
+# Names in the environment.
+SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_|PASSWORD$", re.I)
+# A variable of the environment in a composed or saved config, which never holds its value.
+VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
+NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
+NAMED: set[str] = set()  # variables that the configs of this process name
 
 
 def conf_dir() -> Path:
@@ -223,8 +233,52 @@ def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
 
 
 def build(mapping: Mapping[str, Any]) -> Config:
-    """A `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types and ranges."""
+    """A `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types and ranges.
+
+    Texts keep their variables of the environment; numbers, switches and choices take their values.
+    """
+    _look_through(mapping)
     return _build(Config, mapping, "")
+
+
+def _look_through(mapping: Mapping[str, Any]) -> None:
+    """Remembers the variables that a config names. Raises ConfigError for one without an end."""
+    waiting: list[tuple[Any, int]] = [(mapping, 0)]
+    seen = 0
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, str):
+            NAMED.update(VARIABLE.findall(node))
+        children = list(node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ())
+        seen += len(children)
+        if seen > MAX_VALUES or depth > 50:
+            raise ConfigError(f"this config has more than {MAX_VALUES:,} values, or nests deeper than 50 sections")
+        waiting += [(child, depth + 1) for child in children]
+
+
+def fill(value: Any, key: str) -> Any:
+    """`value` with what the environment holds in place of its ${oc.env:NAME}, at any depth.
+
+    A lone variable that reads as a number, true, false or null is one, as on a command line; one with the name of a
+    secret stays text. Raises ConfigError naming the key and a variable that is not set.
+    """
+    if isinstance(value, Mapping):
+        return {k: fill(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [fill(v, key) for v in value]
+    if not isinstance(value, str) or not (names := VARIABLE.findall(value)):
+        return value
+    for name in names:
+        if name not in os.environ:
+            text = f"the environment variable {name} is not set"
+            raise refuse(key, value, f"{text}; set it where the run starts, such as with export {name}=...")
+    NAMED.update(names)
+    text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
+    if not VARIABLE.fullmatch(value) or SECRET.search(names[0]):
+        return text
+    if NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+    return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
 def plain(config: Config) -> dict[str, Any]:
@@ -275,6 +329,13 @@ def _convert(hint: Any, value: Any, key: str, meta: Mapping[str, Any]) -> Any:
             raise refuse(key, value, "a section of keys is needed here, with `_target_` naming a function")
         return dict(value)
     example = meta.get("example")
+    takes_text = not meta["choices"] and str in (hint, *typing.get_args(hint))
+    if not takes_text and isinstance(value, str) and VARIABLE.search(value):
+        found = fill(value, key)
+        try:
+            return _convert(hint, found, key, meta)
+        except ConfigError:  # says what was found
+            raise refuse(key, value, f"what the environment holds does not fit ({meta['doc']})", example) from None
     if typing.get_origin(hint) is types.UnionType:
         if value is None:
             return None

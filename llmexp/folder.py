@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -26,6 +28,7 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 )
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
+CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run that `mend_status` found
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -37,8 +40,11 @@ def write_whole(path: Path, text: str) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # writing says none, and the temporary one is none of theirs
+        raise
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 
@@ -131,7 +137,7 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
 def is_alive(path: Path, status: dict[str, Any]) -> bool:
     """Whether a run that is running by its status still is: somebody holds its lock, or, as locks of other hosts may
     not be seen here, it runs on another one and has written something in the last `SIGN_S` seconds."""
-    if is_locked(path):
+    if is_locked(path) or is_locked(path, ".lock-ranks"):
         return True
     if status.get("host") in (None, socket.gethostname()):
         return False
@@ -150,8 +156,45 @@ def read_status(path: Path) -> dict[str, Any]:
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
     """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest."""
     status = {**read_status(path), "state": state, "updated": time.time(), **more}
-    write_json(path / STATUS, status)
+    try:
+        write_json(path / STATUS, status)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _overwrite(path / STATUS, json.dumps(status, allow_nan=False))
     return status
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """Into the blocks that the file has already, where a full disk has none for a second file. One write: a kill does
+    not tear it (a power cut could)."""
+    with open(path, "r+b", buffering=0) as f:
+        before = f.read()
+        data = text.encode().ljust(len(before))  # spaces after the value are still JSON
+        f.seek(0)
+        if f.write(data) < len(data):  # no room for the longer text either
+            f.seek(0)
+            f.write(before)
+            f.truncate(len(before))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(f.fileno())
+
+
+def mend_status(path: Path) -> None:
+    """After a power cut status.json still says running: of a run of this host that nobody works on it is made failed,
+    with its figures. What cannot be locked or written is left as it is."""
+    if read_status(path).get("host") != socket.gethostname():
+        return  # elsewhere it may be alive
+    with contextlib.suppress(OSError, ConfigError), locked(path), locked(path, ".lock-ranks"):
+        status = read_status(path)
+        if status.get("state") == "running":
+            write_status(path, "failed", error=CUT, updated=status.get("updated"))  # when it was last alive
+
+
+def how_to_resume(path: Path) -> str:
+    """The command that goes on with the run, for the clipboard."""
+    allowed = os.environ.get("LLMEXP_ALLOW")
+    return f"llmexp resume {shlex.quote(str(path))}" + (f" --allow {shlex.quote(allowed)}" if allowed else "")
 
 
 class Rows:
@@ -163,16 +206,25 @@ class Rows:
         if path.exists():
             write_whole(path, "".join(_line(row) for row in kept))
         self.rows = kept
-        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        # Unbuffered: what could not be written must not come back as an error at the end.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def append(self, row: dict[str, Any]) -> None:
-        self._file.write(_line(row))
-        self._file.flush()
+        """Raises OSError where the row cannot be written; the file then ends with the row before it."""
+        left = memoryview(_line(row).encode())
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(whole)
+            text = f"{self._file.name}: the row of step {row['step']:,} could not be written: {error.strerror}"
+            raise OSError(text) from error
         self.rows.append(row)
 
     def sync(self) -> None:
         """To the disk; called before a checkpoint is committed, so that no checkpoint is ahead of its rows."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -31,12 +31,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, build, conf_dir, nearest, plain, refuse
+from llmexp.guard import fill_names, refuse_code, refuse_search_path, refuse_secrets, variables_kept
 from llmexp.process import FAILED, PASSED_ON, REFUSED, handling, how_it_died
 
 CONFIG_NAME = "config"
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
-# Names in the environment.
-SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_", re.I)
 
 
 @contextmanager
@@ -68,15 +67,18 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
     with user_errors(hydra.config_loader, overrides):
         wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
         if wanted is None:  # it does not compose: as a sweep it says why, where a run would blame the swept values
-            hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
+            with suppress(AttributeError, KeyError, TypeError, RecursionError):  # told below
+                hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
         multirun = wanted == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-        cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
+        try:
+            cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:  # such as for clip=[{}]
+            raise ConfigError(f"{' '.join(overrides)}: Hydra cannot make a config of this ({error!r})") from None
         from hydra.core.hydra_config import HydraConfig
 
         HydraConfig.instance().set_config(cfg)
-    if cfg.hydra.get("callbacks"):
-        raise ConfigError("hydra.callbacks: a config file must not run code; for your own functions use hooks=[...]")
+    refuse_code(cfg)
     return cfg, multirun
 
 
@@ -141,12 +143,13 @@ def known_keys(loader: Any, overrides: Sequence[str]) -> list[str]:
 
 def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
-    with user_errors():
-        # hydra's own section has values that only a sweep fills; how a sweep is run is no part of a run
-        keys = [str(k) for k in cfg if k not in ("hydra", "sweep")]
-        tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
-    assert isinstance(tree, dict)
+    refuse_code(cfg)
+    # hydra's own section has values that only a sweep fills; how a sweep is run is no part of a run
+    keys = [str(k) for k in cfg if k not in ("hydra", "sweep")]
+    with user_errors(), variables_kept():
+        tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
     refuse_secrets(tree)
+    fill_names(tree, cfg)
     config = build({str(k): v for k, v in tree.items()})
     if re.fullmatch(r"[^/\x00-\x1f.-][^/\x00-\x1f]{0,79}", config.name) is None:
         raise refuse(
@@ -164,21 +167,8 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or "\0" in str(value):
         raise refuse(key, value, "a folder is needed", "outputs/try1")
+    refuse_secrets(str(value), key)
     return Path(str(value))
-
-
-def refuse_secrets(node: Any, key: str = "") -> None:
-    """Raises ConfigError when a value is that of a secret in the environment: a config is saved as plain text."""
-    if isinstance(node, dict):
-        for name, child in node.items():
-            refuse_secrets(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for child in node:
-            refuse_secrets(child, key)
-    elif isinstance(node, str):
-        for name, value in os.environ.items():
-            if SECRET.search(name) and len(value) >= 8 and value in node:
-                raise ConfigError(f"{key}: holds the value of ${name}; secrets do not belong into a saved config")
 
 
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
@@ -306,6 +296,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
                 "the groups: --config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
             )
     check_overrides(args.overrides)
+    refuse_search_path(args.config_dir, args.overrides)
     return args
 
 
@@ -343,6 +334,7 @@ def train(arguments: list[str]) -> int:
                 return sweep(hydra, cfg, args.overrides, arguments)
             config = typed(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
+        refuse_secrets(args.overrides, "the command line")
         if not args.queue:
             refuse_hosts(config)
         request = {
@@ -377,6 +369,8 @@ def pass_to_hydra(args: Any) -> int:
     """--cfg, --info, --hydra-help, --shell-completion: Hydra's own answers."""
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
     with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides):
+        if not args.shell_completion:
+            compose(hydra, args.overrides, args.multirun)  # refuses what would run code
         if args.cfg and args.multirun:
             from llmexp.sweep.points import expand
 

@@ -6,13 +6,16 @@ file alone cannot run arbitrary code.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
+import sys
+import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from llmexp.config import ConfigError, nearest, refuse
+from llmexp.config import ConfigError, fill, nearest, refuse
 
 # Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
 OWN = {
@@ -22,6 +25,7 @@ OWN = {
     "optimizer": "llmexp.optim",
     "schedule": "llmexp.schedule",
 }
+RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's words for calling functions
 
 
 def allowed_packages(section: str) -> list[str]:
@@ -34,9 +38,38 @@ def _inside(module: str, packages: list[str]) -> bool:
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
+def inside_allowed(module: str) -> bool:
+    """Whether a module is in a package that the user allowed."""
+    return _inside(module, allowed_packages(""))
+
+
+def _defined_in(found: Any) -> str:
+    """The module that a function or class is really from, whatever it says of itself; empty for anything else.
+
+    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be found again in the
+    module that it names. Builtins, bound methods and other objects that can be called have none.
+    """
+    while True:
+        if isinstance(found, functools.partial):
+            found = found.func
+        elif callable(found) and getattr(found, "__wrapped__", None) is not None and not isinstance(found, type):
+            found = found.__wrapped__
+        else:
+            break
+    module = str(getattr(found, "__module__", None))
+    if isinstance(found, types.FunctionType):
+        return module if module == found.__globals__.get("__name__") else ""
+    if isinstance(found, type) and module in sys.modules:
+        holder: Any = sys.modules[module]
+        for part in found.__qualname__.split("."):
+            holder = getattr(holder, part, None)
+        return module if holder is found else ""
+    return ""
+
+
 def locate(key: str, dotted: Any) -> Callable[..., Any]:
     """The callable that `dotted` names. Raises ConfigError for anything outside the allowed packages."""
-    if not isinstance(dotted, str) or "." not in dotted:
+    if not isinstance(dotted, str) or "." not in dotted.strip("."):
         raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
@@ -60,9 +93,21 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         known = [n for n in dir(importlib.import_module(module_name)) if not n.startswith("_")]
         raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}") from None
     # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
-    if not callable(found) or not _inside(getattr(found, "__module__", None) or "", packages):
+    if not callable(found) or not _inside(_defined_in(found), packages):
         raise not_allowed
-    return found
+    return cast(Callable[..., Any], found)
+
+
+def refuse_calls(key: str, value: Any) -> None:
+    """Raises ConfigError for a section inside `value` that would have Hydra call something."""
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        if name in RESERVED:
+            raise ConfigError(
+                f"{key}.{name}={child}: nothing is called from inside a section; give plain values, and call what you "
+                "need in your own function"
+            )
+        refuse_calls(f"{key}.{name}", child)
 
 
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
@@ -75,8 +120,9 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
             f"{section}._target_: this key is missing; it names the function, for example "
             f"{section}._target_=llmexp.optim.adamw"
         )
+    refuse_calls(section, {k: v for k, v in values.items() if k != "_target_"})
     target = locate(f"{section}._target_", values["_target_"])
-    knobs = {k: v for k, v in values.items() if k != "_target_"}
+    knobs = fill({k: v for k, v in values.items() if k != "_target_"}, section)
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in knobs:

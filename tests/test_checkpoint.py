@@ -173,7 +173,8 @@ def test_damage_is_named(tmp_path, damage):
         said = "names no file with tensors"
     with pytest.raises(checkpoint.CheckpointError, match=said):
         checkpoint.load(path)
-    with pytest.raises(checkpoint.CheckpointError, match="all 1 checkpoints are damaged"):
+    said = "99, this program reads version" if damage == "newer version" else "all 1 checkpoints are damaged"
+    with pytest.raises(checkpoint.CheckpointError, match=said):
         checkpoint.latest(tmp_path, lambda text: None)
 
 

@@ -21,10 +21,11 @@ PARTS = [
     or name.split(".")[1:2] in [["mesh"], ["precision"], ["optim"], ["schedule"], ["clip"], ["checkpoint"], ["saving"]]
 ]  # fmt: skip
 SWEEP = [name for name in MODULES if name.startswith("llmexp.sweep")]
-HYDRA_SIDE = ("llmexp.launch", *SWEEP, "llmexp.commands", "llmexp.help")
+HYDRA_SIDE = ("llmexp.launch", "llmexp.guard", *SWEEP, "llmexp.commands", "llmexp.help")
 LIGHT = (
     *HYDRA_SIDE,
     "llmexp.config",
+    "llmexp.environment",
     "llmexp.run",
     "llmexp.folder",
     "llmexp.process",

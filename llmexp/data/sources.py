@@ -219,6 +219,9 @@ def tokens(
     arrays |= {p: _open_tokens("data.val_files", p, dtype) for p in val_paths if p not in arrays}
     train = TokenStream([arrays[p] for p in train_paths])  # before the scan: from here on a change is noticed
     val: TokenStream | None = TokenStream([arrays[p] for p in val_paths])
+    # Of the content, at each start: what is remembered by size and time misses a change that leaves both.
+    whole = {p: TokenStream([a]) for p, a in arrays.items()}
+    digests = {p: sample_digest(stream) for p, stream in whole.items()}
 
     def scan() -> bool:
         for path, array in arrays.items():
@@ -241,15 +244,15 @@ def tokens(
             f"one sequence; batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         )
     count = f"{len(arrays):,} token file{'s' if len(arrays) > 1 else ''}, {len(train):,} training tokens"
-    # Of the content, at each start: what is remembered by size and time misses a change that leaves both.
-    digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
     fingerprint: dict[str, Any] = {
         "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),
         "val_files": files_fingerprint(val_paths, [digests[p] for p in val_paths]),
         "max_tokens": max_tokens,
         "val_ratio": None if val_paths else val_ratio,
     }
-    return Corpus(train, val if val else None, count + _overlap(train_paths, val_paths), fingerprint)
+    samples = {stream.shards[0].name: digests[p] for p, stream in whole.items()}
+    description = count + _overlap(train_paths, val_paths)
+    return Corpus(train, val if val else None, description, fingerprint, samples=samples)
 
 
 def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
@@ -260,7 +263,7 @@ def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
     if path.suffix == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
+        except Exception as error:  # a damaged header raises what its parser raises
             raise ValueError(f"{key}={path}: no readable .npy file of {size:,} bytes: {error}") from None
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             what = f"{array.ndim}-d {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__

@@ -182,6 +182,7 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
+    samples: dict[str, str] = field(default_factory=dict)  # path -> `sample_digest` of a file, where it is known
 
     def shards(self) -> list[Shard]:
         """Of both streams; each array once."""
@@ -191,9 +192,17 @@ class Corpus:
     def changed(self) -> str | None:
         """In words, the first file that was cut or written to since it was opened: the run may not go on with it.
 
-        Microseconds per file; never raises.
+        One that only has a new time is no such file where its samples are what they were. Microseconds per file that
+        has its time; never raises.
         """
-        return next(filter(None, (s.changed() for s in self.shards())), None)
+        return next((text for s in self.shards() if (text := s.changed()) and not self._only_touched(s)), None)
+
+    def _only_touched(self, shard: Shard) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            shard.check_size()
+            same_size = shard.state is not None and _state(shard.name)[1] == shard.state[1]
+            return same_size and self.samples.get(shard.name) == sample_digest(TokenStream([shard.array]))
+        return False
 
     def replaced(self) -> str | None:
         """In words, the first file whose path names another file now, or none: the run still reads the old one, and

@@ -23,6 +23,7 @@ from llmexp import checkpoint, folder, mesh, saving
 from llmexp.assemble import Parts, assemble
 from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
+from llmexp.environment import concealed, marks, redacted
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner, format_duration
@@ -80,7 +81,7 @@ def main(argument: str) -> int:
             return supervised(path, parts, request)
         return work(path, parts, request)
     except ConfigError as error:
-        print(f"llmexp: {error}", file=sys.stderr)
+        print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
         return REFUSED
     except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
         return cast(int, stopped.code)
@@ -128,9 +129,17 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         raise ConfigError(
             f"{path}: is another run; differing keys, which change results and so are fixed: {', '.join(differing)}"
         )
-    recorded = folder.read_json(path / folder.RUN).get("data_fingerprint")
-    if recorded is not None and recorded != json.loads(json.dumps(parts.corpus.fingerprint)):
+    there = folder.read_json(path / folder.RUN)
+    known, now = there.get("environment"), environment(parts)
+    if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
+        raise ConfigError(f"{path}: is another run; the environment has another value of {', '.join(changed)} now")
+    recorded = there.get("data_fingerprint")
+    if recorded is not None and recorded != json.loads(json.dumps(concealed(parts.corpus.fingerprint))):
         raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+
+
+def environment(parts: Parts) -> dict[str, str]:
+    return marks(plain(parts.config), EXECUTION_KEYS)
 
 
 def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
@@ -138,9 +147,10 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     folder.write_whole(path / folder.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
         **{key: request.get(key) for key in RECORDED},
+        "environment": environment(parts),
         "data_fingerprint": parts.corpus.fingerprint,
     }
-    folder.write_json(path / folder.RUN, run)
+    folder.write_json(path / folder.RUN, concealed(run))
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
     folder.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
 
@@ -170,11 +180,14 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     """Says and records that the run failed."""
+    text, trace = redacted(text), redacted(trace)
     safe = checkpoint.steps(path / folder.CHECKPOINTS)
-    hosts = folder.read_config(path)["parallelism"]["nnodes"]
-    again = f"llmexp resume {path}" if hosts == 1 else f"start it on each of the {hosts} hosts again"
-    intact = f"the last checkpoint is {safe[-1].name}; to go on: {again}" if safe else "no checkpoint yet"
-    message = text if code == REFUSED else f"training failed: {text}; {intact}"
+    again = "the same command"  # where not even a config could be written
+    with contextlib.suppress(ConfigError):
+        hosts = folder.read_config(path)["parallelism"]["nnodes"]
+        again = folder.how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
+    intact = f"the last checkpoint is {safe[-1].name}" if safe else "no checkpoint yet"
+    message = text if code == REFUSED else f"training failed: {text}; {intact}; to go on: {again}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
@@ -226,6 +239,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 
 def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
     """Records a failure and says it, or leaves that to the agent. `final`: it would only come again. Returns `code`."""
+    text, trace = redacted(text), redacted(trace)
     if STARTED not in os.environ:  # on one rank, or under a launcher of another's
         fail(path, code, text, trace)
         return code
@@ -240,6 +254,7 @@ def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = T
 
 def refused(path: Path, text: str) -> int:
     """Says why this rank does not start, without touching what may be another's run."""
+    text = redacted(text)
     if STARTED in os.environ:
         group.report(path, int(os.environ["RANK"]), REFUSED, text, "")
     else:

@@ -1,0 +1,59 @@
+"""Secrets of this machine, and how to keep them out of whatever is written. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmexp.config import NAMED, SECRET, VARIABLE, flatten
+
+SHORTEST = 8  # characters; anything shorter is found in too many texts that have nothing to do with it
+
+
+def secrets() -> dict[str, str]:
+    """Where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
+    found = {f"${name}": value for name, value in os.environ.items() if SECRET.search(name)}
+    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        try:
+            hosts = netrc.netrc(Path(file).expanduser()).hosts if file else {}
+        except (OSError, RuntimeError, UnicodeDecodeError, netrc.NetrcParseError):
+            continue
+        found |= {f"the password of {host} in .netrc": login[2] for host, login in hosts.items() if login[2]}
+    return {name: value for name, value in found.items() if len(value) >= SHORTEST}
+
+
+def redacted(text: str) -> str:
+    """`text` with the names of secrets, and of the variables that a config names, in place of their values."""
+    known = {value: f"<{name}>" for name, value in secrets().items()}
+    for name in NAMED:
+        if len(value := os.environ.get(name, "")) >= SHORTEST:
+            known.setdefault(value, f"${{oc.env:{name}}}")
+    for value in sorted(known, key=len, reverse=True):  # one may be a part of another
+        for form in {value, repr(value)[1:-1]}:
+            text = text.replace(form, known[value])
+    return text
+
+
+def concealed(node: Any) -> Any:
+    """Plain values with every text redacted."""
+    if isinstance(node, dict):
+        return {concealed(key): concealed(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [concealed(value) for value in node]
+    return redacted(node) if isinstance(node, str) else node
+
+
+def marks(config: Mapping[str, Any], but: tuple[str, ...]) -> dict[str, str]:
+    """A mark of the value of each variable in a plain config, by which a change is seen; not of secrets, which are
+    renewed, nor in the sections or keys `but`. Four hex digits: too few to find the value by."""
+    found = {}
+    for key, value in flatten(config).items():
+        if not any(key == k or key.startswith(k + ".") for k in but):
+            for name in VARIABLE.findall(str(value)):
+                if not SECRET.search(name):
+                    found[name] = hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
+    return found

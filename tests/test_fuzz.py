@@ -1,0 +1,315 @@
+"""Garbage in every file and on the command line is refused in words: no other exception, no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra._internal.hydra import Hydra
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from llmexp import checkpoint, folder, launch, saving
+from llmexp.__main__ import run
+from llmexp.config import ConfigError, build, plain
+from llmexp.data.sources import tokens
+from llmexp.sweep import ledger
+from tests.conftest import TINY
+
+FUZZ = settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+FEWER = settings(FUZZ, max_examples=40)
+NUMBERS = st.one_of(
+    st.integers(), st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400]), st.floats(), st.booleans(), st.none()
+)
+TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(["..", "/etc/passwd", "\0", "nan", "../x", "load", "1" * 5000]))
+VALUES = st.recursive(
+    st.one_of(NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, tree: Any) -> Any:
+    """A JSON value with something in it, or all of it, gone or replaced."""
+    children = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
+    if not children or draw(st.integers(0, 9)) == 0:
+        return draw(VALUES)
+    copy, child = tree.copy(), draw(st.sampled_from(children))
+    if draw(st.integers(0, 9)) == 0:
+        del copy[child]
+    else:
+        copy[child] = draw(mutated(tree[child]))
+    return copy
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Bytes with some of them changed, cut off, or put in."""
+    found = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(found) - 1)))
+        match draw(st.sampled_from(["change", "cut", "insert"])):
+            case "change" if found:
+                found[at] = draw(st.integers(0, 255))
+            case "cut":
+                del found[at:]
+            case _:
+                found[at:at] = draw(st.binary(max_size=8))
+    return bytes(found)
+
+
+# The command line.
+
+
+@given(st.one_of(st.text(max_size=60), st.text("abc.=,+~[]{}()'\"\\$: \n0123456789-@/#*", max_size=60)))
+@FUZZ
+def test_overrides_parse_or_are_refused(text):
+    with contextlib.suppress(ConfigError):
+        launch.check_overrides([text])
+
+
+@pytest.fixture(scope="module")
+def hydra() -> Iterator[Hydra]:
+    with launch.hydra_app(None) as found:
+        yield found
+
+
+KEYS = [
+    "train.max_steps",
+    "model.n_layers",
+    "name",
+    "tracker.tags",
+    "+data.more",
+    "clip",
+    "hydra.run.dir",
+    "~model.d_ff",
+]
+
+
+@given(
+    st.sampled_from(KEYS),
+    st.one_of(
+        st.text("abc.=,+~[]{}()'\"\\$:0123456789-", max_size=15),
+        VALUES.map(lambda value: json.dumps(value, default=str)[:60]),
+        st.sampled_from(["${", "${name}", "${oc.env:X}", "${oc.env:HOME}", "${now:%Y}", "range(1,5)", "1,2", "[${}]"]),
+    ),
+)
+@settings(FEWER, max_examples=25, phases=[Phase.generate])  # each takes a while, and shrinking many of them
+def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
+    config = None
+    with contextlib.suppress(ConfigError):
+        launch.check_overrides([f"{key}={value}"])
+        config = launch.typed(launch.compose(hydra, [*TINY, f"{key}={value}"])[0])
+    assert config is None or build(plain(config)) == config
+
+
+# Data.
+
+
+def read_tokens(path: Path, cache: Path) -> None:
+    corpus = None
+    with contextlib.suppress(ValueError):
+        corpus = tokens(
+            train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None, cache_dir=str(cache),
+            vocab_size=60, sequence_length=4, write=False,
+        )  # fmt: skip
+    if corpus is not None:
+        ids = corpus.train.read(0, len(corpus.train))
+        assert 4 < len(ids) <= path.stat().st_size
+        assert 0 <= ids.min() <= ids.max() < 60
+
+
+def npy() -> bytes:
+    from io import BytesIO
+
+    file = BytesIO()
+    np.save(file, (np.arange(100) % 60).astype(np.uint16))
+    return file.getvalue()
+
+
+LLM_C = np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes() + (np.arange(100) % 60).astype("<u2").tobytes()
+
+
+MAGIC = b"\x93NUMPY\x01\x00"
+
+
+@given(st.one_of(damaged(npy()), st.binary(max_size=40).map(lambda b: MAGIC + b), st.binary(max_size=300)))
+@FUZZ
+def test_npy_files(tmp_path, content):
+    (tmp_path / "x.npy").write_bytes(content)
+    read_tokens(tmp_path / "x.npy", tmp_path / "cache")
+
+
+@given(st.one_of(damaged(LLM_C), st.binary(max_size=300)))
+@FUZZ
+def test_bin_files(tmp_path, content):
+    (tmp_path / "x.bin").write_bytes(content)
+    read_tokens(tmp_path / "x.bin", tmp_path / "cache")
+
+
+# Checkpoints.
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(3, 2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    pieces = saving.snapshot(Plain(), [], 0, 1, False)
+    saving.write(root, 100, pieces)
+    saving.commit(root, 100, pieces, {"note": [1, "two"]}, {}, 3)
+    return root / "step_00000100"
+
+
+def load(path: Path) -> None:
+    """What loads restores a model whose numbers are of the right shapes; the rest is a CheckpointError."""
+    model = Plain()
+    with contextlib.suppress(checkpoint.CheckpointError):
+        checkpoint.restore_model(checkpoint.load(path), model)
+    assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
+
+
+@given(data=st.data())
+@FUZZ
+def test_manifests(saved, data):
+    file = saved / "manifest.json"
+    whole = file.read_bytes()
+    try:
+        changed = data.draw(st.one_of(mutated(json.loads(whole)).map(lambda t: json.dumps(t).encode()), damaged(whole)))
+        file.write_bytes(changed)
+        load(saved)
+    finally:
+        file.write_bytes(whole)
+
+
+@given(data=st.data())
+@FUZZ
+def test_safetensors_headers(saved, data):
+    """With the right hashes: the damage is a stranger's."""
+    file, manifest = saved / "model.safetensors", saved / "manifest.json"
+    whole, told = file.read_bytes(), manifest.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header, rest = json.loads(whole[8 : 8 + size]), whole[8 + size :]
+    header["__metadata__"]["pieces"] = json.loads(header["__metadata__"]["pieces"])
+
+    def built(tree: Any) -> bytes:
+        if isinstance(tree, dict) and isinstance(tree.get("__metadata__"), dict) and "pieces" in tree["__metadata__"]:
+            tree = tree | {
+                "__metadata__": tree["__metadata__"] | {"pieces": json.dumps(tree["__metadata__"]["pieces"])}
+            }
+        text = json.dumps(tree).encode()
+        return len(text).to_bytes(8, "little") + text + rest
+
+    try:
+        file.write_bytes(data.draw(st.one_of(mutated(header).map(built), damaged(whole))))
+        tree = json.loads(told)
+        tree["files"][file.name] = checkpoint.fingerprint(file)
+        manifest.write_text(json.dumps(tree))
+        load(saved)
+    finally:
+        file.write_bytes(whole)
+        manifest.write_bytes(told)
+
+
+@given(data=st.data())
+@FEWER
+def test_states(saved, data):
+    file, manifest = saved / "state.pt", saved / "manifest.json"
+    whole, told = file.read_bytes(), manifest.read_bytes()
+    try:
+        file.write_bytes(data.draw(damaged(whole)))
+        tree = json.loads(told)
+        tree["files"][file.name] = checkpoint.fingerprint(file)
+        manifest.write_text(json.dumps(tree))
+        load(saved)
+    finally:
+        file.write_bytes(whole)
+        manifest.write_bytes(told)
+
+
+# Records.
+
+ROW = {"step": 1, "tokens_seen": 96, "epoch": 0.1, "train/loss": 3.5, "lr": 0.1, "grad_norm": 1.0, "val/loss": 3.4}
+STATUS = {"state": "finished", "exit_code": 0, "started": 1.0, "ended": 2.0, "summary": {"final val/loss": 3.4}}
+LEDGER = {
+    "format": 1, "name": "x", "group": "g", "launcher": "local", "arguments": ["-m", "train.seed=1,2"],
+    "swept": ["train.seed"], "created": 1.0, "state": "finished", "updated": 2.0,
+    "points": [{"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a", "overrides": ["train.seed=1"],
+                "state": "finished", "started": 1.0, "ended": 2.0, "exit_code": 0, "attempts": 1, "error": None,
+                "rung": None}],
+}  # fmt: skip
+LINES = b"".join(json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3))
+
+
+@given(
+    st.one_of(damaged(LINES), mutated(ROW).map(lambda row: json.dumps(row).encode() + b"\n"), st.binary(max_size=80))
+)
+@FUZZ
+def test_rows(tmp_path, content):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(content)
+    with contextlib.suppress(ConfigError):
+        assert len(folder.read_rows(file)) <= content.count(b"\n")
+
+
+@given(st.one_of(mutated(LEDGER).map(json.dumps).map(str.encode), damaged(json.dumps(LEDGER).encode())))
+@FUZZ
+def test_ledgers(tmp_path, content):
+    (tmp_path / "sweep.json").write_bytes(content)
+    points = []
+    with contextlib.suppress(ConfigError):
+        points = ledger.read(tmp_path).points
+    for entry in points:
+        assert (tmp_path / entry.folder).resolve().is_relative_to(tmp_path.resolve())
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """The files of a small sweep of one point, as they should be."""
+    with launch.hydra_app(None) as hydra:
+        config = plain(launch.typed(launch.compose(hydra, TINY)[0]))
+    path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
+    path.mkdir()
+    facts = {"micro_batch_size": 8, "real_batch_size": 8, "max_steps": 3, "parameters": 100, "versions": {"torch": "2"}}
+    files = {
+        "config.yaml": yaml.safe_dump(config).encode(),
+        "run.json": json.dumps(facts | {"tokenizer": "bytes", "sequence_length": 12, "device": "cpu"}).encode(),
+        "status.json": json.dumps(STATUS).encode(),
+        "metrics.jsonl": LINES,
+        "../sweep.json": json.dumps(LEDGER).encode(),
+    }
+    return path, files
+
+
+@given(data=st.data())
+@settings(FEWER, max_examples=60)
+def test_comparisons_of_damaged_runs(recorded, data, capsys):
+    path, files = recorded
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    name = data.draw(st.sampled_from(sorted(files)))
+    changes = [damaged(files[name])]
+    if name.endswith("json"):
+        changes.append(mutated(json.loads(files[name])).map(lambda tree: json.dumps(tree).encode()))
+    (path / name).write_bytes(data.draw(st.one_of(changes)))
+    for command in (["compare", str(path.parent)], ["runs", str(path.parent)]):
+        assert run(command) in (0, 1, 2)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert "\x1b" not in out + err

@@ -1,0 +1,352 @@
+"""What a config and a name must not do, each tried with a canary: calling code, reading and telling secrets."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp import environment, folder, launch, targets
+from llmexp.__main__ import run
+from llmexp.config import Config, ConfigError, build, plain
+from llmexp.sweep.points import label
+from tests.conftest import TINY, Result, llmexp
+
+KEY, NETRC_KEY, NOTE, RATE = "canary-key-0123456789", "canary-netrc-987654321", "canary-note-555", "0.0012345678"
+ENV = {"WANDB_API_KEY": KEY, "CANARY_NOTE": NOTE, "CANARY_RATE": RATE, "HF_TOKEN": "canary-token-24680"}
+CODE = """
+import functools
+import os
+import subprocess
+from os import system
+
+from torch import nn
+
+EVERYTHING = str(dict(os.environ)) + open(os.path.expanduser("~/.netrc")).read() if "CANARY_NOTE" in os.environ else ""
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size: int, secret: str = ""):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embed = nn.Embedding(vocab_size, 4)
+        assert secret in ("", "canary-token-24680"), "the value did not arrive"
+
+    def forward(self, tokens_bt):
+        return self.embed(tokens_bt) @ self.embed.weight.T
+
+
+def breaks(event, context):
+    if event == "step_end" and context.step == 3:
+        raise RuntimeError("my own environment is " + EVERYTHING)
+
+
+def lying(command):
+    return os.system(command)
+
+
+small = functools.partial(Model, 7)
+shell = functools.partial(subprocess.call, shell=True)
+wrapped = functools.wraps(os.system)(lambda command: os.system(command))
+cached = functools.lru_cache(lying)
+bound = Model(3).forward
+instance = Model(3)
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """An empty folder to be in, with a user's own package that is not allowed yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "ownparts.py").write_text(CODE)
+    monkeypatch.delitem(sys.modules, "ownparts", raising=False)
+    return tmp_path
+
+
+def composed(*overrides: str) -> Config:
+    with launch.hydra_app(None) as hydra:
+        return launch.typed(launch.compose(hydra, overrides)[0])
+
+
+# Secrets and the environment.
+
+
+def holding(path: Path, *canaries: str) -> list[str]:
+    """The files at or under `path` that hold one of the texts, in their content or their name."""
+    return [
+        f"{file}: {text}" for file in path.rglob("*") for text in canaries
+        if text in file.name or (file.is_file() and text.encode() in file.read_bytes())
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
+    """A run that was told everything by oc.env and fails with the whole environment in its message."""
+    cwd = tmp_path_factory.mktemp("secrets")
+    data = cwd / "canary-folder"
+    data.mkdir()
+    np.save(data / "train.npy", (np.arange(3000) % 50).astype(np.uint16))
+    (cwd / "ownparts.py").write_text(CODE)
+    (cwd / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
+    env = ENV | {"CANARY_DATA": str(data), "HOME": str(cwd)}
+    result = llmexp(
+        "train", "model._target_=ownparts.Model", "~model.n_layers", "~model.n_heads", "~model.d_model", "~model.d_ff",
+        "~model.dropout", "~model.max_position_embeddings", "+model.secret=${oc.env:HF_TOKEN}", "--allow=ownparts",
+        *(o for o in TINY if not o.startswith(("model", "tracker"))), "tracker.mode=offline",
+        "tracker.notes=about ${oc.env:CANARY_NOTE}", "data=tokens", "data.train_files=${oc.env:CANARY_DATA}/train.npy",
+        "optimizer.lr=${oc.env:CANARY_RATE}", "hooks=[ownparts.breaks]", "checkpoint.every=2", "train.max_steps=4",
+        "train.log_every=1", "hydra.run.dir=run", cwd=cwd, **env,
+    )  # fmt: skip
+    return cwd, env, result
+
+
+CANARIES = (KEY, NETRC_KEY, NOTE, "canary-token-24680", "canary-folder")
+
+
+def test_no_file_of_a_run_holds_what_came_from_the_environment(broken):
+    _, _, result = broken
+    assert result.code == 3, result.err
+    assert holding(result.folder, *CANARIES) == []
+    assert not [text for text in CANARIES if text in result.err]
+    assert "my own environment is" in result.json("status.json")["error"]
+    assert "<$WANDB_API_KEY>" in result.json("status.json")["error"]
+    assert "Traceback" not in (result.folder / "config.yaml").read_text()
+    # The rate itself is a figure of the rows; but no record has it from the environment.
+    records = [(result.folder / name).read_text() for name in ("config.yaml", "run.json", "status.json")]
+    assert RATE not in "".join(records)
+    config = folder.read_config(result.folder)
+    assert config["optimizer"]["lr"] == "${oc.env:CANARY_RATE}"
+    assert config["data"]["train_files"] == "${oc.env:CANARY_DATA}/train.npy"
+    assert config["tracker"]["notes"] == "about ${oc.env:CANARY_NOTE}"
+    assert "optimizer.lr=${oc.env:CANARY_RATE}" in result.json("run.json")["overrides"]
+    assert list(result.folder.rglob("*.wandb"))
+    assert max(row["lr"] for row in result.rows()) == float(RATE)
+
+
+def test_a_variable_that_changed_is_another_run_and_a_renewed_secret_is_not(broken):
+    cwd, env, result = broken
+    changed = llmexp("resume", "run", "--allow=ownparts", cwd=cwd, **env | {"CANARY_RATE": "0.5"})
+    assert changed.code == 2
+    assert "another value of CANARY_RATE" in changed.err
+    missing = llmexp("resume", "run", "--allow=ownparts", cwd=cwd, **{k: v for k, v in env.items() if "RATE" not in k})
+    assert missing.code == 2
+    assert "optimizer.lr=${oc.env:CANARY_RATE}: the environment variable CANARY_RATE is not set" in missing.err
+    again = llmexp("resume", "run", "--allow=ownparts", "hooks=[]", cwd=cwd, **env | {"WANDB_API_KEY": KEY[::-1]})
+    assert again.code == 0, again.err
+    assert holding(result.folder, *CANARIES, KEY[::-1]) == []
+    assert [row["step"] for row in result.rows()] == [1, 2, 3, 4]
+
+
+def test_texts_keep_their_variables_and_numbers_take_them(monkeypatch):
+    monkeypatch.setenv("CANARY", "canary-value")
+    monkeypatch.setenv("STEPS", "12")
+    monkeypatch.setenv("RATE", "1e-3")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    config = composed(
+        "tracker.notes=${oc.env:CANARY}", "tracker.tags=[x,'a-${oc.env:CANARY}']", "+data.where=${tracker.notes}/b",
+        "+data.default='${oc.env:NOT_SET,${oc.env:CANARY}}'", "+data.other=${oc.env:NOT_SET,7}",
+        "+data.decoded='${oc.decode:${oc.env:STEPS}}'", "train.max_steps=${oc.env:STEPS}", "name=of-${oc.env:STEPS}",
+        "tracker.project=p-${oc.env:STEPS}", "clip.max_norm='${oc.decode:${oc.env:RATE}}'",
+    )  # fmt: skip
+    assert "canary-value" not in json.dumps(plain(config))
+    assert config.tracker.notes == "${oc.env:CANARY}"
+    assert config.tracker.tags == ["x", "a-${oc.env:CANARY}"]
+    assert config.data["where"] == "${oc.env:CANARY}/b"
+    assert config.data["default"] == "${oc.env:CANARY}"
+    assert config.data["other"] == 7
+    assert config.data["decoded"] == "${oc.env:STEPS}"
+    assert (config.train.max_steps, config.clip.max_norm) == (12, 0.001)
+    assert (config.name, config.tracker.project) == ("of-12", "p-12")
+    assert build(plain(config)) == config
+    monkeypatch.setenv("STEPS", "canary-value")
+    with pytest.raises(ConfigError, match=r"train.max_steps=\$\{oc.env:STEPS\}: what the environment holds does not"):
+        composed("train.max_steps=${oc.env:STEPS}")
+
+
+SECRETS = [
+    ("+data.hf_token=abc", "data.hf_token: is a secret by its name"),
+    ("+data.options={api_key:abc}", "data.options.api_key: is a secret by its name"),
+    ("+model.AUTH_TOKEN=abc", "model.AUTH_TOKEN: is a secret by its name"),
+    ("+data.db_password=abc", "data.db_password: is a secret by its name"),
+    (f"tracker.tags=[{KEY}]", "tracker.tags: holds the value of $WANDB_API_KEY"),
+    (f"+data.x=[{{y:a{KEY}}}]", "data.x: holds the value of $WANDB_API_KEY"),
+    (f"tracker.notes={NETRC_KEY}", "tracker.notes: holds the value of the password of api.wandb.ai"),
+    ("tracker.notes=${oc.env:WANDB_API_KEY}", "tracker.notes: WANDB_API_KEY is a secret by its name"),
+    ("name=${oc.env:SAME}", "name: holds the value of $WANDB_API_KEY"),
+    ("hydra.run.dir=a/${oc.env:SAME}", "hydra.run.dir: holds the value of $WANDB_API_KEY"),
+]
+
+
+@pytest.mark.parametrize(("override", "says"), SECRETS, ids=[s[1][:40] for s in SECRETS])
+def test_a_secret_by_name_or_value_is_refused_without_being_told(home, monkeypatch, capsys, override, says):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("SAME", KEY)
+    (home / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
+    assert run(["plan", *TINY, "data=synthetic", "data.n_tokens=5000", override]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert KEY not in err
+    assert NETRC_KEY not in err
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"])
+def test_names_that_only_sound_like_secrets_are_none(key):
+    launch.refuse_secrets({"data": {key: "abc"}})
+
+
+def test_redacted_text_has_names_for_values(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "long-value")
+    monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
+    monkeypatch.setenv("SHORT_KEY", "ab")
+    text = environment.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
+    assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
+
+
+# What a config may call.
+
+
+def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch):
+    for name in ("Model", "lying", "breaks", "small", "cached"):
+        monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+        assert callable(targets.locate("hooks", f"ownparts.{name}"))
+    foreign = ("system", "os.system", "subprocess.call", "shell", "wrapped", "bound", "instance", "EVERYTHING")
+    for name in (*foreign, "nn.Module", "functools.partial", "__builtins__", "__loader__.exec_module"):
+        with pytest.raises(ConfigError, match="ownparts"):
+            targets.locate("hooks", f"ownparts.{name}")
+    own = sys.modules["ownparts"]
+    # Objects that lie about where they are from, put where the config looks for them.
+    stolen = types.FunctionType(subprocess.call.__code__, subprocess.call.__globals__, "stolen")
+    stolen.__module__ = "ownparts"
+    stolen_class = type("Stolen", (subprocess.Popen,), {"__module__": "ownparts"})
+    renamed = functools.partial(functools.partial(stolen))
+    alias = types.ModuleType("ownparts.alias")
+    alias.system = os.system
+    monkeypatch.setitem(sys.modules, "ownparts.alias", alias)
+    for value in (stolen, stolen_class, renamed):
+        monkeypatch.setattr(own, "trick", value, raising=False)
+        with pytest.raises(ConfigError, match="outside the allowed"):
+            targets.locate("model._target_", "ownparts.trick")
+    with pytest.raises(ConfigError, match="outside the allowed"):
+        targets.locate("model._target_", "ownparts.alias.system")
+
+
+@pytest.mark.parametrize("section", ["model", "data", "tokenizer", "optimizer", "schedule"])
+@pytest.mark.parametrize("word", targets.RESERVED)
+def test_nothing_is_called_from_inside_a_section(section, word):
+    for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
+        with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
+            targets.bind(section, {"_target_": "llmexp.optim.adamw", **nested}, {})
+    if word != "_target_":
+        with pytest.raises(ConfigError, match=f"{section}.{word}"):
+            targets.refuse_calls(section, {word: "x"})
+
+
+HYDRA_FILES = {
+    "hydra/hydra_logging/evil.yaml":
+        "version: 1\nformatters: {x: {(): os.system, command: touch canary}}\n"
+        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, handlers: [c]}\n",
+    "hydra/launcher/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
+    "hydra/sweeper/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
+    "hydra/sweeper/nested.yaml":
+        "_target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper\nparams: null\n"
+        "max_batch_size: {_target_: os.system, command: touch canary}\n",
+    "experiment/sampler.yaml":
+        "# @package _global_\ndefaults: [{override /hydra/sweeper: optuna}]\n"
+        "hydra: {sweeper: {sampler: {_target_: optuna.samplers.os.system}}}\n",
+    "experiment/space.yaml":
+        "# @package _global_\ndefaults: [{override /hydra/sweeper: optuna}]\n"
+        "hydra: {sweeper: {custom_search_space: evilpackage.touch}}\n",
+    "experiment/callbacks.yaml":
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.system, command: touch canary}}}\n",
+    "experiment/allows.yaml": "# @package _global_\nhydra: {job: {env_set: {LLMEXP_ALLOW: evilpackage}}}\n",
+    "experiment/copies.yaml":
+        "# @package _global_\nhydra: {job: {env_copy: [HOME]}}\n"
+        "tracker: {notes: '${hydra:job.env_set.HOME}'}\n",
+    "evilpackage/__init__.py": "open('canary', 'w').close()\ndef touch(*a): pass\n",
+    "own/config.yaml": "hydra: {searchpath: ['pkg://evilpackage']}\n",
+    "evil/hydra_plugins/__init__.py": "",
+}  # fmt: skip
+HYDRA = [
+    (["train", "--hydra-help", "hydra/hydra_logging=evil"], "hydra.hydra_logging"),
+    (["train", "--info", "all", "hydra/hydra_logging=evil"], "hydra.hydra_logging"),
+    (["train", "-m", "train.seed=1,2", "hydra/launcher=evil"], "hydra/launcher: os.system"),
+    (["train", "-m", "train.seed=1,2", "hydra/sweeper=evil"], "hydra.sweeper._target_=os.system"),
+    (["train", "-m", "train.seed=1,2", "hydra/sweeper=nested"], "hydra.sweeper.max_batch_size._target_"),
+    (["train", "-m", "train.seed=1,2", "experiment=sampler"], "hydra.sweeper.sampler._target_"),
+    (["train", "-m", "train.seed=1,2", "experiment=space"], "hydra.sweeper.custom_search_space"),
+    (["plan", "experiment=callbacks"], "hydra.callbacks"),
+    (["plan", "experiment=allows"], "hydra.job.env_set"),
+    (["plan", "experiment=copies"], "hydra.job.env_"),
+    (["plan", "-m", "experiment=callbacks,allows"], "hydra.callbacks"),
+    (["plan", "hydra.job.env_copy=[NOT_SET]"], "NOT_SET"),
+    (["plan", "hydra.searchpath=[pkg://evilpackage]"], "hydra.searchpath=pkg://evilpackage"),
+    (["plan", "--config-dir", "own"], "config.yaml there would take the place"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "says"), HYDRA, ids=[" ".join(a) for a, _ in HYDRA])
+def test_hydra_runs_nothing_for_a_config(home, capsys, arguments, says):
+    for name, text in HYDRA_FILES.items():
+        (home / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / "conf" / name).write_text(text)
+    os.replace(home / "conf" / "evilpackage", home / "evilpackage")
+    os.replace(home / "conf" / "own", home / "own")
+    if "--config-dir" not in arguments:
+        arguments = [*arguments, "--config-dir", "conf"]
+    if "--hydra-help" not in arguments:
+        arguments = [*arguments, *TINY, "data=synthetic", "data.n_tokens=5000"]
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert says in err, out
+    assert "Traceback" not in err
+    assert not list(home.rglob("canary"))
+    assert "LLMEXP_ALLOW" not in os.environ
+
+
+# Names.
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
+    name = "7-" + label([f"{key}={value}"], [key.partition("=")[0]])
+    assert Path("/root/sweep", name).resolve() == Path("/root/sweep") / name
+    assert len(name.encode()) < 200
+    assert not set(name) & set("/\\\0\n\"'$;&|<>*?~` ")
+
+
+@given(st.text(min_size=1, max_size=100))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_name_stays_inside_the_output_root(name):
+    from omegaconf import OmegaConf
+
+    tree = plain(BASE) | {"name": name.replace("${", "")}
+    cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})
+    try:
+        config = launch.typed(cfg)
+    except ConfigError:  # the tests of refusals say for which ones
+        return
+    assert (Path("/root/outputs") / config.name).resolve().parent == Path("/root/outputs")
+
+
+BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")
+
+
+@pytest.mark.parametrize("subdir", ["../x", "/tmp/x", "a/../../x", ".", "${oc.env:UP}"])
+def test_a_point_stays_inside_its_sweep(home, capsys, monkeypatch, subdir):
+    monkeypatch.setenv("UP", "../up")
+    overrides = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.seed=1,2", f"hydra.sweep.subdir={subdir}"]
+    assert run(["plan", "-m", *overrides]) == 2
+    assert "must be inside the sweep's folder" in capsys.readouterr().err
