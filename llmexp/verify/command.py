@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import __version__, folder
-from llmexp.config import ConfigError, nearest, plain
+from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.verify.checks import Check
 
 WHAT = {
@@ -37,57 +37,89 @@ def run(arguments: list[str]) -> int:
     from llmexp import launch
 
     args = launch.parse("verify", rest)
+    if args.cfg or args.info is not None or args.hydra_help or args.shell_completion:
+        raise ConfigError("verify: --cfg, --info and --hydra-help are flags of llmexp train")
+    if args.steps is not None and args.steps < 2:
+        raise ConfigError(f"--steps {args.steps}: at least 2 optimizer steps are needed; for example --steps 8")
     with launch.hydra_app(args.config_dir) as hydra:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
         if multirun:
             raise ConfigError("verify: takes one config, not a sweep; leave out -m")
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
-    if args.steps is not None and args.steps < 2:
-        raise ConfigError(f"--steps {args.steps}: at least 2 optimizer steps are needed; for example --steps 8")
     folder.check_writable(wanted)
     fixed = launch.fixed_folder(args.overrides, "hydra.run.dir")
-    if fixed and (wanted / RECORD).exists():
-        raise ConfigError(f"hydra.run.dir={wanted}: holds the record of a verification already; choose another folder")
+    if fixed and wanted.is_dir() and any(wanted.iterdir()):  # runs of another verification would be gone on with
+        raise ConfigError(f"hydra.run.dir={wanted}: is not empty; choose a new folder, for example {wanted}-2")
     path = folder.claim(wanted, fixed)
-    print(textwrap.fill(f"verify {what}: {WHAT[what]}; its runs are in {path}", width()), flush=True)
+    said(f"verify {what}: {WHAT[what]}; its runs are in {path}")
     proof = importlib.import_module(f"llmexp.verify.{what}")
     began = time.monotonic()
-    checks: list[Check] = proof.verify(config, path, steps=args.steps, shrink=args.shrink)
-    return report(what, path, config, checks, time.monotonic() - began, args.overrides)
+    made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
+    try:
+        checks: list[Check] = proof.verify(config, path, steps=args.steps, shrink=args.shrink)
+    except ConfigError as error:
+        record(what, path, config, time.monotonic() - began, made_of, passed=None, error=str(error), checks=[])
+        raise
+    except KeyboardInterrupt:
+        print("llmexp: stopped; nothing is proven", file=sys.stderr)
+        raise
+    return report(what, path, config, checks, time.monotonic() - began, made_of)
 
 
 def report(
-    what: str, path: Path, config: Any, checks: Sequence[Check], seconds: float, overrides: Sequence[str]
+    what: str, path: Path, config: Config, checks: Sequence[Check], seconds: float, made_of: dict[str, Any]
 ) -> int:
     """Prints the checks, a line each, and the verdict; writes verify.json. Returns the exit code."""
-    from llmexp.metrics.hardware import commit, versions
-
     passed = bool(checks) and all(c.passed is not False for c in checks) and any(c.passed for c in checks)
     for check in checks:
         mark = {True: "PASS", False: "FAIL", None: "-   "}[check.passed]
         limit = "" if check.limit is None else f" (allowed: {_figure(check.limit)})"
         found = "" if check.found is None else f": {_figure(check.found)}{limit}"
         note = f"; {check.note}" if check.note else ""
-        print(textwrap.fill(f"{mark}  {check.what}{found}{note}", width(), subsequent_indent=" " * 6))
+        said(f"{mark}  {check.what}{found}{note}", "      ")
     failed = sum(c.passed is False for c in checks)
     left = sum(c.passed is None for c in checks)
     unseen = f", {left} could not be looked at here" if left else ""
-    print(f"{'PASS' if passed else 'FAIL'}: {what}, {failed} of {len(checks)} checks failed{unseen}, {seconds:.0f} s")
-    record = {
+    said(f"{'PASS' if passed else 'FAIL'}: {what}, {failed} of {len(checks)} checks failed{unseen}, {seconds:.0f} s")
+    record(what, path, config, seconds, made_of, passed=passed, error=None, checks=checks)
+    print(f"record  {path / RECORD}", flush=True)
+    return PASS if passed else FAIL
+
+
+def record(
+    what: str,
+    path: Path,
+    config: Config,
+    seconds: float,
+    made_of: dict[str, Any],
+    *,
+    passed: bool | None,
+    error: str | None,
+    checks: Sequence[Check],
+) -> None:
+    """Writes verify.json. `passed` None: there is no verdict, because of `error`."""
+    from llmexp.metrics.hardware import commit, versions
+
+    found = {
         "format": 1,
         "verify": what,
         "passed": passed,
+        "error": error,
         "seconds": seconds,
-        "overrides": list(overrides),
+        **made_of,
         "config": plain(config),
         "llmexp": __version__,
         "versions": versions(),
         "commit": commit(),
         "checks": [_strict(dataclasses.asdict(c)) for c in checks],
     }
-    folder.write_json(path / RECORD, record)
-    print(f"record  {path / RECORD}", flush=True)
-    return PASS if passed else FAIL
+    folder.write_json(path / RECORD, found)
+
+
+def said(text: str, indent: str = "") -> None:
+    """Prints, as wide as the terminal is. Paths and names stay whole, to be copied."""
+    lines = textwrap.wrap(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), flush=True)
 
 
 def _figure(value: float | int | str) -> str:
@@ -104,13 +136,16 @@ def width() -> int:
 
 
 def usage() -> None:
-    print("usage: llmexp verify PROOF [--steps N] [--shrink] [GROUP=OPTION ...] [KEY=VALUE ...]\n")
-    for name, text in WHAT.items():
-        print(textwrap.fill(f"  {name:<12}  {text}", width(), subsequent_indent=" " * 16))
     print(
-        "\nProves it for the run that these settings describe, in processes and folders like those of llmexp train."
-        "\n  --steps N   optimizer steps of each run (default: as many as the proof needs)"
-        "\n  --shrink    fewer layers, shorter sequences, smaller batches: for a model that is too large here"
-        "\nExit code 0: PASS; 1: FAIL; 2: refused, or a run could not be made. The figures are in verify.json.",
-        file=sys.stdout,
+        "usage: llmexp verify PROOF [--steps N] [--shrink]\n                     [GROUP=OPTION ...] [KEY=VALUE ...]\n"
     )
+    said("Proves it for the run that these settings describe, by runs like those of llmexp train.")
+    print()
+    flags = {
+        "--steps N": "optimizer steps of each run (default: as many as the proof needs)",
+        "--shrink": "2 layers, at most 64 tokens a sequence, small batches: for what is too large here",
+    }
+    for name, text in (WHAT | flags).items():
+        said(f"  {name:<12}  {text}", " " * 16)
+    print()
+    said("Exit code 0: PASS; 1: FAIL; 2: refused, or a run could not be made. The figures are in verify.json.")

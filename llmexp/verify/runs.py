@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, plain
 from llmexp.process import DONE, PASSED_ON, handling
 
+LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
 OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
 
 
@@ -42,6 +43,21 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **changed)
 
 
+def shrunk(config: Config) -> Config:
+    """The config with two layers, sequences of at most 64 tokens and micro-batches of 2 sequences, two of them a step
+    on each rank. Widths, vocabulary, data and everything else stay: what is proven is still this config's arithmetic.
+    """
+    small = {key: min(2, n) for key, n in config.model.items() if key in LAYER_KNOBS and isinstance(n, int)}
+    batch = dataclasses.replace(
+        config.batch,
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        real_batch_size=None,
+        sequence_length=min(64, config.batch.sequence_length),
+    )
+    return dataclasses.replace(config, model=config.model | small, batch=batch)
+
+
 def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
     """A worker that makes the run folder `path`, or goes on with the run in it, in a process group of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,11 +78,17 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Passes signals on to a worker, and leaves none behind."""
-    with handling(PASSED_ON, lambda number, frame: process.send_signal(number)):
+def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Passes signals on to a worker, and leaves none behind. Yields the numbers of those passed on so far."""
+    passed_on: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        passed_on.append(number)
+        process.send_signal(number)
+
+    with handling(PASSED_ON, forward):
         try:
-            yield
+            yield passed_on
         finally:
             if process.poll() is None:
                 process.kill()
@@ -76,12 +98,14 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
 def train(path: Path, config: Config, **env: str) -> None:
     """Trains the run in `path` to its end. Raises ConfigError with its last words when it does not get there."""
     process = start(path, config, **env)
-    with ended_with_us(process):
+    with ended_with_us(process) as stopped_by:
         code = process.wait()
-    if code in (128 + signal.SIGINT, -signal.SIGINT, 75):
+    if stopped_by and code != DONE:  # whatever it made of the signal: it may still have been importing
         raise KeyboardInterrupt
     if code != DONE:
-        raise ConfigError(f"{path}: this run of the verification ended with exit code {code}: {last_words(path)}")
+        words = last_words(path)
+        hint = "; --shrink proves it for a smaller model" if "memory" in words else ""
+        raise ConfigError(f"{path}: this run of the verification ended with exit code {code}: {words}{hint}")
 
 
 def last_words(path: Path) -> str:

@@ -1,0 +1,186 @@
+"""`llmexp verify determinism`: the same run twice; where they part, the step and the likely operation are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmexp.config import Config
+from llmexp.verify import record, runs
+from llmexp.verify.checks import Check, equal
+from llmexp.verify.resume import columns, watched
+
+STEPS, LOOK_STEPS = 8, 2
+Events = list[list[str]]  # [module, "in" or "out", digest]
+
+
+def verify(config: Config, path: Path, *, steps: int | None = None, shrink: bool = False) -> list[Check]:
+    """Compares two runs in folders under `path`, of the same config. Raises ConfigError."""
+    plan = _plan(config, steps or STEPS, shrink)
+    modules = not config.train.compile  # else looking into them would cut the compiled graph
+    first, second = path / "first", path / "second"
+    for run in (first, second):
+        print(f"the {run.name} run of {plan.train.max_steps} steps", flush=True)
+        runs.train(run, plan, **record.environment(run, modules=modules))
+    checks = compare(first, second)
+    if any(check.passed is False for check in checks):
+        note = first_difference(record.read(first), record.read(second), runs.rows(first), runs.rows(second))
+        print(f"a run of {LOOK_STEPS} steps that asks torch for what is not deterministic", flush=True)
+        look = path / "look"
+        runs.train(look, _plan(config, LOOK_STEPS, shrink), **record.environment(look, warned=True))
+        checks.append(Check("the first difference", False, note=f"{note}; {suspects(record.read(look))}"))
+    return checks
+
+
+def _plan(config: Config, steps: int, shrink: bool) -> Config:
+    return watched(config, steps, shrink, checkpoint={"every": None, "save_initial": False})
+
+
+def compare(first: Path, second: Path) -> list[Check]:
+    """Everything that two recorded runs computed, bit by bit."""
+    seen, rows = (record.read(first), record.read(second)), (runs.rows(first), runs.rows(second))
+    passes = lists_differ(*seen, "events")
+    without = "not looked into: train.compile=true; the update is looked at as a whole"
+    return [
+        equal("the data of each step", *columns(*rows, "data_digest", "target_tokens")),
+        equal("inputs and outputs of each module, each rank", *passes)
+        if passes[1]
+        else Check("inputs and outputs of each module", None, note=without),
+        equal("gradients that the optimizer gets, each rank", *record.differences(*seen, "reduced")),
+        equal("parameters after each step, each rank", *record.differences(*seen, "parameters")),
+        equal("moments after each step, each rank", *record.differences(*seen, "optimizer")),
+        equal("RNG after each step, each rank", *record.differences(*seen, "rng")),
+        equal("metrics rows, but for times and memory", *columns(*rows)),
+    ]
+
+
+def lists_differ(a: record.Records, b: record.Records, part: str) -> tuple[list[str], int]:
+    """As record.differences, for a part that is a list in order: its entries, the first one first."""
+    differing, count = [], 0
+    for step, rank, one, other in record.in_order(a, b):
+        ours, theirs = one.get(part, []), other.get(part, [])
+        count += max(len(ours), len(theirs))
+        at = first_of(ours, theirs)
+        differing += [f"step {step}, rank {rank}, {' '.join(e[:-1])}" for e in _unequal(ours, theirs, at)]
+    return differing, count
+
+
+def first_of(ours: Events, theirs: Events) -> int | None:
+    """Where two lists part, or None."""
+    for at in range(max(len(ours), len(theirs))):
+        if ours[at : at + 1] != theirs[at : at + 1]:
+            return at
+    return None
+
+
+def _unequal(ours: Events, theirs: Events, start: int | None) -> Events:
+    if start is None:
+        return []
+    longer = max(ours, theirs, key=len)
+    return [longer[at] for at in range(start, len(longer)) if ours[at : at + 1] != theirs[at : at + 1]]
+
+
+def first_difference(
+    a: record.Records, b: record.Records, rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]]
+) -> str:
+    """In words: the first step in which two runs differ, and what in it differs first, in the order in which a step
+    computes: data, forward, loss, backward, reduction, update, RNG."""
+    start = next((one for step, _, one, _ in record.in_order(a, b) if step == 0 and "modules" in one), {})
+    classes, optimizers = start.get("modules", {}), start.get("optimizers", [])
+    by_step = [{row["step"]: row for row in rows} for rows in (rows_a, rows_b)]
+    found: list[tuple[int, int, int, str]] = []  # (step, stage, rank, text)
+    for step, rank, one, other in record.in_order(a, b):
+        here, there = (rows.get(step, {}) for rows in by_step)
+        for stage, text in enumerate(_stages(one, other, here, there, classes, optimizers)):
+            if text:
+                found.append((step, stage, rank, text))
+                break
+    if not found:
+        step = next((s for s in by_step[0] if by_step[0][s] != by_step[1].get(s)), 0)
+        return f"step {step}: only in its row of metrics"
+    step, _, rank, text = min(found)
+    if step == 0:
+        return f"before the first step, rank {rank}: {text}"
+    return f"step {step}, rank {rank}: {text}"
+
+
+def _stages(
+    one: dict[str, Any],
+    other: dict[str, Any],
+    here: dict[str, Any],
+    there: dict[str, Any],
+    classes: dict[str, str],
+    optimizers: list[str],
+) -> list[str]:
+    """What differs in each stage of one rank's step, in words, or nothing."""
+
+    def named(part: str) -> str:
+        """The first entry that differs."""
+        ours, theirs = one.get(part, {}), other.get(part, {})
+        return next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "")
+
+    if not one or not other:
+        return ["only one of the runs came here"]
+    gone = here.get("data_digest") != there.get("data_digest")
+    passes = where_forward(one.get("events", []), other.get("events", []), classes)
+    if passes and named("rng"):
+        passes += f"; it drew other random numbers too ({named('rng')})"
+    loss = here.get("train/loss") != there.get("train/loss")
+    left = first_of(one.get("gradients", []), other.get("gradients", []))
+    gradient = one["gradients"][left][0] if left is not None else ""
+    update = "it starts with another " if "modules" in one else f"optimizer update ({'; '.join(optimizers)}) of "
+    return [
+        "the data: the window holds other tokens" if gone else "",
+        passes,
+        "the loss, after the last module" if loss else "",
+        f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}" if gradient else "",
+        f"the gradient of {named('reduced')}, reduced over ranks, unscaled and clipped" if named("reduced") else "",
+        f"{update}{named('parameters')}" if named("parameters") else "",
+        f"{update}{named('optimizer')}" if named("optimizer") else "",
+        f"the RNG of {named('rng')}: another number of random numbers was drawn" if named("rng") else "",
+    ]
+
+
+def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
+    """Which module is the first to compute something else from equal inputs and parameters; empty where none is."""
+    at = first_of(ours, theirs)
+    if at is None:
+        return ""
+    if at >= min(len(ours), len(theirs)) or ours[at][:2] != theirs[at][:2]:
+        return f"other modules are called after {_call(ours, at - 1, classes)}"
+    name, way, _ = ours[at]
+    if way == "out" and ours[at - 1][:2] == [name, "in"]:
+        return f"the output of {label(name, classes)}, from an equal input and equal parameters"
+    inside: list[str] = []  # the modules that are under way
+    for called, direction, _ in ours[:at]:
+        if direction == "in":
+            inside.append(called)
+        elif called in inside:
+            inside.remove(called)
+    if way == "out":
+        return f"an operation in {label(name, classes)} itself, after {_call(ours, at - 1, classes)}"
+    if name == ours[0][0]:  # the first module of a micro-batch
+        return f"the data: the input of {label(name, classes)}"
+    around = label(inside[-1], classes) if inside else "the model"
+    return f"an operation in {around} itself, between {_call(ours, at - 1, classes)} and {label(name, classes)}"
+
+
+def _call(events: Events, at: int, classes: dict[str, str]) -> str:
+    return label(events[at][0], classes) if at >= 0 else "the start"
+
+
+def label(name: str, classes: dict[str, str]) -> str:
+    """A module's name and class: "blocks.1.mlp (MLP)"."""
+    return f"{name or 'the model'} ({classes.get(name, 'unknown')})"
+
+
+def owner(parameter: str, classes: dict[str, str]) -> str:
+    return label(parameter.rpartition(".")[0], classes)
+
+
+def suspects(records: record.Records) -> str:
+    """The operations that torch itself knows to have no deterministic implementation."""
+    names = sorted({name for _, _, one, _ in record.in_order(records, {}) for name in one.get("warned", [])})
+    if not names:
+        return "torch knows of no operation in this run without a deterministic implementation"
+    return f"without a deterministic implementation, by torch's own account: {', '.join(names)}"

@@ -1,0 +1,241 @@
+"""A hook that writes down what every rank computes, step by step, as digests: tensors, gradients, the RNG's state.
+
+FOLDER/rank-<r>.jsonl holds a JSON object a step, each step once, also after a kill and a resume; step 0 is what the run
+started from. The environment says where FOLDER is, and how much is recorded. Two such files are equal where two runs
+computed the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llmexp import checkpoint, folder, mesh
+from llmexp.config import Config
+
+# Where to; "1": also what goes into and out of each module; "1": also which operations are not deterministic.
+FOLDER, MODULES, WARNINGS = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES", "LLMEXP_RECORD_WARNINGS"
+HOOK = "llmexp.verify.record.record"
+
+Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
+
+
+def recorded(config: Config) -> Config:
+    """The config with the recorder before the user's own hooks, which may draw random numbers."""
+    return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
+
+
+def environment(run: Path, *, modules: bool = False, warned: bool = False) -> dict[str, str]:
+    """What a worker needs in its environment to record into `run`/verify."""
+    allowed = ",".join(filter(None, (os.environ.get("LLMEXP_ALLOW"), "llmexp.verify")))
+    found = {"LLMEXP_ALLOW": allowed, FOLDER: str((run / "verify").absolute())}
+    if modules:
+        found[MODULES] = "1"
+    if warned:
+        found |= {WARNINGS: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS refuses to be deterministic
+    return found
+
+
+def record(event: str, context: Any) -> None:
+    """The hook (`event` and `context` as of every hook)."""
+    if event == "step_start":
+        _recorder().begin(context)
+    elif event == "step_end":
+        _recorder().end(context)
+
+
+def read(run: Path) -> Records:
+    """What the ranks of a run recorded."""
+    found: Records = {}
+    for path in (run / "verify").glob("rank-*.jsonl"):
+        found[int(path.stem.removeprefix("rank-"))] = {row["step"]: row for row in folder.read_rows(path)}
+    return found
+
+
+def in_order(a: Records, b: Records) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
+    """(step, rank, record of the one run, record of the other), step by step; an empty one where there is none."""
+    keys = {(step, rank) for records in (a, b) for rank, by_step in records.items() for step in by_step}
+    for step, rank in sorted(keys):
+        yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
+
+
+def differences(a: Records, b: Records, part: str) -> tuple[list[str], int]:
+    """The entries of a part ("parameters", "optimizer", "reduced", "rng") that differ, earliest first, of how many."""
+    differing, count = [], 0
+    for step, rank, one, other in in_order(a, b):
+        if part not in one and part not in other:  # step 0 has some parts only
+            continue
+        names = list(dict.fromkeys([*one.get(part, {}), *other.get(part, {})]))
+        count += len(names)
+        differing += [
+            f"step {step}, rank {rank}, {name}"
+            for name in names
+            if one.get(part, {}).get(name) != other.get(part, {}).get(name)
+        ]
+    return differing, count
+
+
+def digest(value: Any) -> str:
+    """Of the bits, dtype and shape of this rank's part of a tensor, or of the text of anything else."""
+    hashed = hashlib.blake2b(digest_size=8)
+    if isinstance(value, Tensor):
+        held = mesh.local_part(value.detach()).cpu().contiguous()
+        hashed.update(f"{held.dtype}{tuple(held.shape)}".encode())
+        hashed.update(held.flatten().view(torch.uint8).numpy().data)
+    else:
+        hashed.update(repr(value).encode())
+    return hashed.hexdigest()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a module's arguments or outputs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
+def digest_all(values: Iterable[Any]) -> str:
+    return "".join(digest(value) for value in values)
+
+
+@functools.cache
+def _recorder() -> _Recorder:
+    return _Recorder(Path(os.environ[FOLDER]) / f"rank-{os.environ.get('RANK', '0')}.jsonl")
+
+
+class _Recorder:
+    """The open file of this process, and what the step under way has shown so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+        self.events: list[list[str]] = []  # [module, "in" or "out", digest], in the order of the forward passes
+        self.gradients: list[list[str]] = []  # [parameter, digest], as the backward passes leave them on this rank
+        self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
+        self.warned: set[str] = set()
+
+    def begin(self, context: Any) -> None:
+        if self.file is None:
+            self._open(context)
+        self.events, self.gradients, self.reduced = [], [], {}  # an evaluation has shown some too
+
+    def end(self, context: Any) -> None:
+        self._write(
+            context.step,
+            events=self.events,
+            gradients=self.gradients,
+            reduced=self.reduced,
+            **_tensors(context),
+            rng=_rng(),
+            warned=sorted(self.warned),
+        )
+
+    def _open(self, context: Any) -> None:
+        """Goes on after the step before this one: what was recorded of later ones is of a process that was killed."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in folder.read_rows(self.path) if row["step"] < context.step]
+        folder.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        if os.environ.get(MODULES):
+            self._watch(context.model, context.optimizers)
+        if os.environ.get(WARNINGS):
+            self._listen()
+        if context.step == 1:
+            classes = {name: type(m).__name__ for name, m in context.model.named_modules()}
+            self._write(0, modules=classes, optimizers=[kernel(o) for o in context.optimizers], **_tensors(context))
+
+    def _write(self, step: int, **found: Any) -> None:
+        assert self.file is not None
+        self.file.write(json.dumps({"step": step, **{k: v for k, v in found.items() if v}}) + "\n")
+        self.file.flush()
+
+    def _watch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        def going_in(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+                if model.training:
+                    self.events.append([name, "in", digest_all(tensors_in((args, kwargs)))])
+
+            return note
+
+        def coming_out(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                if model.training:
+                    self.events.append([name, "out", digest_all(tensors_in(output))])
+
+            return note
+
+        def left(name: str) -> Callable[[Tensor], None]:
+            return lambda parameter: self.gradients.append([name, digest(parameter.grad)])
+
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(going_in(name), with_kwargs=True)
+            module.register_forward_hook(coming_out(name))
+        names = checkpoint.names_by_id(model, optimizers)
+        for name, tensor in checkpoint.named_tensors(model).items():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(left(name))
+
+        def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.reduced |= {names[id(p)]: digest(p.grad) for p in held}
+
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(before_update)
+
+    def _listen(self) -> None:
+        def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if named := re.match(r"\s*(\S+) does not have a deterministic implementation", str(message)):
+                self.warned.add(named[1])
+
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+
+
+def kernel(optimizer: Optimizer) -> str:
+    """The optimizer and which of torch's kernels it takes: "AdamW, fused"."""
+    group = optimizer.param_groups[0]
+    kind = [name for name in ("fused", "foreach") if group.get(name)]
+    return ", ".join([type(optimizer).__name__, *kind])
+
+
+def _tensors(context: Any) -> dict[str, dict[str, str]]:
+    """Digests of parameters and buffers, and of the optimizers' state, by name."""
+    names = checkpoint.names_by_id(context.model, context.optimizers)
+    return {
+        "parameters": {name: digest(t) for name, t in checkpoint.named_tensors(context.model).items()},
+        "optimizer": {
+            f"{number}/{names[id(p)]}/{key}": digest(value)
+            for number, optimizer in enumerate(context.optimizers)
+            for p, states in optimizer.state.items()
+            for key, value in states.items()
+        },
+    }
+
+
+def _rng() -> dict[str, str]:
+    """Digests of the generators' states; each step starts from a seed of its own, so they tell what it drew."""
+    found = {
+        "torch": digest(torch.get_rng_state()),
+        "python": digest(random.getstate()),
+        "numpy": digest_all(v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()),
+    }
+    if torch.cuda.is_initialized():
+        found["cuda"] = digest(torch.cuda.get_rng_state())
+    return found

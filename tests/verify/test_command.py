@@ -1,0 +1,164 @@
+"""`llmexp verify` around its proofs: wrong use, what is printed and recorded, and how it ends when it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from llmexp.__main__ import run
+from llmexp.config import ConfigError
+from llmexp.verify import command
+from llmexp.verify.checks import Check, at_most, equal
+from tests.conftest import TINY, llmexp, start
+
+BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "precision=fp64"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["geometrie"], "verify geometrie: there is no such proof. Did you mean geometry?"),
+        (["train.max_steps=4"], "there is no such proof"),
+        (["geometry", "--steps", "0"], "--steps 0: at least 2 optimizer steps are needed; for example --steps 8"),
+        (["geometry", "--steps", "two"], "argument --steps: invalid int value: 'two'"),
+        (["geometry", "-m", "optimizer.lr=0.1,0.2"], "verify: takes one config, not a sweep; leave out -m"),
+        (["geometry", "optimizer.lr=0.1,0.2"], "optimizer.lr=0.1,0.2: several values are a sweep"),
+        (["geometry", "optimizer.rl=0.1"], "optimizer.rl: there is no such key or group. Did you mean optimizer.lr?"),
+        (["geometry", "model=gtp_tiny"], "model=gtp_tiny: there is no such option. Did you mean gpt_tiny?"),
+        (["geometry", "=="], "is not an override"),
+        (["geometry", "--cfg", "job"], "are flags of llmexp train"),
+        (["geometry", "batch.micro_batch_size=0"], "batch.micro_batch_size=0: must be at least 1"),
+        (["geometry", "hydra.run.dir=/proc/none"], "hydra.run.dir=/proc/none: "),
+    ],
+)
+def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert run(["verify", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.startswith("llmexp: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["geometry", "-h"]])
+def test_usage_fits_a_narrow_terminal(monkeypatch, capsys, arguments):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(["verify", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in command.WHAT)
+    assert max(map(len, out.splitlines())) <= 60
+
+
+@pytest.fixture
+def proof(tmp_path, monkeypatch):
+    """A proof that finds what a test gives it."""
+    found: list[Check | BaseException] = []
+
+    def verify(config, path, *, steps, shrink):
+        for item in found:
+            if isinstance(item, BaseException):
+                raise item
+        return found
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(command.WHAT, "made_up", "something")
+    monkeypatch.setitem(sys.modules, "llmexp.verify.made_up", types.SimpleNamespace(verify=verify))
+    return found
+
+
+GOOD, BAD, UNSEEN = at_most("sums agree", 1e-16, 1e-12), equal("rows", ["step 3"], 8), Check("ranks", None, note="one")
+
+
+@pytest.mark.parametrize(
+    ("checks", "code"),
+    [([GOOD], 0), ([GOOD, UNSEEN], 0), ([GOOD, BAD], 1), ([UNSEEN], 1), ([], 1), ([at_most("x", float("nan"), 1)], 1)],
+)
+def test_the_verdict_its_exit_code_and_its_record(proof, capsys, checks, code):
+    proof.extend(checks)
+    assert run(["verify", "made_up", "--steps", "5", "optimizer.lr=0.1", "hydra.run.dir=there"]) == code
+    record = json.loads(Path("there/verify.json").read_text(), parse_constant=pytest.fail)
+    assert record["passed"] is (code == 0)
+    assert [c["passed"] for c in record["checks"]] == [c.passed for c in checks]
+    assert (record["steps"], record["overrides"][0]) == (5, "optimizer.lr=0.1")
+    assert record["config"]["optimizer"]["lr"] == 0.1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-2].startswith("PASS: made_up" if code == 0 else "FAIL: made_up")
+    for check in checks:
+        assert f"{'PASS' if check.passed else 'FAIL' if check.passed is False else '-   '}  {check.what}" in out
+
+
+def test_comparing_nothing_proves_nothing():
+    assert equal("rows", [], 0).passed is False
+    assert equal("rows", [], 1).passed is True
+
+
+def test_a_path_is_never_broken(proof, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    proof.append(GOOD)
+    path = "a-long-name-" * 6 + "/and-more"
+    assert run(["verify", "made_up", f"hydra.run.dir={path}"]) == 0
+    assert capsys.readouterr().out.count(path) == 2
+
+
+def test_a_run_that_cannot_be_made_is_recorded_without_a_verdict(proof, capsys):
+    proof.append(ConfigError("x/fp64: this run of the verification ended with exit code 3: boom"))
+    assert run(["verify", "made_up", "hydra.run.dir=there"]) == 2
+    record = json.loads(Path("there/verify.json").read_text())
+    assert record["passed"] is None
+    assert record["error"].endswith("boom")
+    assert "llmexp: x/fp64: this run of the verification ended with exit code 3: boom" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(proof, capsys):
+    """Runs that lie there would be gone on with."""
+    Path("there/fp64").mkdir(parents=True)
+    assert run(["verify", "made_up", "hydra.run.dir=there"]) == 2
+    assert "hydra.run.dir=there: is not empty; choose a new folder, for example there-2" in capsys.readouterr().err
+    assert [p.name for p in Path("there").iterdir()] == ["fp64"]
+
+
+def test_a_run_that_fails_is_named_with_its_words(tmp_path):
+    (tmp_path / "mine.py").write_text("def breaks(event, context):\n    raise ZeroDivisionError('by zero')\n")
+    result = llmexp("verify", "geometry", *BASE, "hooks=[mine.breaks]", "--allow=mine", "hydra.run.dir=v", cwd=tmp_path)
+    assert result.code == 2
+    assert "v/fp64-one_batch: this run of the verification ended with exit code 3" in result.err
+    assert "the hook mine.breaks failed at" in result.err
+    assert "Traceback" not in result.err
+    assert "by zero" in json.loads((tmp_path / "v" / "verify.json").read_text())["error"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+def test_ctrl_c_ends_it_and_leaves_no_worker(tmp_path):
+    process = start("verify", "geometry", *BASE, "hydra.run.dir=v", cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    workers: list[int] = []
+    while not (workers := children(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert workers
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "llmexp: stopped; nothing is proven" in err
+    assert "Traceback" not in err
+    assert not any(alive(pid) for pid in workers)

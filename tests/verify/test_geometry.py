@@ -1,0 +1,355 @@
+"""`llmexp verify geometry`: it passes where the arithmetic is right, and every planted wrong one makes it fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from llmexp import folder, launch
+from llmexp.assemble import assemble
+from llmexp.config import Config, ConfigError, build, plain
+from llmexp.train import loop, worker
+from llmexp.train import step as step_module
+from llmexp.verify import geometry
+from llmexp.verify.checks import Check
+from llmexp.verify.geometry import FLOOR, masked_id, moved_off, off_by, real_batch
+from llmexp.verify.reference import Roundoff, draws_random_numbers, errors, follow, read_windows
+from llmexp.verify.runs import shrunk, trial
+from tests import reference
+from tests.conftest import TINY, Result, llmexp
+
+DATA = ["data=synthetic", "data.n_tokens=4000", "data.val_ratio=0"]
+FAST = ["batch.real_batch_size=8", "optimizer.lr=0.02"]
+QUANTITIES = ("steps, target counts", "loss", "gradient norm", "parameters")
+
+# A user's hook that breaks the arithmetic at the start of a run: with several micro-batches the loss becomes the mean
+# of their means; of two ranks the second one's rows are lost.
+BROKEN = """
+import dataclasses
+
+from llmexp.train import loop
+
+right = loop.train_step
+
+
+def plant(event, context):
+    loop.train_step = wrong
+
+
+def wrong(s, window, settle_last):
+    batches, module = window.micro_batches, s.module
+
+    def mean(tokens_bt, targets_bt):
+        valid = max(1, int((targets_bt >= 0).sum()))
+        return module(tokens_bt, targets_bt) * (window.target_count / len(batches) / valid)
+
+    if s.mesh.dp_size == 1 and len(batches) > 1:
+        s = dataclasses.replace(s, module=mean)
+    if s.mesh.dp_rank == 1:
+        lost = [(tokens_bt, targets_bt * 0 - 100) for tokens_bt, targets_bt in batches]
+        window = dataclasses.replace(window, micro_batches=lost)
+    return right(s, window, settle_last)
+"""
+
+
+def proof(cwd: Path, *overrides: str, **env: str) -> Result:
+    return llmexp("verify", "geometry", *TINY, *DATA, *FAST, "hydra.run.dir=proof", *overrides, cwd=cwd, **env)
+
+
+def verdicts(checks: list[dict], run: str) -> list[bool]:
+    """Of one run, the quantities in their order."""
+    found = [next(c for c in checks if c["what"].startswith(f"{run}") and f": {q}" in c["what"]) for q in QUANTITIES]
+    return [c["passed"] for c in found]
+
+
+@pytest.fixture(scope="module")
+def passing(tmp_path_factory) -> Result:
+    return proof(tmp_path_factory.mktemp("passing"), "precision=fp32", COLUMNS="60")
+
+
+def test_it_passes_where_it_should(passing):
+    assert passing.code == 0, passing.out + passing.err
+    record = passing.json("verify.json")
+    assert (record["passed"], record["error"], record["verify"]) == (True, None, "geometry")
+    for kind in ("fp64", "fp32"):
+        for run in ("one batch (8 x 1)", "accumulation (1 x 8)", "two ranks (2 x 2 x 2 ranks, ddp)"):
+            assert verdicts(record["checks"], f"{kind}, {run}") == [True] * 4
+    assert len(record["checks"]) == 2 * 3 * 4
+    assert passing.out.rstrip().splitlines()[-2].startswith("PASS: geometry, 0 of 24 checks failed")
+
+
+def test_its_runs_are_what_it_says(passing):
+    """A tail of three of eight sequences: the second of two ranks has none, and targets are masked in each step."""
+    plans = {p.name: json.loads((p / folder.RUN).read_text()) for p in passing.folder.glob("fp*-*")}
+    assert len(plans) == 6
+    assert {p["world_size"] for name, p in plans.items() if "two_ranks" in name} == {2}
+    for name, plan in plans.items():
+        rows = [json.loads(line) for line in (passing.folder / name / folder.METRICS).read_text().splitlines()]
+        assert (plan["real_batch_size"], plan["tail_sequences"], plan["precision"]) == (8, 3, name.partition("-")[0])
+        assert len(rows) == 4
+        assert all(0 < r["target_tokens"] < 12 * n for r, n in zip(rows, (8, 8, 8, 3), strict=True))
+
+
+def test_it_fits_a_narrow_terminal(passing):
+    paths = ("record", "proof")
+    assert [line for line in passing.out.splitlines() if len(line) > 60 and not line.startswith(paths)] == []
+
+
+def test_tolerances_of_a_precision_follow_its_roundoff(passing):
+    """fp32: above what one rounding does, far below the 1 % of a wrong divisor."""
+    limits = {c["what"].partition(": ")[2]: c["limit"] for c in passing.json("verify.json")["checks"] if "fp32" in
+              c["what"]}  # fmt: skip
+    assert 2**-25 < limits["loss, relative error"] < 1e-4
+    assert 2**-25 < limits["gradient norm, before and after clipping"] < 1e-4
+
+
+def test_mean_of_means_and_lost_rows_fail(tmp_path):
+    """Over the command line, planted in the workers: one run is right, and the wrong ones are told from it."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    ranks = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=4"]
+    result = proof(tmp_path, "precision=fp64", *ranks, "hooks=[broken.plant]", "--allow", "broken")
+    assert result.code == 1, result.out + result.err
+    record = result.json("verify.json")
+    assert record["passed"] is False
+    assert verdicts(record["checks"], "fp64, one batch") == [True] * 4
+    for run in ("fp64, accumulation (1 x 8)", "fp64, own cut (4 x 1 x 2 ranks, fsdp)", "fp64, two ranks"):
+        assert verdicts(record["checks"], run) == [True, False, False, False]
+    assert "FAIL: geometry, 9 of 16 checks failed" in result.out
+    shared = json.loads((result.folder / "fp64-own_cut" / folder.RUN).read_text())
+    assert (shared["parallelism"], shared["shard_size"], shared["micro_batch_size"]) == ("fsdp", 2, 4)
+
+
+def composed(*overrides: str, data: list[str] = DATA) -> Config:
+    with launch.hydra_app(None) as hydra:
+        cfg, _ = launch.compose(hydra, [*TINY, *data, *FAST, *overrides])
+        return launch.typed(cfg)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """The runs on one rank, made by the worker's own code in this process, so that a fault can be planted in it."""
+
+    def train(path: Path, config: Config) -> None:
+        path.mkdir(parents=True)
+        request = {"config": plain(config), "folder": str(path), "fixed": True}
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+        assert worker.main("-") == 0
+
+    every = geometry.cuts_of
+    monkeypatch.setattr(geometry, "train", train)
+    monkeypatch.setattr(geometry, "cuts_of", lambda own, real: (every(own, real)[0][:2], []))
+
+
+def failed(checks: list[Check]) -> set[str]:
+    """run: first word of the quantity"""
+    return {
+        f"{c.what.partition(' (')[0]}: {c.what.partition('): ')[2].split()[0].strip(',')}"
+        for c in checks
+        if not c.passed
+    }
+
+
+def everywhere(*quantities: str) -> set[str]:
+    return {f"fp64, {run}: {q}" for run in ("one batch", "accumulation") for q in quantities}
+
+
+def twice_the_loss(s, window, settle):
+    twice = dataclasses.replace(s, module=lambda tokens_bt, targets_bt: 2 * s.module(tokens_bt, targets_bt))
+    return step_module.train_step(twice, window, settle)
+
+
+def masked_targets_count(s, window, settle):
+    whole = sum(targets_bt.numel() for _, targets_bt in window.micro_batches)
+    return step_module.train_step(s, dataclasses.replace(window, target_count=whole), settle)
+
+
+def lost_last_row(s, window, settle):
+    tokens_bt, targets_bt = window.micro_batches[-1]
+    lost = [*window.micro_batches[:-1], (tokens_bt, torch.cat([targets_bt[:-1], targets_bt[-1:] * 0 - 100]))]
+    count = sum(int((t >= 0).sum()) for _, t in lost)
+    return step_module.train_step(s, dataclasses.replace(window, micro_batches=lost, target_count=count), settle)
+
+
+def late_rate(s, window, settle):
+    return step_module.train_step(s, window, lambda: settle() + 1)
+
+
+FAULTS = {
+    "none": (None, set()),
+    "a constant factor, in every run alike": (twice_the_loss, everywhere("loss", "gradient", "parameters")),
+    "masked targets counted": (masked_targets_count, everywhere("steps", "loss", "gradient", "parameters")),
+    "a row lost": (lost_last_row, everywhere("steps", "loss", "gradient", "parameters")),
+    "the rate of the next update": (late_rate, everywhere("steps", "loss", "gradient", "parameters")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
+    planted, expected = FAULTS[fault]
+    if planted is not None:
+        monkeypatch.setattr(loop, "train_step", planted)
+    checks = geometry.verify(composed("precision=fp64", "train.device=cpu"), tmp_path, steps=None, shrink=False)
+    assert failed(checks) == expected
+    assert len(checks) == 8
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clip"),
+    [
+        ("sgd", "clip=value"),
+        ("muon", "clip.max_norm=0.5"),
+        *(
+            pytest.param(o, c, marks=SLOW)
+            for o, c in (("sgd", "clip=none"), ("muon", "clip=none"), ("adamw", "clip=none"))
+        ),
+    ],
+)
+def test_it_passes_with_other_optimizers_and_clipping(tmp_path, in_process, optimizer, clip):
+    overrides = ["precision=fp64", f"optimizer={optimizer}", clip, "optimizer.lr=0.01", "train.device=cpu"]
+    more = ["clip.max_value=0.01"] if clip == "clip=value" else []
+    checks = geometry.verify(composed(*overrides, *more), tmp_path, steps=3, shrink=False)
+    assert failed(checks) == set()
+
+
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=SLOW), pytest.param("fp32", marks=SLOW)])
+def test_a_wrong_divisor_is_seen_in_low_precision_too(tmp_path, monkeypatch, in_process, precision):
+    """The right arithmetic passes, and what counts masked targets fails in the loss and in the norm."""
+    config = composed(f"precision={precision}", "train.device=cpu")
+    assert failed(geometry.verify(config, tmp_path / "right", steps=None, shrink=False)) == set()
+    monkeypatch.setattr(loop, "train_step", masked_targets_count)
+    wrong = failed(geometry.verify(config, tmp_path / "wrong", steps=None, shrink=False))
+    assert {f"{precision}, {run}: {q}" for run in ("one batch", "accumulation") for q in ("loss", "gradient")} <= wrong
+
+
+def test_the_reference_is_what_another_one_computes(tokens):
+    """The tests' own GPT-2, cross-entropy, clipping, AdamW and cosine share no code with it."""
+    settings = ["data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false", "data.val_ratio=0",
+                "train.max_steps=5", "schedule.warmup_steps=2", "precision=fp64", "train.device=cpu",
+                "clip.max_norm=1.5", "batch.real_batch_size=16"]  # fmt: skip
+    parts = assemble(composed(*settings, data=[]), write=False)
+    model = parts.build_model()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    want = reference.train(
+        weights, np.load(tokens), real_batch=16, length=12, total_sequences=65, lr=0.02, warmup=2, end_ratio=0.1,
+        max_norm=1.5, ignore_id=10, n_layers=2, n_heads=2,
+    )  # fmt: skip
+    found = follow(parts, model, read_windows(parts, 5, 16, 1), 10)
+    assert found.counts == want.counts
+    np.testing.assert_allclose(found.losses, want.losses, rtol=1e-13)
+    np.testing.assert_allclose(found.norms, want.norms, rtol=1e-12)
+    np.testing.assert_allclose(found.norms_post_clip, np.minimum(want.norms, 1.5), rtol=1e-5)  # but for the 1e-6
+    np.testing.assert_allclose(found.rates, want.rates, rtol=1e-14)
+    for name, p in found.end.items():
+        assert torch.allclose(p, want.weights[name], rtol=0, atol=1e-11), name
+
+
+@given(st.sampled_from(["bf16", "fp16"]), st.integers(0, 100), st.integers(4, 64))
+def test_drawn_rounding_is_as_large_as_real_rounding(kind, seed, width):
+    """A product of rounded matrices, rounded, against the exact one: the drawn error is the real one's size.
+
+    Real: each operand and the result are off by a relative error that is uniform within u / m for a significand m in
+    [1, 2), so its rms is u / sqrt(3) times the rms of 1 / m, which is 0.71 to 0.72 for smooth data; the drawn one
+    leaves that factor out. Their ratio is 1.4, and each rms is over at least 16 entries, good to about 30 %.
+    """
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    a, b = torch.randn(width, 64, dtype=torch.float64), torch.randn(64, width, dtype=torch.float64)
+    exact = a @ b
+    real = (a.to(dtype).double() @ b.to(dtype).double()).to(dtype).double() - exact
+    with Roundoff(errors(kind, 1), seed):
+        drawn = a @ b - exact
+    assert 0.7 < float(drawn.square().mean().sqrt() / real.square().mean().sqrt()) < 2.8
+
+
+def test_views_and_updates_in_place_are_not_disturbed():
+    p = torch.ones(4, 4, dtype=torch.float64)
+    with Roundoff(errors("bf16", 100), 0):
+        p.view(16).t().detach().add_(1)
+    assert torch.equal(p, torch.full((4, 4), 2.0, dtype=torch.float64))
+
+
+@given(st.integers(1, 10_000))
+def test_the_real_batch_can_be_shared_by_two_and_leaves_a_tail(own):
+    real = real_batch(own)
+    assert real % own == 0
+    assert real % 2 == 0
+    assert real >= 4
+    assert real // 2 - 1 >= 1
+    assert all(own * k < 4 or own * k % 2 for k in range(1, real // own))
+
+
+@given(st.lists(st.integers(0, 5), min_size=12, max_size=12), st.one_of(st.none(), st.integers(0, 7)))
+def test_masked_targets_are_some_and_not_most(ids, own):
+    rows = torch.tensor(ids).view(2, 6)
+    chosen, checks = masked_id([rows], own)
+    targets = rows[:, 1:].flatten().tolist()
+    if own in targets:
+        assert chosen == own
+    elif chosen is None:
+        assert len(checks) == 1
+        assert all(2 * targets.count(i) > len(targets) for i in set(targets))
+    else:
+        assert 0 < 2 * targets.count(chosen) <= len(targets)
+        assert all(targets.count(i) <= targets.count(chosen) or 2 * targets.count(i) > len(targets) for i in range(6))
+
+
+def test_what_is_missing_or_not_finite_is_not_equal():
+    assert off_by([1.0, None], [1.0, None]) == 0
+    assert off_by([0.0], [0.0]) == 0
+    assert off_by([1.0], [2.0]) == 0.5
+    for found in (None, float("nan"), float("inf")):
+        assert off_by([found], [1.0]) == float("inf")
+    assert off_by([1.0], [None]) == float("inf")
+    model = nn.Linear(2, 1, bias=False)
+    same = {"weight": model.weight.detach()}
+    assert moved_off(model, same, same) == 0
+    assert moved_off(model, {"weight": model.weight.detach() + 1}, same) == float("inf")
+    assert not FLOOR.beyond(FLOOR)
+    assert dataclasses.replace(FLOOR, loss=float("nan")).beyond(FLOOR)
+
+
+class Noisy(nn.Module):
+    def __init__(self, vocab_size: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens_bt):
+        return self.drop(self.embed(tokens_bt)) @ self.embed.weight.T
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    assert draws_random_numbers(Noisy(), torch.arange(8)[None])
+    parts = assemble(composed("precision=fp64", "train.device=cpu"), write=False)
+    geometry.refuse_random(parts, torch.arange(8)[None])
+    with pytest.raises(ConfigError, match=r"model\._target_=.* draws random numbers in drop"):
+        geometry.refuse_random(dataclasses.replace(parts, build_model=Noisy), torch.arange(8)[None])
+
+
+def test_dropout_is_off_in_its_runs():
+    config = composed("model.dropout=0.3")
+    assert geometry.without_dropout(config).model == composed("model.dropout=0.0").model
+
+
+def test_shrunk_keeps_what_is_proven():
+    config = composed("model.n_layers=8", "batch.sequence_length=12", "batch.real_batch_size=96")
+    small = shrunk(config)
+    assert small.model == config.model | {"n_layers": 2}
+    assert small.batch == dataclasses.replace(
+        config.batch, micro_batch_size=2, gradient_accumulation_steps=2, real_batch_size=None
+    )
+    assert dataclasses.replace(small, model=config.model, batch=config.batch) == config
+    assert build(plain(trial(small, 3))).train.max_steps == 3

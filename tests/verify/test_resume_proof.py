@@ -1,0 +1,250 @@
+"""`llmexp verify resume`: it passes on runs that are really killed, and finds what a resume has lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp import checkpoint, folder
+from llmexp.config import ConfigError, build
+from llmexp.verify import record, resume, runs
+from tests.conftest import ROOT, TINY, Result, environment, llmexp
+
+STEPS = 6
+RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100", "batch.micro_batch_size=4",
+       "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "precision=fp16"]  # fmt: skip
+
+# What a resume may lose: hooks that are honest until their process starts in the middle of the run.
+PLANT = """
+import os
+import random
+import torch
+from llmexp.train import loop
+
+started = []
+
+
+def resumed(event, context):
+    if event != "step_start" or started:
+        return False
+    started.append(context.step)
+    return context.step > 1
+
+
+def rng(event, context):
+    if resumed(event, context):
+        loop.seed_step = lambda *known: torch.manual_seed(os.getpid())
+
+
+def moments(event, context):
+    if resumed(event, context):
+        for optimizer in context.optimizers:
+            optimizer.state.clear()
+"""
+
+
+def prove(cwd: Path, *arguments: str, **env: str) -> Result:
+    (cwd / "plant.py").write_text(PLANT)
+    return llmexp("verify", "resume", *RUN, "hydra.run.dir=proof", f"--steps={STEPS}", *arguments, cwd=cwd, **env)
+
+
+def checks(result: Result) -> dict[str, dict[str, Any]]:
+    return {check["what"]: check for check in result.json("verify.json")["checks"]}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    result = prove(tmp_path_factory.mktemp("resume"))
+    assert result.code == 0, result.out + result.err
+    return result
+
+
+def steps_of(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_run_with_dropout_and_fp16_is_killed_and_ends_the_same(proof):
+    found = checks(proof)
+    assert all(check["passed"] for check in found.values()), found
+    assert found["killed with SIGKILL"]["found"] >= 3
+    assert "in the save of step" in found["killed with SIGKILL"]["note"]
+    assert proof.json("verify.json")["passed"]
+    # It has not only compared two runs that nobody touched: its worker came back, and recorded each step once.
+    log = (proof.folder / "broken" / "train.log").read_text()
+    assert "resumed from step_" in log
+    for run in ("unbroken", "broken"):
+        assert steps_of(proof.folder / run / "verify" / "rank-0.jsonl") == [*range(STEPS + 1)]
+
+
+def test_each_quantity_is_compared_in_full(proof):
+    found = checks(proof)
+    state = torch.load(proof.folder / "broken" / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
+    names = state["optimizers"][0]["groups"]
+    parameters = sum(len(group["params"]) for group in names)
+    of = {what: int(check["found"].split()[2]) for what, check in found.items() if isinstance(check["found"], str)}
+    assert of["parameters at the end"] == parameters
+    assert of["parameters after each step, each rank"] == parameters * (STEPS + 1)
+    assert of["moments at the end"] == 3 * parameters  # exp_avg, exp_avg_sq, step
+    assert of["moments after each step, each rank"] == 3 * parameters * STEPS  # there are none before the first update
+    assert of["RNG after each step, each rank"] == 3 * STEPS  # torch, Python, NumPy
+    assert of["loss scaler: its state, and the scale in each row"] == 2 + STEPS
+    assert of["schedule: the learning rate in each row"] == of["metrics rows: each step once"] == STEPS
+    assert of["position: the data and the tokens of each row"] == 3 * STEPS
+
+
+def cut_copy(proof: Result, tmp_path: Path) -> Path:
+    """The unbroken run as a kill after its first checkpoint would have left it."""
+    path = tmp_path / "cut"
+    shutil.copytree(proof.folder / "unbroken", path)
+    for later in sorted((path / "checkpoints").glob("step_*"))[1:]:
+        shutil.rmtree(later)
+    folder.write_status(path, "running")
+    return path
+
+
+def failed(found: list[Any]) -> dict[str, str]:
+    return {check.what: check.note for check in found if check.passed is False}
+
+
+@pytest.mark.parametrize("lost", ["rng", "moments"])
+def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
+    path = cut_copy(proof, tmp_path)
+    first = int(next((path / "checkpoints").glob("step_*")).name[5:]) + 1  # the first step after the resume
+    (tmp_path / "plant.py").write_text(PLANT)
+    config = build(folder.read_config(path))
+    config = dataclasses.replace(config, hooks=[f"plant.{lost}", *config.hooks])
+    for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW="plant").items():
+        monkeypatch.setenv(name, value)
+    runs.train(path, config, **record.environment(path))
+    found = failed(resume.compare(proof.folder / "unbroken", path))
+    assert f"first: step {first}, rank 0" in found["parameters after each step, each rank"], found
+    assert {"parameters at the end", "metrics rows, but for times and memory"} <= found.keys()
+    assert ("RNG after each step, each rank" in found) == (lost == "rng")
+    if lost == "rng":
+        assert f"first: step {first}, rank 0, torch" in found["RNG after each step, each rank"]
+    for what in found:  # and nothing else is blamed
+        assert not what.startswith(("schedule", "position", "loss scaler", "metrics rows: each step"))
+
+
+def rewrite(path: Path, change) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    change(lines)
+    path.write_text("".join(lines))
+
+
+def rescale(run: Path) -> None:
+    def change(lines: list[str]) -> None:
+        row = json.loads(lines[3])
+        lines[3] = json.dumps({**row, "lr": row["lr"] * (1 + 2**-52)}) + "\n"
+
+    rewrite(run / "metrics.jsonl", change)
+
+
+def flip(run: Path) -> None:
+    file = run / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    manifest = file.parent / "manifest.json"  # not damage: a run that has saved another number
+    known = json.loads(manifest.read_text())
+    known["files"][file.name] = checkpoint.fingerprint(file)
+    manifest.write_text(json.dumps(known))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "blamed"),
+    [
+        (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.insert(3, lines[2])), "step 3: 2 rows"),
+        (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.pop(2)), "step 3: 0 rows"),
+        (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.reverse()), "their order"),
+        (rescale, "step 4, lr"),
+        (flip, "first: "),
+        (lambda run: rewrite(run / "verify" / "rank-0.jsonl", lambda lines: lines.pop()), f"step {STEPS}, rank 0, "),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "there is none"),
+    ],
+    ids=["row-twice", "row-lost", "order", "lr", "bit", "record-lost", "no-checkpoint"],
+)
+def test_the_smallest_difference_between_two_folders_is_found(proof, tmp_path, tamper, blamed):
+    run = tmp_path / "run"
+    shutil.copytree(proof.folder / "broken", run)
+    assert failed(resume.compare(proof.folder / "unbroken", run)) == {}
+    tamper(run)
+    found = failed(resume.compare(proof.folder / "unbroken", run))
+    assert any(blamed in note for note in found.values()), found
+
+
+ROW = st.fixed_dictionaries({"train/loss": st.floats(), "lr": st.floats(), "skipped": st.booleans()})
+
+
+@given(st.lists(ROW, min_size=1, max_size=5), st.data())
+def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
+    a = [{"step": n, **row, "step_time": 1.0} for n, row in enumerate(rows, 1)]
+    b = [{**row, "step_time": 2.0} for row in a]
+    assert resume.columns(a, b) == ([], 4 * len(rows))  # step and three figures a row; times are no difference
+    at = data.draw(st.sampled_from(range(len(rows))))
+    key = data.draw(st.sampled_from(sorted(rows[0])))
+    lost = data.draw(st.booleans())
+    if lost:
+        del b[at][key]
+    else:
+        b[at][key] = "another"
+    assert resume.columns(a, b) == ([f"step {at + 1}, {key}"], 4 * len(rows))
+    assert resume.columns(a, b, "none of these") == ([], 0)
+
+
+def test_a_digest_is_one_of_bits():
+    def of_bits(bits: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(struct.pack("<I", bits)), dtype=torch.float32)
+
+    different = [torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor(0.0), torch.tensor([0]), torch.tensor([[0.0]]),
+                 of_bits(0x7FC00000), of_bits(0x7FC00001), torch.zeros(1, dtype=torch.bfloat16),
+                 torch.zeros(2, dtype=torch.bfloat16), torch.empty(0)]  # fmt: skip
+    assert len({record.digest(value) for value in different}) == len(different)
+    base = torch.arange(12.0).reshape(3, 4)
+    assert record.digest(base.T) == record.digest(base.T.contiguous()) != record.digest(base)  # strides are no bits
+
+
+def test_a_kill_that_missed_its_save_is_no_hit():
+    missed, hit, step = resume.Kill("save", 4, None), resume.Kill("save", 4, 3), resume.Kill("step", 2, None)
+    assert [k.hit for k in (missed, hit, step)] == [False, True, True]
+    assert [str(k) for k in (missed, hit)] == ["in step 4 just after a save", "in the save of step 3"]
+    wanted = ("step", "step", "save")
+    assert [c.passed for c in resume.hits([missed, step], wanted)] == [None]
+    assert [c.passed for c in resume.hits([hit, step], wanted)] == [True]
+    assert [c.what for c in resume.hits([], wanted)] == ["no kill of this kind: step", "no kill of this kind: save"]
+    assert [c.what for c in resume.hits([hit, step], ("step", "rank", "save"))] == ["no kill of this kind: rank"]
+
+
+def test_several_hosts_are_refused(proof):
+    config = build(folder.read_config(proof.folder / "unbroken"))
+    several = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, nnodes=2))
+    with pytest.raises(ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"):
+        resume.planned(several, 6, shrink=False)
+
+
+@pytest.mark.slow
+def test_a_lost_rng_state_fails_the_command(tmp_path):
+    result = prove(tmp_path, "--allow", "plant", "hooks=[plant.rng]")
+    assert result.code == 1, result.out + result.err
+    found = {what for what, check in checks(result).items() if check["passed"] is False}
+    assert {"parameters at the end", "RNG after each step, each rank"} <= found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_two_ranks_of_which_one_is_killed_alone(tmp_path, layout):
+    result = prove(tmp_path, f"parallelism={layout}", "parallelism.nproc_per_node=2", "--steps=16")
+    assert result.code == 0, result.out + result.err
+    found = checks(result)
+    assert " only; the others ended by themselves)" in found["killed with SIGKILL"]["note"]
+    assert f"of {3 * 2 * 16} differ" in found["RNG after each step, each rank"]["found"]
