@@ -202,9 +202,10 @@ def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, st
 
 
 def state_of(path: Path, status: dict[str, Any]) -> str:
-    """The state by status.json, but `cut` for a running one whose lock nobody holds; queued where nothing is said."""
+    """The state by status.json, but `cut` for a running one whose lock nobody holds, also after that was mended there;
+    queued where nothing is said."""
     state = status.get("state")
-    if state == "running" and not folder.is_alive(path, status):
+    if (state == "running" and not folder.is_alive(path, status)) or status.get("error") == folder.CUT:
         return "cut"
     return state if state in STATES else "queued"
 

@@ -89,6 +89,9 @@ def run(arguments: list[str]) -> int:
 
 def _line(path: Path, sweep: Sweep | None) -> Line:
     status, facts = read_status(path), read_facts(path)
+    if state_of(path, status) == "cut" and status.get("state") == "running":
+        folder.mend_status(path)
+        status = read_status(path)
     summary = status.get("summary")
     summary = summary if isinstance(summary, dict) else {}
     row = _last_row(path / folder.METRICS)

@@ -27,17 +27,19 @@ class Console:
 
     `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps.
     The bar appears with the first `progress` call, and only if `stream` is a terminal that can move its
-    cursor. `failure` holds the first error of opening or writing the log, for the caller to act on.
+    cursor. A log that cannot be opened or written is said once, where lines are printed; `failure` holds that error.
     """
 
     def __init__(self, log_path: Path | None, total_steps: int, stream: TextIO | None = None) -> None:
         self.failure: OSError | None = None
+        self._said = False
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
         self._live = _is_live_terminal(self._stream)
         self._bar: Progress | None = None
         self._last_refresh = -math.inf
         self._lock = threading.RLock()  # the tracker's thread says its lines here too
+        self._log_path = log_path
         self._log: BinaryIO | None = None
         if log_path is not None:
             try:
@@ -55,6 +57,10 @@ class Console:
         printed = _CONTROL.sub("", short) if short is not None and self._live else text
         with self._lock:
             self._write_log(text + "\n")
+            if self.failure is not None and not self._said:
+                self._said = True
+                lost = f"WARNING: {self._log_path} cannot be written ({self.failure.strerror}); the run goes on"
+                self._guard(lambda: self._print(lost))
             self._guard(lambda: self._print(printed))
 
     def progress(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:

@@ -62,10 +62,17 @@ class Ledger:
     points: list[Entry] = field(default_factory=list)
 
     def save(self) -> None:
+        """Raises OSError that names the file and the way to go on."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("path", "points")}
         entries = [dataclasses.asdict(entry) for entry in self.points]
         whole = {"format": FORMAT, **head, "updated": time.time(), "points": entries}
-        folder.write_json(self.path / LEDGER, whole)
+        try:
+            folder.write_json(self.path / LEDGER, whole)
+        except OSError as error:
+            text = f"{self.path / LEDGER}: could not be written: {error.strerror}"
+            if is_sweep(self.path):  # else it has not begun
+                text += f"; its runs are intact; to go on: {folder.how_to_resume(self.path)}"
+            raise OSError(text) from error
 
     def update(self, entry: Entry, **changes: Any) -> None:
         """Changes a point, and the file when that made a difference."""

@@ -3,6 +3,7 @@ first one that goes wrong. Nothing of this is there while training goes well."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,22 +22,34 @@ def first_bad(s: Setup, window: Window) -> str:
 
     The parameters must still be those of the step, as a bad update is not applied. Gradients are lost.
     """
-    found: list[str] = [f"parameter {name} is not finite" for name, p in s.model.named_parameters() if not _finite(p)]
-    remove = _watch(s.model, found.append)
+    looks, first = 0, list[tuple[int, str]]()  # the number of the first look that found something, and what it was
+
+    def look(value: Tensor | bool, text: str) -> None:
+        """Ranks make the same looks in the same order: what one of them meets first, it met before all others."""
+        nonlocal looks
+        looks += 1
+        if not (first or (value if isinstance(value, bool) else _finite(value))):
+            first.append((looks, text))
+
+    for name, p in s.model.named_parameters():
+        look(p, f"parameter {name} is not finite")
+    remove = _watch(s.model, look)
     try:
         with torch.compiler.set_stance("force_eager"):  # hooks see what a compiled block would hide
-            _repeat(s, window, found.append)
+            _repeat(s, window, look)
     finally:
         for undo in remove:
             undo()
-    bad = mesh.ranks_where(s.mesh, bool(found))
+    when, text = first[0] if first else (looks + 1, "")
+    earliest = -int(mesh.maximum(s.mesh, torch.tensor(-when, device=s.mesh.device)))
+    bad = mesh.ranks_where(s.mesh, bool(first) and when == earliest)
     if not bad:
         return NOTHING
-    text = _said_by(s.mesh, bad[0], found[0] if found else "")
+    text = _said_by(s.mesh, bad[0], text)
     return f"the first thing to go wrong: {text}" + (f" (rank {bad[0]})" if s.mesh.distributed else "")
 
 
-def _repeat(s: Setup, window: Window, say: Callable[[str], None]) -> None:
+def _repeat(s: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Forward and backward of the step, as train_step has them: ranks must meet in the same places."""
     kind, device, scale = s.parts.precision, s.mesh.device, s.scaler.value
     count = mesh.total(s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device))
@@ -49,16 +62,15 @@ def _repeat(s: Setup, window: Window, say: Callable[[str], None]) -> None:
         with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 nll = s.module(tokens_bt.to(device), targets_bt.to(device))
-            if not _finite(nll):
-                say(f"the loss of micro-batch {i}, where every layer was finite")
+            look(nll, f"the loss of micro-batch {i}, where every layer was finite")
             (nll * weight * scale).backward()
     for name, p in s.model.named_parameters():
-        if p.grad is not None and not _finite(p.grad):
-            say(f"the gradient of {name}, summed over the step")
+        if p.grad is not None:
+            look(p.grad, f"the gradient of {name}, summed over the step")
 
 
-def _watch(model: nn.Module, say: Callable[[str], None]) -> list[Callable[[], None]]:
-    """Hooks that say which module or parameter is the first with a value that is not finite; functions that end them.
+def _watch(model: nn.Module, look: Callable[[Tensor | bool, str], None]) -> list[Callable[[], None]]:
+    """Hooks that look at what modules return and at gradients; functions that end them.
 
     Inner modules report before those that hold them, so the first report is the innermost module.
     """
@@ -72,16 +84,15 @@ def _watch(model: nn.Module, say: Callable[[str], None]) -> list[Callable[[], No
             met[id(tensor)] = tensor, made, taken  # held, so that no other gets its id
 
             def on_the_way_back(gradient: Tensor) -> None:
-                if not _finite(gradient):
-                    say(f"the gradient that {taken[0]} returns" if taken else f"the gradient that reaches {made[0]}")
+                look(gradient, "the gradient that " + (f"{taken[0]} returns" if taken else f"reaches {made[0]}"))
 
             tensor.register_hook(on_the_way_back)
         return met[id(tensor)][1:]
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = list(_tensors(output))
-        if not all(map(_finite, tensors)) and all(map(_finite, _tensors(inputs))):
-            say(f"the output of {names[module]}, whose input is finite")
+        good = all(map(_finite, tensors)) or not all(map(_finite, _tensors(inputs)))
+        look(good, f"the output of {names[module]}, whose input is finite")
         for tensor in _tensors(inputs):
             if tensor.requires_grad:
                 meet(tensor)[1].append(names[module])
@@ -93,13 +104,12 @@ def _watch(model: nn.Module, say: Callable[[str], None]) -> list[Callable[[], No
         handles.append(module.register_forward_hook(after_forward))
     for name, p in model.named_parameters():
         if p.requires_grad:
-
-            def after_backward(gradient: Tensor, name: str = name) -> None:
-                if not _finite(gradient):
-                    say(f"the gradient of {name}")
-
-            handles.append(p.register_hook(after_backward))
+            handles.append(p.register_hook(functools.partial(_look_at, look, f"the gradient of {name}")))
     return [handle.remove for handle in handles]
+
+
+def _look_at(look: Callable[[Tensor, str], None], text: str, gradient: Tensor) -> None:
+    look(gradient, text)
 
 
 def _said_by(joined: mesh.Mesh, rank: int, text: str) -> str:

@@ -59,16 +59,19 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
         loop.failed_saves += 1
         most = loop.s.parts.config.checkpoint.max_failures
         ranks = ", ".join(map(str, failing))
+        if loop.out.main:  # all ranks have written, or failed to
+            saving.clean(loop.out.path / folder.CHECKPOINTS)
         if must or loop.failed_saves > most:
             if error is None:
                 time.sleep(1.0)  # who knows the cause says it first
-            raise error or OSError(f"saving step {due.step} failed on rank {ranks}")
-        if loop.out.main:  # all ranks have written, or failed to
-            saving.clean(loop.out.path / folder.CHECKPOINTS)
-            why = error or f"rank {ranks} could not write; its log says why"
+            why = error or f"rank {ranks} could not write"
+            limit = "the run may not end without it" if must else f"checkpoint.max_failures={most} in a row"
+            raise OSError(f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}") from error
+        if loop.out.main:
+            reason = error or f"rank {ranks} could not write; its log says why"
             kept = f"the newest is of step {loop.saved_step}" if loop.saved_step is not None else "there is none yet"
             loop.out.console.line(
-                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({why}); training goes on, "
+                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({reason}); training goes on, "
                 f"{kept}; failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
             )
         elif error is not None:

@@ -1,0 +1,217 @@
+"""Killed, stopped and starved at bad moments: what is left is whole, and the way to the end is the undisturbed one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmexp import checkpoint, folder
+from tests.conftest import Result, llmexp, start
+from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
+
+HOOKS = '''
+import os, resource, time
+import torch
+
+def slow(event, context):
+    if event == "step_start":
+        time.sleep(0.02)
+
+def hungry(event, context):
+    """From step 7 on the model asks for 400 MiB, under what `ulimit -v` sets, or in a memory cgroup of 100 MiB."""
+    where = os.environ.get("FAULT_MEMORY")
+    if not where or (event, context.step) != ("step_start", 7):
+        return
+    if where == "ulimit":
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100 * 2**20, -1))
+    else:
+        with open(os.path.join(where, "cgroup.procs"), "w") as f:
+            f.write(str(os.getpid()))
+    context.model.register_forward_pre_hook(lambda module, inputs: [torch.ones(100 * 2**20), None][1])
+'''
+HOOKED = ["--allow", "faulty"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "faulty.py").write_text(HOOKS)
+    return tmp_path
+
+
+def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
+    """Whether it came to that before the process ended."""
+    deadline = time.monotonic() + 120
+    while not there():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    return True
+
+
+def rows_of(run: Path) -> int:
+    return (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+
+
+def is_saving(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".step_*.tmp"))
+
+
+def tree_of(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
+
+
+def kill_in_a_row(here: Path, settings: list[str], whole: Result, kills: list[tuple[str, str]], seed: int) -> None:
+    """`kills`: whom (worker, launcher, tree) and when (save: inside one; row: anywhere). Then the run to its end.
+
+    A run that gets to its end between two kills is compared there, and another one takes its place.
+    """
+    rng, left, number = random.Random(seed), list(kills), 0
+    while left:
+        run = Result(0, "", "", here / f"run{number}")
+        command = ["train", *settings, f"hydra.run.dir=run{number}", "hooks=[faulty.slow]", "checkpoint.resume=auto"]
+        before = rows_of(run.folder)
+        again = rng.choice([command, ["resume", f"run{number}"]]) if before else command
+        process = start(*again, *HOOKED, cwd=here)
+        whom, when = left[0]
+        seen = min(LAST, before + rng.randint(1, 4))
+        alive = wait_for(process, lambda run=run, seen=seen: rows_of(run.folder) >= seen)
+        if when == "save":
+            alive = alive and wait_for(process, lambda run=run: is_saving(run.folder))
+        time.sleep(rng.uniform(0, 0.005 if when == "save" else 0.06))
+        for pid in tree_of(process.pid) if alive else []:
+            if whom == "tree" or (pid == process.pid) == (whom == "launcher"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err
+        wait_free(run.folder)
+        for path in checkpoint.steps(run.folder / "checkpoints"):
+            assert checkpoint.load(path).step == int(path.name[5:])
+        steps = [row["step"] for row in folder.read_rows(run.folder / "metrics.jsonl")]
+        assert steps == list(range(1, len(steps) + 1)), seed
+        if process.returncode == 0:
+            assert_as_undisturbed(run, whole)
+            number += 1
+            assert number <= len(kills), "runs are over before they can be killed"
+            continue
+        assert process.returncode == (3 if whom == "worker" else -signal.SIGKILL), (seed, out, err)
+        if whom == "worker":
+            assert_status(run, "failed", 3, "the worker was ended by signal 9 (SIGKILL")
+            assert f"to go on: llmexp resume {run.folder.name}" in err
+        left.pop(0)
+    done = llmexp("resume", f"run{number}", *HOOKED, cwd=here)
+    assert done.code == 0, (seed, done.err)
+    assert_as_undisturbed(run, whole)
+
+
+def wait_free(run: Path) -> None:
+    """A worker whose parent was killed may have to save."""
+    deadline = time.monotonic() + 20
+    while folder.is_locked(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
+    return [(rng.choice(["worker", "launcher", "tree"]), rng.choice(["save", "row"])) for _ in range(count)]
+
+
+@pytest.mark.fresh
+def test_killed_in_a_row(here, settings, whole):
+    """LLMEXP_TEST_KILLS=20 for as many."""
+    asked = int(os.environ.get("LLMEXP_TEST_KILLS", "0"))
+    seed = random.randrange(10**6)
+    kills = chosen(asked, random.Random(seed)) if asked else [("worker", "save"), ("tree", "row")]
+    kill_in_a_row(here, settings, whole, kills, seed)
+
+
+@pytest.mark.fresh
+@pytest.mark.slow
+def test_killed_twenty_times(here, settings, whole):
+    seed = random.randrange(10**6)
+    more = ["checkpoint.async=true"]
+    kill_in_a_row(here, [*settings, *more], whole, chosen(20, random.Random(seed)), seed)
+
+
+def test_told_to_stop_twice_while_it_saves(here, settings, whole):
+    """SIGTERM twice in a background save, SIGINT twice in a save that the step waits for: each time the checkpoint of
+    the step it was at is saved, and the command that is printed goes on from there."""
+    run = Result(0, "", "", here / "run")
+    (here / "steps").mkdir()
+    for number, more in ((signal.SIGTERM, "checkpoint.async=true"), (signal.SIGINT, "checkpoint.async=false")):
+        before = rows_of(run.folder)
+        hooks = "hooks=[faulty.slow]"
+        command = ["resume", "run"] if before else ["train", *settings, "hydra.run.dir=run"]
+        process = start(*command, hooks, *HOOKED, more, cwd=here)
+        assert wait_for(process, lambda before=before: rows_of(run.folder) > before + 2 and is_saving(run.folder))
+        process.send_signal(number)
+        time.sleep(1.1)  # one that comes sooner is taken for the same one
+        if process.poll() is None:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 75, (out, err)
+        assert f"llmexp: {number.name}: finishing this step, then saving" in err
+        assert "llmexp resume run --allow faulty" in out
+        assert_status(run, "preempted", 75, None)
+        reached = rows_of(run.folder)
+        assert checkpoint.load(run.checkpoint(reached)).step == reached < LAST
+        assert not is_saving(run.folder)
+    done = llmexp("resume", "run", *HOOKED, cwd=here)
+    assert done.code == 0, done.err
+    assert_as_undisturbed(run, whole)
+
+
+@pytest.fixture
+def memory_group() -> Path:
+    group = Path(f"/sys/fs/cgroup/memory/llmexp-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(100 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            return group.rmdir()
+        except OSError:  # the process is about to go
+            time.sleep(0.05)
+
+
+def test_out_of_memory(here, settings, whole, memory_group):
+    """By the limit of a process (an exception), by the kernel (SIGKILL), and then with enough of it to the end."""
+    hooked = ["hooks=[faulty.hungry]", *HOOKED]
+    run = Result(0, "", "", here / "run")
+    failed = llmexp("train", *settings, "hydra.run.dir=run", *hooked, cwd=here, FAULT_MEMORY="ulimit")
+    assert failed.code == 3, failed.err
+    assert "out of memory with micro_batch_size 4 x 12 tokens; a smaller batch.micro_batch_size" in failed.err
+    assert "the last checkpoint is step_00000006; to go on: llmexp resume run --allow faulty" in failed.err
+    assert_status(run, "failed", 3, "out of memory with micro_batch_size 4 x 12 tokens")
+
+    failed = llmexp("resume", "run", *hooked, cwd=here, FAULT_MEMORY=str(memory_group))
+    assert failed.code == 3, failed.err
+    assert "oom_kill 1" in (memory_group / "memory.oom_control").read_text()
+    assert_says(
+        failed.err, what="signal 9 (SIGKILL; out of memory?)", where="the worker", intact="",
+        command="llmexp resume run",
+    )  # fmt: skip
+    assert_status(run, "failed", 3, "signal 9 (SIGKILL; out of memory?)")
+    done = go_on(failed.err.rstrip() + ("" if "--allow" in failed.err else " --allow faulty"), here)
+    assert done.code == 0, done.err
+    assert_as_undisturbed(run, whole)

@@ -1,0 +1,157 @@
+"""What a crash or a reboot leaves on the disk: damaged checkpoints, old locks, a status that is not true any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmexp import checkpoint, folder
+from llmexp.__main__ import run as command
+from llmexp.compare.reading import find, read
+from tests.conftest import Result, llmexp
+from tests.faults.helpers import LAST, assert_as_undisturbed, assert_status
+
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "eta")
+
+
+def copy_of(whole: Result, to: Path) -> Path:
+    shutil.copytree(whole.folder, to)
+    return to
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGE = {"gone": Path.unlink, "cut short": truncate, "one bit": flip}
+FILES = ("model.safetensors", "optimizer.safetensors", "state.pt")
+
+
+def damage_of(path: Path, what: str) -> str:
+    """Damages a checkpoint, `what`: how and which file; returns what a message must name."""
+    how, _, name = what.partition(": ")
+    if how == "no JSON":
+        (path / name).write_text('{"format_version": 2, "st')
+    else:
+        DAMAGE[how](path / name)
+    return name
+
+
+CASES = [*(f"{how}: {name}" for how in DAMAGE for name in FILES), "gone: manifest.json", "no JSON: manifest.json",
+         "cut short: manifest.json"]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, what):
+    run = copy_of(whole, tmp_path / "run")
+    newest, older = run / "checkpoints" / f"step_{LAST:08d}", run / "checkpoints" / f"step_{LAST - 2:08d}"
+    name = damage_of(newest, what)
+    loaded = checkpoint.latest(run / "checkpoints", print)
+    assert loaded.path == older
+    assert command(["sample", str(run), "--tokens", "1"]) == 0
+    err = capsys.readouterr().err
+    assert f"checkpoint {newest.name} is damaged and not used: " in err
+    assert name in err
+    damage_of(older, what)
+    assert command(["sample", str(run), "--tokens", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "all 2 checkpoints are damaged" in err
+    assert "Traceback" not in err
+
+
+def test_a_newer_format_is_refused_not_passed_over(whole, tmp_path, capsys):
+    run = copy_of(whole, tmp_path / "run")
+    manifest = run / "checkpoints" / f"step_{LAST:08d}" / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    newer = checkpoint.FORMAT_VERSION + 1
+    manifest.write_text(json.dumps({**tree, "format_version": newer}))
+    assert command(["sample", str(run), "--tokens", "1"]) == 2
+    err = capsys.readouterr().err
+    assert f"version {newer}" in err
+    assert f"version {checkpoint.FORMAT_VERSION}" in err
+    assert "Traceback" not in err
+
+
+HOOKS = """
+import time
+
+def jump(event, context):
+    if (event, context.step) == ("step_start", 16):
+        real = time.time
+        time.time = lambda: real() - 3600  # the clock of the wall; the monotonic ones never jump
+"""
+
+
+def cut_run(whole: Result, to: Path, **status: object) -> Path:
+    """A run as a power cut leaves it: running by its status, its locks there and held by nobody."""
+    run = copy_of(whole, to)
+    shutil.rmtree(run / "checkpoints" / f"step_{LAST:08d}")
+    before = json.loads((run / "status.json").read_text())
+    about = {"state": "running", "exit_code": None, "ended": None, "pid": os.getpid(), "host": socket.gethostname()}
+    (run / "status.json").write_text(json.dumps({**before, **about, **status}))
+    for name in (".lock", ".lock-ranks"):
+        (run / name).touch()
+    return run
+
+
+def state_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert command(["runs", "--json", str(path)]) == 0
+    return json.loads(capsys.readouterr().out)["runs"][0]["state"]
+
+
+def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(whole, tmp_path, capsys):
+    run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
+    figures = run.json("status.json")["summary"]
+    assert read(find([run.folder])[0])[0].state == "cut"
+    assert state_shown(run.folder, capsys) == "cut"
+    assert_status(run, "failed", None, folder.CUT)
+    assert run.json("status.json")["summary"] == figures
+    assert state_shown(run.folder, capsys) == "cut"  # mended, it is still one
+    assert read(find([run.folder])[0])[0].state == "cut"
+
+    shutil.rmtree(run.folder / "checkpoints" / f"step_{LAST - 2:08d}")  # from the start, so that there is time to jump
+    (tmp_path / "faulty.py").write_text(HOOKS)
+    done = llmexp("resume", str(run.folder), "hooks=[faulty.jump]", "--allow", "faulty", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert_as_undisturbed(run, whole)
+    for row in run.rows():
+        assert all(row[key] > 0 for key in TIMES if key != "eta"), row
+        assert row["eta"] >= 0
+    assert run.json("status.json")["summary"]["train_time"] > 0
+    assert state_shown(run.folder, capsys) == "finished"
+
+
+def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):
+    """Of another host that wrote a moment ago; of this one while the lock of the run, or of its ranks, is held; in a
+    folder that cannot be written."""
+    other = cut_run(whole, tmp_path / "other", host="elsewhere")
+    (other / "metrics.jsonl").touch()
+    assert state_shown(other, capsys) == "running"
+    assert folder.read_status(other)["state"] == "running"
+    for name in (".lock", ".lock-ranks"):
+        run = cut_run(whole, tmp_path / name)
+        with folder.locked(run, name):
+            assert state_shown(run, capsys) == "running"
+            folder.mend_status(run)
+        assert folder.read_status(run)["state"] == "running"
+    run = cut_run(whole, tmp_path / "sealed")
+    bound = subprocess.run(["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True)
+    if bound.returncode:
+        pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
+    try:
+        assert state_shown(run, capsys) == "cut"
+        assert folder.read_status(run)["state"] == "running"
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
