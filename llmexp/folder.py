@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shlex
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like outputs/default/...")
     try:
         config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path / CONFIG}: cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
@@ -191,10 +192,33 @@ def mend_status(path: Path) -> None:
             write_status(path, "failed", error=CUT, updated=status.get("updated"))  # when it was last alive
 
 
+def bus_error(path: Path, code: int) -> str:
+    """What a run that died by SIGBUS most likely died of, to be added to its message; "" for any other exit code."""
+    if code != -signal.SIGBUS:
+        return ""
+    from llmexp.data.files import cut_files
+
+    states: Any = {}
+    with contextlib.suppress(ConfigError):
+        states = read_json(path / RUN).get("data_files") or {}
+    return f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
+
+
 def how_to_resume(path: Path) -> str:
     """The command that goes on with the run, for the clipboard."""
     allowed = os.environ.get("LLMEXP_ALLOW")
     return f"llmexp resume {shlex.quote(str(path))}" + (f" --allow {shlex.quote(allowed)}" if allowed else "")
+
+
+def what_is_left(path: Path) -> str:
+    """Of a run that failed: its newest checkpoint, and the way to go on."""
+    saved = sorted(p.name for p in (path / CHECKPOINTS).glob("step_*") if p.name[5:].isdigit())
+    intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+    again = "the same command"  # where not even a config could be written
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        hosts = read_config(path)["parallelism"]["nnodes"]
+        again = how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
+    return f"{intact}; to go on: {again}"
 
 
 class Rows:
@@ -245,8 +269,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was never finished
         try:
             row = json.loads(line)
-            row["step"]
-        except (ValueError, KeyError, TypeError):
+            if isinstance(row["step"], bool) or not isinstance(row["step"], int):
+                raise ValueError("no step")
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path}: line {number} is not a row of metrics: {line[:60]!r}") from None
         rows.append(row)
     return rows

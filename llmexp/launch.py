@@ -236,9 +236,11 @@ class Worker:
         text = how_it_died(code, self.stopped)
         if path is None:
             print(f"llmexp: {text} before the run started", file=sys.stderr)
-        else:
+            return FAILED
+        text += folder.bus_error(path, code)
+        with suppress(OSError):  # the disk may be what failed
             folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
-            print(f"llmexp: training failed: {text}; to go on: llmexp resume {path}", file=sys.stderr)
+        print(f"llmexp: training failed: {text}; {folder.what_is_left(path)}", file=sys.stderr)
         return FAILED
 
 

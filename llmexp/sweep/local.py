@@ -158,7 +158,8 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
         return False
     if state == "failed" and code >= 0 and not cause:
         return True
-    text = cause or (last_words(path) if code >= 0 else "") or how_it_died(code, stopped)
+    text = cause or (last_words(path) if code >= 0 else "")
+    text = text or how_it_died(code, stopped) + folder.bus_error(path, code)
     exit_code = code if code == REFUSED else FAILED
     folder.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
     return True

@@ -119,7 +119,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
 
 
 # What runs code of the user's choosing comes from a command line, never from a file alone.
-KEPT_BACK = ("hydra.launcher.setup", "hydra.launcher.additional_parameters", "hydra.launcher.init")
+KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in ("setup", "additional_parameters", "init", "address"))
 
 
 def recordable(arguments: Sequence[str]) -> list[str]:

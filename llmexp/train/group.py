@@ -67,7 +67,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         time.sleep(0.5)
     if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone
         on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
-        report(path, death.rank, FAILED, f"{death}{on}", "", killed=True)
+        text = f"{death}{on}{folder.bus_error(path, death.exit_code)}"
+        report(path, death.rank, FAILED, text, "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
     if reports:
         first = min(reports, key=lambda r: not r["killed"])  # after a signal the others only saw what followed

@@ -37,7 +37,7 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
             found = hook(event, context) or {}
             if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
                 figures |= {str(k): float(v) for k, v in found.items()}
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{at.filename}:{at.lineno}"
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error

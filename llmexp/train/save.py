@@ -10,6 +10,7 @@ import time
 from llmexp import folder, mesh, saving
 from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving
+from llmexp.train.step import TrainingFailed
 
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
@@ -23,6 +24,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     finish_saving(loop)
     if loop.saved_step == p.step:
         return
+    refuse_changed_data(loop)
     tokens_seen, clipped, steps = loop.meter.counts()
     run, root, keep = s.parts.run, out.path / folder.CHECKPOINTS, s.parts.config.checkpoint.keep
     if out.rows is not None:
@@ -42,6 +44,22 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
     if wait:
         finish_saving(loop, must)
+
+
+def refuse_changed_data(loop: Loop) -> None:
+    """Raises TrainingFailed where a data file was written to under the run: what is saved must be of one corpus."""
+    corpus, joined = loop.s.parts.corpus, loop.s.mesh
+    text = corpus.changed()
+    if ranks := mesh.ranks_where(joined, text is not None):
+        where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
+        since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
+        raise TrainingFailed(
+            f"{text or 'a data file changed under the run'}{where}; the steps since {since} may have seen other data, "
+            f"and step {loop.p.step:,} is not saved"
+        )
+    if loop.out.main and not loop.told_of_data and (text := corpus.replaced()):
+        loop.told_of_data = True
+        loop.out.console.line(f"WARNING: {text}; this run goes on with the old one, but may not be resumed on the new")
 
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:

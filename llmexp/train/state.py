@@ -79,4 +79,5 @@ class Loop:
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     saved_step: int | None = None  # of the newest checkpoint
     failed_saves: int = 0  # since then
+    told_of_data: bool = False  # that a data file was replaced
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar

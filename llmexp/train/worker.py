@@ -149,6 +149,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         **{key: request.get(key) for key in RECORDED},
         "environment": environment(parts),
         "data_fingerprint": parts.corpus.fingerprint,
+        "data_files": parts.corpus.states(),
     }
     folder.write_json(path / folder.RUN, concealed(run))
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
@@ -181,13 +182,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     """Says and records that the run failed."""
     text, trace = redacted(text), redacted(trace)
-    safe = checkpoint.steps(path / folder.CHECKPOINTS)
-    again = "the same command"  # where not even a config could be written
-    with contextlib.suppress(ConfigError):
-        hosts = folder.read_config(path)["parallelism"]["nnodes"]
-        again = folder.how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
-    intact = f"the last checkpoint is {safe[-1].name}" if safe else "no checkpoint yet"
-    message = text if code == REFUSED else f"training failed: {text}; {intact}; to go on: {again}"
+    message = text if code == REFUSED else f"training failed: {text}; {folder.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")

@@ -277,3 +277,60 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
     ended, expected = (load_file(run.checkpoint(200) / "model.safetensors") for run in (failed, undisturbed))
     assert ended.keys() == expected.keys()
     assert all(np.array_equal(ended[name], expected[name]) for name in expected)
+
+
+WRITING = """
+import os, signal
+import numpy as np
+def touch(event, context):
+    if event == "step_end" and context.step == 3:
+        os.utime("train.npy")
+def rewrite(event, context):
+    if event == "step_end" and context.step == 7:
+        ids = np.load("train.npy", mmap_mode="r+")
+        ids[:] = 1
+        ids.flush()
+def replace(event, context):
+    if event == "step_end" and context.step == 3:
+        os.link("train.npy", "other.npy")
+        os.replace("other.npy", "train.npy") or os.rename("new.npy", "train.npy")
+def cut(event, context):
+    if event == "step_end" and context.step == 7:
+        os.truncate("train.npy", 1000)
+        os.kill(os.getpid(), signal.SIGBUS)  # as reading there would
+"""
+SHORT = [
+    *TINY, "train.max_steps=12", "checkpoint.every=5", "train.log_every=1", "train.eval_every=null", "data=tokens",
+    "data.train_files=train.npy", "data.val_ratio=0", "--allow", "writing",
+]  # fmt: skip
+
+
+def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
+    """A new time alone is nothing; other content stops the run at its next checkpoint, which is not saved; another
+    file of that name is said; a run that the kernel ends for a cut file says which one."""
+    (tmp_path / "writing.py").write_text(WRITING)
+    ids = np.random.default_rng(0).integers(0, 60, 8000).astype(np.uint16)
+    np.save(tmp_path / "train.npy", ids)
+    np.save(tmp_path / "new.npy", ids[::-1])
+
+    stopped = llmexp("train", *SHORT, "hooks=[writing.touch,writing.rewrite]", "hydra.run.dir=a", cwd=tmp_path)
+    assert stopped.code == 3
+    for text in (stopped.err, stopped.json("status.json")["error"]):
+        assert "train.npy: this token file was written to while it was in use" in text
+        assert "the steps since step 5 may have seen other data, and step 10 is not saved" in text
+    assert "the last checkpoint is step_00000005; to go on: llmexp resume a --allow writing" in stopped.err
+    assert [row["step"] for row in stopped.rows()] == list(range(1, 11))
+    assert not stopped.checkpoint(10).exists()
+    assert llmexp("resume", "a", "--allow", "writing", cwd=tmp_path).code == 2  # other data
+
+    np.save(tmp_path / "train.npy", ids)
+    warned = llmexp("train", *SHORT, "hooks=[writing.replace]", "hydra.run.dir=b", cwd=tmp_path)
+    assert warned.code == 0, warned.err
+    assert warned.out.count("train.npy: this token file was replaced by another one") == 1
+
+    np.save(tmp_path / "train.npy", ids)
+    killed = llmexp("train", *SHORT, "hooks=[writing.cut]", "hydra.run.dir=c", cwd=tmp_path)
+    assert killed.code == 3
+    for text in (killed.err, killed.json("status.json")["error"]):
+        assert "signal 7 (SIGBUS)" in text
+        assert "train.npy: this token file was cut from" in text
