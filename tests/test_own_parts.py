@@ -55,6 +55,11 @@ def breaks(event, context):
         raise ZeroDivisionError("by zero")
 
 
+def leaves(event, context):
+    if event == "step_start" and context.step == 2:
+        raise SystemExit(0)
+
+
 def clashes(event, context):
     return {"lr": 1.0} if event == "step_end" else None
 '''
@@ -220,6 +225,7 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
     ("hook", "says"),
     [
         ("breaks", "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')"),
+        ("leaves", "the hook mymodel.leaves failed at step_start of step 2: SystemExit(0)"),
         ("clashes", "a hook returned lr, which the row has already"),
     ],
 )
