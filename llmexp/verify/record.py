@@ -149,7 +149,7 @@ class _Recorder:
     def _open(self, context: Any) -> None:
         """Goes on after the step before this one: what was recorded of later ones is of a process that was killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in folder.read_rows(self.path) if row["step"] < context.step]
+        kept = [row for row in folder.read_rows(self.path) if row["step"] < context.step > 1]  # step 0 is written anew
         folder.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         if os.environ.get(MODULES):

@@ -136,10 +136,10 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
     high = max(low, min((number + 1) * steps // of, steps - 1))  # the last one is soon over
     target = low if hurry else rng.randint(low, high)
     rows, root = path / folder.METRICS, path / folder.CHECKPOINTS
-    before = _inode(rows)
+    before = _written(rows)
 
     def started() -> bool:  # a resumed run writes its rows anew, once what an earlier one has left is cleaned away
-        return _inode(rows) != before
+        return _written(rows) != before
 
     process = runs.start(path, plan, **_environment(path))
     with _nothing_left(process):
@@ -157,7 +157,7 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
         if not there or gone or process.poll() is not None:
             if process.wait() == DONE:
                 return None
-            if process.returncode in (PREEMPTED, 128 + signal.SIGINT, -signal.SIGINT):  # a signal that was passed on
+            if process.returncode in (PREEMPTED, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT):
                 raise KeyboardInterrupt
             words = f"{path}: ended with exit code {process.returncode}: {runs.last_words(path)}"
             raise Broken(words) if number else ConfigError(words)
@@ -297,9 +297,9 @@ def _wait(process: subprocess.Popen[str], until: Callable[[], bool], pause_s: fl
     return True
 
 
-def _inode(path: Path) -> int:
+def _written(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino
+        return path.stat().st_ctime_ns  # not its inode, which the file system may use again
     return 0
 
 
