@@ -36,7 +36,8 @@ def write_whole(path: Path, text: str) -> None:
     """Writes under a temporary name, flushes to disk, renames."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")  # pids repeat on other hosts
     try:
-        with open(temporary, "w", encoding="utf-8") as f:
+        # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as it is.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
@@ -78,22 +79,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def check_writable(wanted: Path) -> None:
-    """Raises ConfigError when a folder cannot be made at `wanted`; makes nothing."""
+def check_writable(wanted: Path, key: str = "hydra.run.dir") -> None:
+    """Raises ConfigError when a folder cannot be made at `wanted`, the value of `key`; makes nothing."""
     existing = wanted
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise ConfigError(f"hydra.run.dir={wanted}: {existing} is not a folder; for example hydra.run.dir=outputs/try1")
+        raise ConfigError(f"{key}={wanted}: {existing} is not a folder; for example {key}=outputs/try1")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"hydra.run.dir={wanted}: {existing} cannot be written; for example hydra.run.dir=/tmp/try1")
+        raise ConfigError(f"{key}={wanted}: {existing} cannot be written; for example {key}=/tmp/try1")
 
 
-def claim(wanted: Path, fixed: bool) -> Path:
+def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
     """Makes the run folder and returns it. A folder that exists is shared by nobody: unless the user fixed the name,
     the next free `-2`, `-3`, ... is taken instead.
     """
-    check_writable(wanted)
+    check_writable(wanted, key)
     try:
         if fixed:
             wanted.mkdir(parents=True, exist_ok=True)
@@ -104,8 +105,8 @@ def claim(wanted: Path, fixed: bool) -> Path:
                 path.mkdir(parents=True)
                 return path
     except OSError as error:
-        raise ConfigError(f"hydra.run.dir={wanted}: cannot be made: {error.strerror}") from None
-    raise ConfigError(f"hydra.run.dir={wanted}: 9999 folders of that name exist")
+        raise ConfigError(f"{key}={wanted}: cannot be made: {error.strerror}") from None
+    raise ConfigError(f"{key}={wanted}: 9999 folders of that name exist")
 
 
 @contextlib.contextmanager

@@ -85,12 +85,13 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     return list({run.resolve(): run for run in found}.values())
 
 
-def runs_in(path: Path) -> list[Path]:
-    """The run itself, or the runs of a sweep by their numbers."""
+def runs_in(path: Path, depth: int = 2) -> list[Path]:
+    """The run itself, the runs of a sweep by their numbers, or the runs and those of the sweeps in a folder."""
     if folder.is_run(path):
         return [path]
-    runs = [child for child in path.iterdir() if folder.is_run(child)] if path.is_dir() else []
-    return sorted(runs, key=lambda run: [int(t) if t.isdigit() else t for t in re.split(r"([0-9]+)", run.name)])
+    inner = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")] if depth and path.is_dir() else []
+    inner.sort(key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"([0-9]+)", p.name)])
+    return [run for p in inner for run in runs_in(p, depth - 1)]
 
 
 class LeftOut(Exception):

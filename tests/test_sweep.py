@@ -57,10 +57,22 @@ def fail_once(event, context):
     if event == "step_start" and context.step == 3 and once("failed"):
         raise RuntimeError("only once")
 
+def leave_once(event, context):
+    if event == "step_start" and context.step == 5 and once("left"):
+        os._exit(0)
+
 def lose_task(event, context):
     if event == "step_start" and context.step == 15 and context.optimizers[0].param_groups[0]["weight_decay"] == 0.3:
         if once("lost"):
             os.kill(os.getppid(), signal.SIGKILL)  # Ray's own process
+
+def rest(event, context):
+    if event == "step_start" and context.step == 4:
+        once(f"rests {context.optimizers[0].param_groups[0]['weight_decay']}")
+        from llmexp.process import STOP
+
+        while not STOP.requested:
+            time.sleep(0.02)
 
 def tell(event, context):
     if event == "step_start" and context.step == 1:
@@ -155,6 +167,11 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     points = sweep_json(tmp_path / "s")["points"]
     assert [(p["number"], p["state"], p["attempts"]) for p in points] == [(i, "finished", 1) for i in range(3)]
     assert sweep_json(tmp_path / "s")["swept"] == ["clip.max_norm"]
+    # A point of other values than the sweep has had is named by these too, though its command varies nothing.
+    assert llmexp("train", *base, "clip.max_norm=0.5", "data.seed=3", "sweep.resume=s", cwd=tmp_path).code == 0
+    ledger = sweep_json(tmp_path / "s")
+    assert ledger["points"][3]["folder"] == "3-max_norm_0.5+seed_3"
+    assert ledger["swept"] == ["clip.max_norm", "data.seed"]
     for twins in (["tracker.notes=a,b"], ["batch.micro_batch_size=8,null"]):
         refused = llmexp("train", *base, *twins, "hydra.sweep.dir=twins", cwd=tmp_path)
         assert refused.code == 2
@@ -187,12 +204,12 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
     one, other = sweep_json(tmp_path / "hang")["points"]
     assert (one["state"], one["error"]) == ("failed", "no sign of life for 25 s (sweep.silence_s); it was ended")
     assert other["state"] == "finished"
-    # The one that failed is started again at once; from the start, as it had no checkpoint yet.
-    retried = llmexp(
-        "train", *two, "hooks=[own.fail_once]", "sweep.max_retries=1", "hydra.sweep.dir=retry", cwd=tmp_path
-    )
+    # One that failed, or left without a word, is started again at once; from the start, as it had no checkpoint yet.
+    twice = ["hooks=[own.fail_once,own.leave_once]", "sweep.max_retries=2", "hydra.sweep.dir=retry"]
+    retried = llmexp("train", *two, *twice, cwd=tmp_path)
     assert retried.code == 0, retried.out
-    assert sorted(p["attempts"] for p in sweep_json(tmp_path / "retry")["points"]) == [1, 2]
+    assert sum(p["attempts"] for p in sweep_json(tmp_path / "retry")["points"]) == 4
+    assert "failed: the process ended with exit code 0 before its last step" in retried.out
     (tmp_path / "failed").unlink()
     stopped = llmexp(
         "train", *two, "hooks=[own.fail_once]", "sweep.stop_on_failure=true", "sweep.max_parallel=1",
@@ -411,14 +428,24 @@ def test_two_commands_cannot_run_one_sweep(tmp_path):
 
 @pytest.mark.fresh
 def test_points_as_tasks_of_ray(tmp_path):
-    """A real Ray on this machine. One point fails; one loses its task, which Ray repeats, and goes on with the run."""
+    """A real Ray on this machine, stopped by a signal for which Ray has a handler of its own. Then one point fails; one
+    loses its task, which Ray repeats, and goes on with the run."""
     pytest.importorskip("ray")
     (tmp_path / "own.py").write_text(OWN)
-    command = ["-m", *RUN, "--allow", "own", "hooks=[own.hook,own.lose_task]", "batch.gradient_accumulation_steps=2",
-               "optimizer.weight_decay=0.2,0.3", "hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2",
-               "hydra.sweep.dir=s", "train.seed=1"]  # fmt: skip
+    command = ["-m", *RUN, "--allow", "own", "hooks=[own.hook,own.rest,own.lose_task]",
+               "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.2,0.3", "hydra/launcher=ray",
+               "+hydra.launcher.init.num_cpus=2", "hydra.sweep.dir=s", "train.seed=1"]  # fmt: skip
     (tmp_path / "go").touch()
-    done = llmexp("train", *command, cwd=tmp_path)
+    again = ["resume", "s", "--allow", "own", "+hydra.launcher.init.num_cpus=2"]
+    process = start("train", *command, cwd=tmp_path)
+    wait_for(lambda: all((tmp_path / f"rests {w}").exists() for w in (0.2, 0.3)), process)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in err) == (75, False), err
+    assert "stopping: 2 under way save a checkpoint and leave" in out
+    assert out.splitlines()[-1] == f"stopped; to go on: llmexp {' '.join(again)}"
+    assert set(states(tmp_path / "s").values()) == {"preempted"}
+    done = llmexp(*again, cwd=tmp_path)
     assert done.code == 1, done.err
     bad, good = sweep_json(tmp_path / "s")["points"]
     assert (bad["state"], good["state"]) == ("failed", "finished")

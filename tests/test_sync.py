@@ -207,6 +207,12 @@ def test_each_run_is_taken_once(tmp_path: Path) -> None:
     assert find_runs([str(b), str(tmp_path / "s"), str(tmp_path / "s" / "*")]) == [b, a]
 
 
+def test_a_folder_of_runs_and_sweeps_gives_all_of_them(tmp_path: Path) -> None:
+    alone = make_run(tmp_path / "gpt" / "3-alone", 1)
+    points = [make_run(tmp_path / "gpt" / "sweep" / f"{n}-seed={n}", 1) for n in (2, 10)]
+    assert find_runs([str(tmp_path / "gpt")]) == [alone, *points]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def _entry(
     several = len(group) > 1
     name = group[0].name
     if several:
-        name = f"{re.sub(r'(?<![A-Za-z])seed_?[0-9]+,?', '', name).strip(',_- ')} x{len(group)}".strip()
+        name = f"{re.sub(r'(?<![A-Za-z])seed_?[0-9]+[,+]?', '', name).strip('+,_- ')} x{len(group)}".strip()
     whole = [measured[id(r)] for r in group]
     usable = [m for r, m in zip(group, whole, strict=True) if counts(r)] or whole
     values: dict[str, float] = {}
@@ -131,8 +132,11 @@ def _entry(
                 intervals[column.key] = interval
     notes = []
     if several:
-        gone = len(group) - sum(counts(r) for r in group)
-        notes.append(f"mean of {len(usable)} seeds" + (f", {gone} more broke off" if gone and usable != whole else ""))
+        notes.append(f"mean of {len(usable)} seeds" if len(usable) > 1 else "the figures are of 1 seed")
+        tally = Counter(r.state for r in group)
+        if tally.keys() != {"finished"}:
+            others = ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished")
+            notes.append(f"{tally['finished']} of {len(group)} seeds finished, {others}")
     if mixed and (tokenizer := _tokenizer(group[0])):
         notes.append(f"tokenizer {_tokenizer_name(group[0])}: losses per token compare with no other ({tokenizer[:8]})")
     for r in group:
@@ -142,8 +146,10 @@ def _entry(
             notes.append(f"left out after {r.rung:.0%} of its steps")
         if r.mark:
             notes.append(f"mark: {r.mark}")
-        if r.state == "failed" and (error := r.status.get("error")):
-            notes.append(str(error)[:200])
+        if r.state in ("failed", "preempted") and (error := r.status.get("error")):
+            notes.append(
+                " ".join(str(error).replace("\\n", " ").split())[:200]
+            )  # newlines of a repr are two characters
     if not group[0].config:
         notes.append("without a config")
     state = max((r.state for r in group), key=lambda s: _STATES.index(s) if s in _STATES else 0)

@@ -58,35 +58,50 @@ def _beside_evaluation(a: Entry, b: Entry, metric: str, level: float) -> Differe
 def effect(
     a: Cells, b: Cells, metric: str, c: Comparison, ranked: Sequence[Entry], level: float
 ) -> tuple[Difference, str] | None:
-    """b - a, averaged over the cells that both have; None where nothing can be said.
+    """b - a, averaged over the cells that both have, in each over the seeds that both have; None where nothing can be
+    said.
 
     Cells are no independent witnesses: they share seeds, data and perhaps the very same steps. So seeds are what is
     counted where there are several; of one seed it is the steps of the averaged series, and else the error of a single
     pair, which averaging is not taken to make smaller.
     """
-    shared = sorted(a.keys() & b.keys())
-    if len(shared) < 2:
+    cells = [
+        (a[rest], b[rest], _by_seed(a[rest], metric), _by_seed(b[rest], metric)) for rest in sorted(a.keys() & b.keys())
+    ]
+    # What a seed of one side alone adds would pass for an effect of the key.
+    common = [(x, y, {s: p[s] for s in p if s in q}, {s: q[s] for s in q if s in p}) for x, y, p, q in cells]
+    cells = [cell for cell in common if cell[2]] or cells
+    if len(cells) < 2:
         return None
-    pairs = [(a[rest], b[rest]) for rest in shared]
-    mean = float(np.mean([y.figures[metric] - x.figures[metric] for x, y in pairs]))
-    by_seed = [(_by_seed(x, metric), _by_seed(y, metric)) for x, y in pairs]
-    seeds = set.intersection(*(set(x) & set(y) for x, y in by_seed))
+    mean = float(np.mean([_mean(y, q, metric) - _mean(x, p, metric) for x, y, p, q in cells]))
+    seeds = set.intersection(*(set(p) & set(q) for _, _, p, q in cells))
     if len(seeds) > 1:
-        return paired_seeds([float(np.mean([y[s] - x[s] for x, y in by_seed])) for s in sorted(seeds)], level), metric
+        return paired_seeds(
+            [float(np.mean([q[s] - p[s] for _, _, p, q in cells])) for s in sorted(seeds)], level
+        ), metric
     groups = [list(_by_seed(e, metric).values()) for e in ranked]
-    if any(len(g) > 1 for g in groups) and all(x and y for x, y in by_seed):
-        found = [pooled_seeds(list(x.values()), list(y.values()), groups, level) for x, y in by_seed]
+    if any(len(g) > 1 for g in groups) and all(p and q for _, _, p, q in cells):
+        found = [pooled_seeds(list(p.values()), list(q.values()), groups, level) for _, _, p, q in cells]
         return Difference(mean, max(d.half for d in found), found[0].method), metric
-    series = [s for x, y in pairs if (s := series_of(x, y, c)) is not None]
+    series = [s for x, y, _, _ in cells if (s := series_of(x, y, c)) is not None]
     length = min((len(s) for s in series), default=0)
-    if len(series) == len(pairs) and length:
+    if len(series) == len(cells) and length:
         # The last steps of all, which are the same ones where the runs are equally long.
         difference = series_difference(np.mean([s[len(s) - length :] for s in series], axis=0), level)
         if difference:
             return difference, "train/loss"
-    beside = [_beside_evaluation(x, y, metric, level) for x, y in pairs]
+    beside = [_beside_evaluation(x, y, metric, level) for x, y, _, _ in cells]
     halves = [d.half for d in beside if d]
-    return (Difference(mean, max(halves), EVALUATION), metric) if len(halves) == len(pairs) else None
+    return (Difference(mean, max(halves), EVALUATION), metric) if len(halves) == len(cells) else None
+
+
+def _mean(entry: Entry, of: Mapping[Any, float], metric: str) -> float:
+    return float(np.mean(list(of.values()))) if of else entry.figures[metric]
+
+
+def seeds_with(entry: Entry, metric: str) -> set[str]:
+    """The seeds of which the entry's figure is the mean."""
+    return set(_by_seed(entry, metric))
 
 
 def _by_seed(entry: Entry, metric: str) -> dict[Any, float]:

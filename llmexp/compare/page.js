@@ -25,7 +25,7 @@
     header.setAttribute("aria-sort", order);
     table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
   }
-  for (const button of all("th[aria-sort] button")) button.addEventListener("click", () => sortBy(button.closest("th")));
+  for (const header of all("th[aria-sort]")) header.addEventListener("click", () => sortBy(header)); // its button included
 
   // Colours: distinct ones for a few lines; for many the place in the order, the best one strongest.
   const FEW = ["#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0", "#9c6b4e", "#2b9cc4"];
@@ -59,6 +59,7 @@
     const [ink, muted, line, paper] = ["--text", "--muted", "--line", "--bg"].map(variable);
     const axis = (more = {}) => ({
       gridcolor: line, zeroline: false, linecolor: line, tickcolor: line, automargin: true, ticks: "",
+      ...(more.type === "log" ? { tickformat: ",.6~g" } : {}), // else 0.2 and 20 are both a small "2"
       ...more, title: { text: more.title ?? "", font: { size: 12, color: muted }, standoff: 8 },
     });
     const narrow = matchMedia("(max-width: 640px)").matches;

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.downsample import downsample
-from llmexp.compare.figures import counts
+from llmexp.compare.figures import counts, setting
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.rows import elapsed
 from llmexp.compare.table import shown
@@ -92,7 +92,13 @@ def plain(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _levels(entries: tuple[Entry, ...], key: str) -> list[Any]:
+def ended(entry: Entry) -> bool:
+    """Whether all runs that its figures are of have come to their end."""
+    found = [record for record in entry.runs if counts(record)]
+    return bool(found) and all(record.state == "finished" for record in found)
+
+
+def _levels(entries: tuple[Entry, ...], key: str) -> list[str]:
     """The values of a key in their order: numbers by size, before words."""
     distinct = {plain(e.values.get(key)): e.values.get(key) for e in entries}
 
@@ -101,6 +107,13 @@ def _levels(entries: tuple[Entry, ...], key: str) -> list[Any]:
         return not number, float(value) if number else 0.0, plain(value)
 
     return [plain(v) for v in sorted(distinct.values(), key=place)]
+
+
+def _labels(entries: tuple[Entry, ...], key: str) -> list[str]:
+    """The levels as they are read: shortened, unless two would then look alike."""
+    short = {plain(v): setting(v) for e in entries for v in [e.values.get(key)]}
+    levels = _levels(entries, key)
+    return [short[level] for level in levels] if len(set(short.values())) == len(levels) else levels
 
 
 def _is_number(value: Any) -> bool:
@@ -136,8 +149,8 @@ def _heat(comparison: Comparison) -> dict[str, Any] | None:
     if not figures:
         return None
     return {
-        "x": {"title": keys[across], "levels": levels[across]},
-        "y": {"title": keys[down], "levels": levels[down]},
+        "x": {"title": keys[across], "levels": _labels(comparison.entries, keys[across])},
+        "y": {"title": keys[down], "levels": _labels(comparison.entries, keys[down])},
         "states": grid(lambda entry: entry.state),
         "figures": figures,
         "metric": comparison.metric,
@@ -145,13 +158,14 @@ def _heat(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def _best_cells(cells: Mapping[tuple[int, int], Entry], column: Column) -> list[list[int]]:
-    """The cells to be framed, [row, column] each; what broke off or was left out is never the best."""
+    """The cells to be framed, [row, column] each; what broke off, goes on or was left out is never the best, and where
+    all are the same none is."""
     known = {
         place: entry.figures[column.key]
         for place, entry in cells.items()
-        if column.key in entry.figures and any(counts(record) for record in entry.runs)
+        if column.key in entry.figures and ended(entry)
     }
-    if not known or column.better not in ("lower", "higher"):
+    if len(set(known.values())) < 2 or column.better not in ("lower", "higher"):
         return []
     best = (min if column.better == "lower" else max)(known.values())
     return [list(place) for place, value in known.items() if value == best]
@@ -174,7 +188,7 @@ def _key_axis(key: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
         return _number_axis(key, numbers, 3)
     # Equal spacing: swept values are mostly powers of two or picked by hand, and each should be legible.
     last = max(1, len(levels) - 1)
-    ticks = [[i / last, level] for i, level in enumerate(levels) if i % -(-len(levels) // 12) == 0]
+    ticks = [[i / last, label] for i, label in enumerate(_labels(entries, key)) if i % -(-len(levels) // 12) == 0]
     return {"title": key, "places": [levels.index(plain(n)) / last for n in numbers], "ticks": ticks}
 
 

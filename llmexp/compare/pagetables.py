@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from llmexp.compare.figures import counts
-from llmexp.compare.pagedata import plain, runs
+from llmexp.compare.figures import setting
+from llmexp.compare.pagedata import ended, plain, runs
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.table import shown
 
@@ -68,7 +68,7 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 def value_cell(value: Any) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f'<td{" class=number" if number else ""} data-value="{escape(plain(value))}">{escape(plain(value))}</td>'
+    return f'<td{" class=number" if number else ""} data-value="{escape(plain(value))}">{escape(setting(value))}</td>'
 
 
 def _entry_cell(entry: Entry, column: Column, best: float | None) -> str:
@@ -79,21 +79,21 @@ def _entry_cell(entry: Entry, column: Column, best: float | None) -> str:
     text = shown(value, column.digits)
     if interval is not None:
         text += f' <small title="95 % interval">± {(interval[1] - interval[0]) / 2:.2g}</small>'
-    return f'<td class="number{" best" if value == best else ""}" data-value="{value!r}">{text}</td>'
+    mark = " best" if value == best and ended(entry) else ""
+    return f'<td class="number{mark}" data-value="{value!r}">{text}</td>'
 
 
 def _best(comparison: Comparison, column: Column) -> float | None:
-    # What broke off is not the fastest for having done the least.
-    alive = [entry for entry in comparison.entries if any(counts(record) for record in entry.runs)]
-    found = [entry.figures[column.key] for entry in alive if column.key in entry.figures]
-    if column.better not in ("lower", "higher") or len(found) < 2:
+    # What has not come to its end is not the fastest for having done the least.
+    found = [entry.figures[column.key] for entry in comparison.entries if column.key in entry.figures and ended(entry)]
+    if column.better not in ("lower", "higher") or len(set(found)) < 2:
         return None
     return min(found) if column.better == "lower" else max(found)
 
 
 def run_table(comparison: Comparison) -> str:
     entries = comparison.entries
-    seeds, notes = any(len(entry.runs) > 1 for entry in entries), any(entry.note for entry in entries)
+    seeds = any(len(entry.runs) > 1 for entry in entries)
 
     def column_head(column: Column) -> tuple[str, str]:
         order = {"lower": "ascending", "higher": "descending"}.get(column.better, "none")
@@ -104,16 +104,15 @@ def run_table(comparison: Comparison) -> str:
     titles += [(_key(key), 'aria-sort="none"') for key in comparison.differing]
     titles += [column_head(column) for column in comparison.columns]
     titles += [("Seeds", 'class="number" aria-sort="none"')] if seeds else []
-    titles += [("Note", 'aria-sort="none"')] if notes else []
     best = {column.key: _best(comparison, column) for column in comparison.columns}
     rows = []
     for number, entry in enumerate(entries):
-        cells = [f'<th scope="row" data-value="{escape(entry.name)}">{name_cell(entry.name, number)}</th>']
+        note = f'<small class="note">{escape(entry.note)}</small>' if entry.note else ""
+        cells = [f'<th scope="row" data-value="{escape(entry.name)}">{name_cell(entry.name, number)}{note}</th>']
         cells += [f"<td>{_state(entry.state)}</td>"]
         cells += [value_cell(entry.values[k]) if k in entry.values else "<td></td>" for k in comparison.differing]
         cells += [_entry_cell(entry, column, best[column.key]) for column in comparison.columns]
         cells += [f'<td class="number">{len(entry.runs)}</td>'] if seeds else []
-        cells += [f'<td class="note">{escape(entry.note)}</td>'] if notes else []
         rows.append(f"<tr>{''.join(cells)}</tr>\n")
     return box(f'<table class="runs">\n{_head(titles)}<tbody>\n{"".join(rows)}</tbody></table>', "Runs")
 

@@ -26,6 +26,7 @@ from llmexp.config import ConfigError
 from llmexp.process import DONE, REFUSED
 
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
+INCOMPLETE = 1
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
 _STYLES = {"finished": "green", "running": "cyan", "failed": "red", "cut": "red", "preempted": "yellow"}
 
@@ -48,7 +49,7 @@ class Line:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code 0, or 2 where there is no run. Raises ConfigError."""
+    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises ConfigError."""
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
         raise ConfigError(f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed")
@@ -208,6 +209,7 @@ def _mark(path: Path, text: str | None) -> None:
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
     """All checkpoints of finished runs but the newest whole one; without `yes` only says which."""
     freed, count = 0, 0
+    failed: list[Path] = []
     for line in lines:
         if line.state != "finished" or folder.is_locked(line.path):
             continue
@@ -216,20 +218,23 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
             with folder.locked(line.path) if yes else contextlib.nullcontext():
                 if read_status(line.path).get("state") != "finished":
                     continue
-                for old, size in _removed(line.path / folder.CHECKPOINTS, yes):
+                for old, size in _removed(line.path / folder.CHECKPOINTS, yes, failed):
                     print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
                     freed, count = freed + size, count + 1
         except ConfigError:
             continue  # it is in training
         except OSError as error:
             print(f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there", file=sys.stderr)
+            failed.append(line.path)
     tail = "freed" if yes else "would be freed; --yes removes them"
-    print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
-    return DONE
+    if count or not failed:
+        print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
+    return INCOMPLETE if failed else DONE
 
 
-def _removed(where: Path, yes: bool) -> Iterator[tuple[Path, int]]:
-    """The checkpoints that are not needed, with their size on disk; removed with `yes`. The caller holds the lock."""
+def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
+    """The checkpoints that are not needed, with their size on disk; removed with `yes`; what cannot be goes into `failed`.
+    The caller holds the lock."""
     if where.is_symlink() or not where.is_dir():
         return
     steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir() and not p.is_symlink()]
@@ -246,6 +251,7 @@ def _removed(where: Path, yes: bool) -> Iterator[tuple[Path, int]]:
                 shutil.rmtree(old)
             except OSError as error:
                 print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+                failed.append(old)
                 continue
         yield old, size
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmexp.compare.figures import counts, number, positions, setting
-from llmexp.compare.judging import EVALUATION, LOSSES, STEPS, effect, judge, same_batches, series_of
+from llmexp.compare.judging import EVALUATION, LOSSES, STEPS, effect, judge, same_batches, seeds_with, series_of
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.statistics import RESOLUTION, Difference, series_difference
 
@@ -261,16 +261,21 @@ def _where(c: Comparison, metric: Column, limiting: Record | None) -> list[str]:
         text = (
             f"Losses are read at {at}, the last position that every unfailed run reached ({limiting.name} ends there)."
         )
-    late = []
+    late, without = [], []
     for r in runs:
         place = positions(r, c.align)
         values = r.columns.get("val/loss", np.zeros(0))
         seen = place[: len(values)][np.isfinite(values) & (place[: len(values)] <= c.align_at * (1 + 1e-9))]
-        if len(place) and len(seen) and seen[-1] < c.align_at * (1 - 1e-9):
+        if len(seen) == 0:
+            without.append(r.name)
+        elif seen[-1] < c.align_at * (1 - 1e-9):
             late.append((r.name, float(seen[-1])))
     if late and "val" in metric.key:
         name, last = min(late, key=lambda pair: pair[1])
         text += f" {len(late)} of {len(runs)} runs had their last evaluation before that, {name} at {last:,.0f}."
+    if without and any("val/loss" in r.columns for r in runs):
+        have = "has" if len(without) == 1 else "have"
+        text += f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: {_listed(without)}."
     return [text]
 
 
@@ -300,6 +305,7 @@ def _caveats(c: Comparison, metric: Column, ranked: Sequence[Entry], mixed: bool
     sizes = {s for r in runs if (s := number(r.facts.get("eval_sequences"))) is not None}
     if not mixed and (len(val) > 1 or len(sizes) > 1):
         said.append("The validation text is not the same in all runs, so their val losses differ for that alone.")
+    said += _seeds(c, metric, ranked)
     if len(devices := {str(d) for r in runs if (d := r.facts.get("device_name"))}) > 1:
         said.append(f"Not all ran on the same device ({_listed(sorted(devices))}): rates and times do not compare.")
     behind = {id(r) for e in c.entries if ranked and not any(counts(r) for r in e.runs) for r in e.runs}
@@ -316,3 +322,14 @@ def _caveats(c: Comparison, metric: Column, ranked: Sequence[Entry], mixed: bool
             place = " and ranks behind the others" if id(r) in behind else ""
             said.append(f"{r.name} {r.lost}: it has no say in this{place}.")
     return said
+
+
+def _seeds(c: Comparison, metric: Column, ranked: Sequence[Entry]) -> list[str]:
+    """That means are over unequal sets of seeds, where some are."""
+    found = [(e, seeds_with(e, metric.key)) for e in ranked]
+    wanted = set().union(*(seeds for _, seeds in found))
+    lacking = [f"{describe(e, c)} lacks {_listed(sorted(wanted - seeds))}" for e, seeds in found if seeds < wanted]
+    if not lacking or not any(len(seeds) > 1 for _, seeds in found):
+        return []
+    effects = ", effects are over those that both sides have" if len(c.factors) > 1 else ""
+    return [f"The means are not over the same seeds ({_listed(lacking)}){effects}: run those too before you decide."]

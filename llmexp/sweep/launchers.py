@@ -166,7 +166,8 @@ def execute(
 
         ray.run_all(
             todo, ray_settings(current.cfg), current.stop, cuda=any(facts[e.folder]["devices"] for _, e in queued),
-            stop_on_failure=current.settings.stop_on_failure, begun=begun, look=look, tick=display.tick,
+            max_parallel=current.settings.max_parallel, stop_on_failure=current.settings.stop_on_failure,
+            begun=begun, look=look, tick=display.tick, say=display.line,
         )  # fmt: skip
         return
     from llmexp import slurm

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from llmexp import folder
+from llmexp.config import ConfigError
 from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died
 
 POLL_S = 0.1
@@ -152,17 +154,35 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
 
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     """Whether the run failed; records a death that it could not record itself."""
-    state = folder.read_status(path).get("state")
+    status = folder.read_status(path)
+    state, left = status.get("state"), code in (DONE, PREEMPTED)
     by_signal = code > 128 or -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-    if code in (DONE, PREEMPTED) or state == "finished" or (stopped and by_signal):
+    if state == "finished":
+        return False
+    if stopped and (left or by_signal):
+        if state == "running" and not folder.is_locked(path):
+            folder.write_status(path, "preempted", error="stopped before it could save", ended=time.time())
+        return False
+    if left and state == "preempted":
+        if not status.get("error") and not by_plan(path, status):
+            folder.write_status(path, "preempted", error="a signal that was not for the whole sweep stopped it")
         return False
     if state == "failed" and code >= 0 and not cause:
         return True
-    text = cause or (last_words(path) if code >= 0 else "")
+    text = cause or (last_words(path) if code >= 0 and not left else "")
+    if not text and left:
+        text = f"the process ended with exit code {code} before its last step"
     text = text or how_it_died(code, stopped) + folder.bus_error(path, code)
     exit_code = code if code == REFUSED else FAILED
     folder.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
     return True
+
+
+def by_plan(path: Path, status: dict[str, Any]) -> bool:
+    """Whether a run stopped where train.stop_step had it stop."""
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        return bool(status["summary"]["steps"] == folder.read_config(path)["train"]["stop_step"])
+    return False
 
 
 def last_words(path: Path) -> str:

@@ -26,7 +26,19 @@ from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Stopped, visible_devices
-from llmexp.sweep.points import Checker, Point, Refused, expand, is_grid, load_points, no_start, refuse_hosts, twins
+from llmexp.sweep.matching import Pair, match, next_number
+from llmexp.sweep.points import (
+    Checker,
+    Point,
+    Refused,
+    as_given,
+    expand,
+    is_grid,
+    load_points,
+    no_start,
+    refuse_hosts,
+    twins,
+)
 
 LOCK = ".lock-sweep"
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
@@ -91,10 +103,14 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
                 )
         if current.ledger is None:
             raise ConfigError("hydra/sweeper: it asked for no point")
+    again = f"to go on: llmexp resume {shlex.quote(str(current.ledger.path))}{kept_back(arguments)}"
     if current.stop.requested:
-        say(f"stopped; to go on: llmexp resume {shlex.quote(str(current.ledger.path))}{kept_back(arguments)}")
+        say(f"stopped; {again}")
         return PREEMPTED
-    return 0 if current.ledger.state == "finished" else 1
+    if current.ledger.state == "finished":
+        return 0
+    say(f"not all finished; {again}")
+    return 1
 
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
@@ -112,7 +128,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
             raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
         return settings, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
-    folder.check_writable(where)
+    folder.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
         raise refuse("hydra.sweep.dir", where, f"holds a sweep already; to go on with it: sweep.resume={where}")
     return settings, where
@@ -147,12 +163,13 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
     """
     (current,) = CURRENT
     given = list(current.cfg.hydra.overrides.task)
-    points, refused = load_points(loader, current.cfg, job_overrides, first, current.settings, current.where, given)
+    asked = [as_given(overrides, given) for overrides in job_overrides]
+    points, refused = load_points(loader, current.cfg, asked, first, current.settings, current.where, given)
     done = run_batch(current, points, refused, again=True)
     if current.over:
         raise KeyboardInterrupt
     results = []
-    for overrides in job_overrides:
+    for overrides in asked:
         point, entry = next(((p, e) for p, e in done if p.overrides == list(overrides)), (None, None))
         result = JobReturn(overrides=overrides, cfg=point.cfg if point else None, status=JobStatus.COMPLETED)
         assert current.ledger is not None
@@ -204,42 +221,11 @@ def run_batch(
     if current.settings.resume is not None and not again:
         pairs += others(current, ledger, {e.folder for _, e, _ in pairs})
     current.knobs |= {entry.folder: fact for _, entry, fact in pairs}
-    ledger.swept = sorted({*ledger.swept, *(key for p in points for key in p.swept)})
+    ledger.swept = sorted({*ledger.swept, *(key for p, _, _ in pairs for key in p.swept)})
     ledger.state = "running"
     ledger.save()
     run_rungs(current, ledger, list({e.folder: (p, e) for p, e, _ in pairs}.values()))
     return [(p, e) for p, e, _ in pairs]
-
-
-Pair = tuple[Point, Entry, dict[str, Any]]  # a point, its place in the ledger, what the checker knows of its run
-
-
-def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> list[Pair]:
-    """The points with their entries: those that they have already, known by the config as composed, or as solved in the
-    run's folder; else new ones."""
-    from llmexp.launch import visible
-
-    composed = {e.identity: e for e in ledger.points if e.identity is not None}
-    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
-    solved: dict[str, Entry] = {}
-    if not {p.identity for p, _ in points} <= composed.keys():  # some may be there in other words
-        for entry in ledger.points:
-            with contextlib.suppress(ConfigError):
-                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
-    pairs = []
-    for point, fact in points:
-        asked = visible(point.overrides)
-        found = composed.get(point.identity) or solved.get(fact["solved"]) or infeasible.get(tuple(asked))
-        if found is None:
-            moved = point.moved(next_number(ledger), ledger.path)
-            found = Entry(moved.number, point.label, str(moved.path.relative_to(ledger.path)), None, asked)
-            ledger.points.append(found)
-        found.identity = point.identity
-        if found.state == "infeasible":
-            found.state, found.error = "queued", None
-        path = ledger.path / found.folder
-        pairs.append((dataclasses.replace(point, number=found.number, path=path, group=ledger.group), found, fact))
-    return pairs
 
 
 def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
@@ -269,7 +255,11 @@ def open_ledger(current: Current) -> Ledger:
     from llmexp.launch import say
 
     resumed = current.settings.resume is not None
-    path = current.where if resumed else folder.claim(current.where, current.fixed)  # two of one second get two folders
+    if resumed and not os.access(current.where, os.W_OK | os.X_OK):
+        text = "this folder cannot be written; copy the sweep to one that can, with all its runs, and go on there"
+        raise refuse("sweep.resume", current.where, text, "/tmp/sweep")
+    # Two of one second get two folders.
+    path = current.where if resumed else folder.claim(current.where, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))
     if resumed:
         ledger = ledgers.read(path)
@@ -282,10 +272,6 @@ def open_ledger(current: Current) -> Ledger:
     current.stack.enter_context(current.stop.installed())
     current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
     return ledger
-
-
-def next_number(ledger: Ledger) -> int:
-    return max((e.number for e in ledger.points), default=-1) + 1
 
 
 def rungs(settings: Sweep) -> list[float | None]:
@@ -334,6 +320,11 @@ def score(path: Path, step: int | None) -> float:
     return math.inf
 
 
+def reached(path: Path, step: int | None) -> bool:
+    """Whether a run has been at the step where it has to stop; None: it has to go to its end."""
+    return step is not None and score(path, step) < math.inf
+
+
 def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
     """Runs points up to a step (None: to the end), where they have not been there before; failed ones again."""
     from llmexp.launch import say
@@ -341,8 +332,7 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
     left = []
     for point, entry, stop_step in todo:
         state = ledger.look(entry).get("state")
-        reached = stop_step is not None and score(ledger.path / entry.folder, stop_step) < math.inf
-        if state != "finished" and not reached:
+        if state != "finished" and not reached(ledger.path / entry.folder, stop_step):
             left.append((point, entry, stop_step))
     if 0 < len(left) < len(todo):
         say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
@@ -350,9 +340,13 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
         if not left or current.over:
             return
         if attempt:
-            say(f"{len(left)} failed, started again: {', '.join(e.folder for _, e, _ in left)}")
+            say(f"{len(left)} failed or broke off, started again: {', '.join(e.folder for _, e, _ in left)}")
         run_once(current, ledger, left)
-        left = [(p, e, s) for p, e, s in left if e.state == "failed" and e.exit_code != REFUSED]
+        left = [
+            (p, e, s) for p, e, s in left
+            if (e.state == "failed" and e.exit_code != REFUSED)
+            or (e.state == "preempted" and not reached(ledger.path / e.folder, s))
+        ]  # fmt: skip
 
 
 def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
@@ -430,7 +424,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
                 folder.write_whole(ledger.path / "compare.html", page(comparison))
                 say(f"page   {ledger.path / 'compare.html'}")
         except Exception as error:
-            say(f"no comparison: {error!r}")
+            say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")  # its repr may hold a page
     if upload := upload_command(ledger.path):
         say(f"upload {upload}")
     say(f"folder {ledger.path}")

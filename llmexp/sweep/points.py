@@ -58,6 +58,10 @@ class Point:
     def identity(self) -> str:
         return identity(plain(self.config))
 
+    @property
+    def keys(self) -> list[str]:
+        return [o.partition("=")[0] for o in self.overrides]
+
     def refused(self, reason: str) -> Refused:
         return Refused(self.number, self.label, self.overrides, reason)
 
@@ -75,6 +79,11 @@ class Point:
             "group": self.group or str(self.path.parent),
             "swept": self.swept,
         }
+
+    def renamed(self, text: str, swept: list[str]) -> Point:
+        with open_dict(self.cfg):
+            self.cfg.hydra.job.name = text
+        return dataclasses.replace(self, label=text, swept=swept)
 
     def moved(self, number: int, where: Path) -> Point:
         """The same point under another number, in the sweep's folder `where`."""
@@ -138,6 +147,16 @@ def load_points(
             continue
         points.append(point)
     return points, refused
+
+
+def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The overrides of a sweeper, those that only repeat one of the command line as that has it: Optuna's writes its
+    values as Python does, False for false and None for null, which no longer is that."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    fixed = [o for o in OverridesParser.create().parse_overrides(list(given)) if not o.is_sweep_override()]
+    said = {f"{o.get_key_element()}={o.value()}": str(o.input_line) for o in fixed if not o.is_delete()}
+    return [said.get(o, o) for o in overrides]
 
 
 def twins(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:

@@ -1,4 +1,8 @@
-"""Runs of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m llmexp.train RUN_DIR` on its node."""
+"""Runs of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m llmexp.train RUN_DIR` on its node.
+
+Ray lowers the priority of what it runs (nice 15; RAY_worker_niceness=0 in the environment of the cluster's start, which
+without an address is the sweep's own): beside other work on the machine a point is slower than `llmexp train` alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError, refuse
-from llmexp.process import FAILED, PREEMPTED
+from llmexp.process import FAILED, PASSED_ON, PREEMPTED
 from llmexp.sweep.local import STDERR, Job, Stopped, settle
 
 POLL_S, ORPHAN_S = 0.5, 60.0
@@ -62,7 +66,9 @@ def train(path: str, environment: dict[str, str]) -> int:
             process_group=0,
         )
     try:
-        return child.wait()
+        while (code := child.poll()) is None:  # not wait(), which Ray's interrupt does not end
+            time.sleep(0.2)
+        return code
     except BaseException:  # cancelled: Ray raises in here
         child.send_signal(signal.SIGTERM)
         child.wait()
@@ -75,12 +81,14 @@ def run_all(
     stop: Stopped,
     *,
     cuda: bool,
+    max_parallel: int | None,
     stop_on_failure: bool,
     begun: Callable[[Path], None],
     look: Callable[[Path], None],
     tick: Callable[[], None],
+    say: Callable[[str], None],
 ) -> None:
-    """Runs every job as soon as the cluster has room for it, until `stop` is requested.
+    """Runs every job as soon as the cluster has room for it, `max_parallel` of them at once, until `stop` is requested.
 
     A task whose process dies is repeated by Ray and goes on from the run's checkpoint. Raises ConfigError where there
     is no cluster at the address.
@@ -92,28 +100,35 @@ def run_all(
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
     }  # else Ray listens on the machine's outer address
+    handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     try:
         ray.init(address=s.address, **(quiet | ({} if s.address else own) | s.init))
     except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"hydra/launcher=ray: ray.init failed: {error}") from None
+    finally:
+        for number, handler in handlers.items():  # Ray has put its own there, which leave without a word
+            signal.signal(number, handler)
     keep = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")
     environment = {k: os.environ[k] for k in keep if k in os.environ}
     environment |= {k: v for k, v in os.environ.items() if k.startswith("WANDB_")} | {"PWD": os.getcwd()}
     try:
         refuse_impossible(ray.nodes(), jobs, s, cuda)
-        left: dict[Any, Job] = {}
-        for job in jobs:
-            options = {
-                "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
-                "num_gpus": (job.ranks if cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
-                "name": job.path.name,
-            }
-            left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
+        waiting, left = list(jobs), dict[Any, Job]()
         running: set[Path] = set()
         told = False
-        while left:
+        while left or (waiting and not stop.requested):
+            while waiting and not stop.requested and (max_parallel is None or len(left) < max_parallel):
+                job = waiting.pop(0)
+                options = {
+                    "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
+                    "num_gpus": (job.ranks if cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
+                    "name": job.path.name,
+                }
+                left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
             if stop.requested and not told:
                 told = True
+                active = sum(job.path in running for job in left.values())
+                say(f"stopping: {active} under way save a checkpoint and leave")
                 for task in left:
                     ray.cancel(task)
             done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)
@@ -122,6 +137,7 @@ def run_all(
                 failed = finish(ray, task, job.path, stopped=stop.requested)
                 look(job.path)
                 if failed and stop_on_failure:
+                    waiting.clear()
                     for later in [t for t, j in left.items() if j.path not in running]:
                         ray.cancel(later)
             for job in left.values():

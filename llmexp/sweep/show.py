@@ -117,8 +117,8 @@ def told(entry: Entry, where: Path) -> str:
     from llmexp.metrics.console import format_duration
 
     text = f"{entry.folder}  {entry.state}"
-    if entry.state == "failed":
-        return f"{text}: {entry.error}"
+    if entry.state in ("failed", "preempted") and entry.error:
+        return f"{text}: {flat(entry.error)}"
     if entry.state == "finished":
         summary = folder.read_status(where / entry.folder).get("summary", {})
         loss = summary.get("final val/loss", summary.get("final train/loss"))
@@ -156,10 +156,15 @@ def results_table(ledger: Ledger) -> str:
         rate = summary.get("mean tokens_per_sec")
         figures = (*("" if loss is None else f"{loss:.4f}" for loss in losses), "" if rate is None else f"{rate:,.0f}")
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
-        if entry.state in ("failed", "infeasible"):
-            reasons.append(fitted(f"{entry.folder}: {entry.error}"))
+        if entry.state in ("failed", "infeasible", "preempted") and entry.error:
+            reasons.append(fitted(f"{entry.folder}: {flat(entry.error)}"))
     width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
     return "\n".join([table(rows, left=2, width=width), *reasons])
+
+
+def flat(error: str) -> str:
+    """One line, where the repr of an exception has the newlines of its text as two characters each."""
+    return " ".join(error.replace("\\n", " ").split())
 
 
 def fitted(text: str) -> str:

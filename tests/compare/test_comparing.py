@@ -363,3 +363,63 @@ def test_steps_that_go_against_the_order_are_not_called_noise(tmp_path):
     (said,) = [s for s in c.sentences if "Not settled" in s]
     assert "against the order: clip.max_norm=3.0 (0.05" in said
     assert "Within noise" not in said
+
+
+def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
+    """Seeds lie 1 apart, the limits 0.03; the larger limit lacks seeds, other ones in each cell."""
+    points = {
+        f"a_{a},c_{limit},s_{seed}": dict(
+            max_norm=limit, micro=8 // a, accumulation=a, seed=seed, offset=seed + 0.03 * (limit - 1)
+        )
+        for a in (1, 2)
+        for limit in (1.0, 2.0)
+        for seed in (1, 2, 3)
+        if limit == 1.0 or seed <= 3 - a
+    }
+    c = compare([make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])])
+    (said,) = [s for s in c.sentences if s.startswith("clip.max_norm")]
+    assert ", 0.03 ± " in said
+    (seeds,) = [s for s in c.sentences if "same seeds" in s]
+    assert "clip.max_norm=2.0 lacks 3" in seeds
+    assert "clip.max_norm=2.0 lacks 2, 3" in seeds
+    whole = compare([tmp_path / "s" / "*c_1.0*"])
+    assert not any("same seeds" in s for s in whole.sentences)
+
+
+def test_runs_without_an_evaluation_at_the_common_position_are_named(tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", max_norm=2.0, steps=250, offset=0.1)
+    make_run(tmp_path / "late", max_norm=3.0, val_every=300)
+    text = " ".join(compare([tmp_path]).sentences)
+    assert "1 of 3 runs has no evaluation up to there: late." in text
+    make_run(tmp_path / "begun", max_norm=4.0, steps=30, state="preempted")
+    c = compare([tmp_path])
+    assert c.metric == "train/loss"
+    assert "4 of 4 runs have no evaluation up to there: " in " ".join(c.sentences)
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (("0-seed_1+lr_0.1", "1-seed_2+lr_0.1"), "0-lr_0.1 x2"),
+        (("0-lr_0.1+seed_1+max_norm_1", "1-lr_0.1+seed_2+max_norm_1"), "0-lr_0.1+max_norm_1 x2"),
+        (("0-lr_0.1+seed_1", "1-lr_0.1+seed_2"), "0-lr_0.1 x2"),
+        (("0-seed_1", "1-seed_2"), "0 x2"),
+    ],
+)
+def test_the_name_of_folded_seeds(tmp_path, names, folded):
+    for seed, name in enumerate(names, 1):
+        make_run(tmp_path / name, seed=seed, steps=20)
+    assert [e.name for e in compare([tmp_path]).entries] == [folded]
+
+
+def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
+    make_run(tmp_path / "0-seed_1", seed=1)
+    waits = make_run(tmp_path / "1-seed_2", seed=2, state="queued")
+    (waits / "metrics.jsonl").write_text("")
+    make_run(tmp_path / "2", max_norm=2.0, state="failed")
+    status = json.loads((tmp_path / "2" / "status.json").read_text())
+    (tmp_path / "2" / "status.json").write_text(json.dumps(status | {"error": "ValueError('a\\nb')"}))
+    found = {e.name: e for e in compare([tmp_path]).entries}
+    assert found["0 x2"].note == "the figures are of 1 seed; 1 of 2 seeds finished, 1 queued"
+    assert found["2"].note == "ValueError('a b')"

@@ -214,3 +214,33 @@ def test_all_runs_have_the_same_keys_in_json(tmp_path):
     assert list(runs[0]) == list(runs[1])
     assert (runs[1]["name"], runs[1]["val/loss"], runs[1]["clip_share"]) == ("c", None, None)
     assert runs[0]["clip_share"] == 0.25
+
+
+def test_names_that_are_no_text_can_be_compared_and_written(tmp_path, capsys):
+    """A folder of the byte 0xe9 alone, which is no UTF-8."""
+    sweep = tmp_path / os.fsdecode(b"lat\xe9")
+    make_sweep(sweep, {f"c_{c}": dict(max_norm=c, offset=c) for c in (1.0, 2.0)}, ["clip.max_norm"])
+    out = {f"--{name}": str(tmp_path / f"all.{name}") for name in ("html", "csv", "json")}
+    assert llmexp(["compare", str(sweep), *(word for pair in out.items() for word in pair)]) == 0
+    for path in out.values():
+        with open(path, encoding="utf-8") as f:
+            assert "lat" in f.read()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capsys):
+    run = make_run(tmp_path / "a")
+    for step in (5, 50):
+        make_checkpoint(run, step)
+    (run / ".lock").touch()
+    bound = subprocess.run(["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True)
+    if bound.returncode:
+        pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
+    try:
+        assert llmexp(["runs", str(run), "--remove-checkpoints", "--yes"]) == 1
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
+    done = capsys.readouterr()
+    assert "Read-only file system" in done.err
+    assert "nothing to remove" not in done.out
+    assert (run / "checkpoints" / "step_00000005").is_dir()

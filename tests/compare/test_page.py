@@ -93,6 +93,30 @@ def test_what_broke_off_is_never_the_best():
     assert f'best" data-value="{entries[0].figures["mean tokens_per_sec"]!r}"' not in html
 
 
+def test_only_what_has_ended_is_marked_best_and_nothing_where_all_are_alike():
+    first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
+    going = replace(first, runs=(replace(first.runs[0], state="preempted"),), state="preempted")
+    alike = {e.name: e.figures | {"peak_memory_gib": 11.25} for e in (going, second, third)}
+    html = page(comparison([replace(e, figures=alike[e.name]) for e in (going, second, third)]))
+    marked = [float(v) for v in re.findall(r'class="number best" data-value="([^"]*)"', html)]
+    assert second.figures["final val/loss"] in marked
+    assert first.figures["final val/loss"] not in marked
+    assert 11.25 not in marked
+
+
+def test_why_a_run_failed_stands_under_its_name_and_long_values_are_short():
+    long = 0.012345678901234568
+    broken = replace(entry(1, {"optimizer.lr": long}, state="failed"), note="a rank was killed (SIGKILL)")
+    html = page(comparison([entry(0, {"optimizer.lr": 0.25}), broken]))
+    (row,) = [r for r in re.findall(r"<tr>.*?</tr>", html) if "SIGKILL" in r]
+    assert "SIGKILL" in row.partition("</th>")[0]
+    assert f'data-value="{long!r}">0.0123457<' in row
+    axes = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[1e-4, long])))["parallel"]["axes"]
+    assert [label for _, label in axes[2]["ticks"]] == ["0.0001", "0.0123457"]
+    near = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[long, long + 1e-12])))["parallel"]["axes"]
+    assert len({label for _, label in near[2]["ticks"]}) == 2  # they still look different
+
+
 def test_the_same_comparison_gives_the_same_bytes():
     made = comparison(grid(n=30, **{CLIP: [0.5, 1.0]}))
     assert page(made) == page(made)
@@ -264,7 +288,7 @@ def test_sorting_by_click_and_by_keyboard(show):
     loss, rate = heads.index("Final val loss"), heads.index("Tokens/s")
     head = tab.locator(".runs thead th").nth(loss)
     assert head.get_attribute("aria-sort") == "ascending"  # as it comes
-    head.locator("button").click()
+    head.click(position={"x": 2, "y": 2})  # beside its words
     assert head.get_attribute("aria-sort") == "descending"
     figures = column(tab, loss)
     assert figures[-1] == ""  # what is unknown stays last, whichever the direction
@@ -324,6 +348,21 @@ def test_quantity_axis_and_scale_can_be_chosen(show):
     assert tab.evaluate("document.getElementById('curves-plot').layout.yaxis.type") == "log"
     tab.select_option("#quantity", "val/loss")
     assert {t["mode"] for t in drawn(tab)} == {"lines+markers"}
+
+
+def test_ticks_of_logarithmic_axes_are_whole_values(show):
+    """The limits are 0.25 to 4, the noise scales about 20 to 40."""
+    made = comparison(grid(n=30, **{CLIP: [0.5, 1.0]}))
+    tab = show(made)
+    ticks = (
+        "id => [...document.querySelectorAll(`#${id} .${id[0] === 'c' ? 'x' : 'y'}tick text`)].map(t => t.textContent)"
+    )
+    limits = [float(t) for t in tab.evaluate(ticks, "clip-plot")]
+    assert set(limits) >= {0.5, 1.0, 2.0}
+    assert limits == sorted(limits)
+    sequences = [float(t) for t in tab.evaluate(ticks, "noise-plot")]
+    assert 20.0 in sequences
+    assert sequences == sorted(sequences)
 
 
 def test_a_label_that_is_markup_shows_as_text_and_does_nothing(show):

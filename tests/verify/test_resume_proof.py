@@ -240,6 +240,7 @@ def test_a_lost_rng_state_fails_the_command(tmp_path):
     assert {"parameters at the end", "RNG after each step, each rank"} <= found
 
 
+@pytest.mark.fresh  # a fork's stand-in is not the rank
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_two_ranks_of_which_one_is_killed_alone(tmp_path, layout):
