@@ -1,0 +1,64 @@
+"""Which points of a command a sweep has already, and what the new ones are called."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from llmexp import folder
+from llmexp.config import ConfigError
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.points import Point, label
+
+Pair = tuple[Point, Entry, dict[str, Any]]  # a point, its place in the ledger, what the checker knows of its run
+
+
+def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> list[Pair]:
+    """The points with their entries: those that they have already, known by the config as composed, or as solved in the
+    run's folder; else new ones."""
+    from llmexp.launch import visible
+
+    composed = {e.identity: e for e in ledger.points if e.identity is not None}
+    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
+    solved: dict[str, Entry] = {}
+    if not {p.identity for p, _ in points} <= composed.keys():  # some may be there in other words
+        for entry in ledger.points:
+            with contextlib.suppress(ConfigError):
+                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
+    pairs = []
+    for point, fact in points:
+        asked = visible(point.overrides)
+        found = composed.get(point.identity) or solved.get(fact["solved"]) or infeasible.get(tuple(asked))
+        if found is None:
+            point = told_apart(point, ledger)
+            moved = point.moved(next_number(ledger), ledger.path)
+            found = Entry(moved.number, point.label, str(moved.path.relative_to(ledger.path)), None, asked)
+            ledger.points.append(found)
+        found.identity = point.identity
+        if found.state == "infeasible":
+            found.state, found.error = "queued", None
+        path = ledger.path / found.folder
+        pairs.append((dataclasses.replace(point, number=found.number, path=path, group=ledger.group), found, fact))
+    return pairs
+
+
+def told_apart(point: Point, ledger: Ledger) -> Point:
+    """The new point with a label by what sets it apart from all others of the sweep, not from those of its command."""
+    from llmexp.launch import visible
+
+    swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
+    text = label(point.overrides, swept)
+    if twin := next((e for e in ledger.points if e.label == text), None):
+        new = [o for o in visible(point.overrides) if o not in twin.overrides]
+        swept = list(dict.fromkeys([*swept, *(o.partition("=")[0] for o in new)]))
+        text = label(point.overrides, swept)
+    if any(e.label == text for e in ledger.points):  # of less than the other was given
+        text = f"{text[:110]}-{next_number(ledger)}"
+    return point if text == point.label else point.renamed(text, [k for k in swept if k in point.keys])
+
+
+def next_number(ledger: Ledger) -> int:
+    return max((e.number for e in ledger.points), default=-1) + 1
