@@ -8,7 +8,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all check clean
+.PHONY: train test test-all check locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -22,6 +22,13 @@ check: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# The environment from archives of known hashes, on the platform that requirements-ci.txt was made for.
+locked:
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-ci.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch .venv/.ready
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

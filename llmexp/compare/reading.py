@@ -43,7 +43,7 @@ class Sweep:
 
 def clean(text: object) -> str:
     """One line without control characters: a log or a label must not drive the terminal."""
-    shown = str(text).encode("utf-8", "replace").decode()
+    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())  # colours go whole
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown).strip()
 
 

@@ -1,7 +1,7 @@
 """Runs of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m llmexp.train RUN_DIR` on its node.
 
-Ray lowers the priority of what it runs (nice 15; RAY_worker_niceness=0 in the environment of the cluster's start, which
-without an address is the sweep's own): beside other work on the machine a point is slower than `llmexp train` alone.
+Ray gives what it runs a low priority (nice 15) unless RAY_worker_niceness=0 is in the environment that a cluster is
+started from: beside other work on a node its points hardly come on. In the cluster that is started here it is set.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def run_all(
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
     }  # else Ray listens on the machine's outer address
+    if s.address is None:
+        os.environ.setdefault("RAY_worker_niceness", "0")
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     try:
         ray.init(address=s.address, **(quiet | ({} if s.address else own) | s.init))

@@ -63,7 +63,11 @@ def cut_tags(tags: list[str]) -> list[str]:
 def known_run_id(run_dir: Path, project: str) -> str:
     """The id that the folder's run has in the tracker, also after the folder was moved; else one from its path."""
     saved = read_position(run_dir)
-    return saved.run_id if saved else hashlib.sha256(f"{project}/{run_dir.resolve()}".encode()).hexdigest()[:12]
+    return (
+        saved.run_id
+        if saved
+        else hashlib.sha256(f"{project}/{run_dir.resolve()}".encode(errors="surrogateescape")).hexdigest()[:12]
+    )
 
 
 def safe_id(run_id: str) -> str:
