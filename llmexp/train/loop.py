@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -110,7 +111,8 @@ def settle(loop: Loop) -> int:
         p.consecutive_skips = 0
         return p.updates
     if loop.saving is not None and loop.saving.step < p.step:  # this step may be the run's last
-        finish_saving(loop)
+        with contextlib.suppress(OSError):  # what is wrong with the step comes first
+            finish_saving(loop)
     what = {EMPTY: "no valid target", SKIPPED_OUTLIER: "an outlier", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[
         code
     ]

@@ -53,6 +53,8 @@ def refuse_changed_data(loop: Loop) -> None:
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
         since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
+        if text is None:
+            time.sleep(1.0)  # who knows the file says it first
         raise TrainingFailed(
             f"{text or 'a data file changed under the run'}{where}; the steps since {since} may have seen other data, "
             f"and step {loop.p.step:,} is not saved"

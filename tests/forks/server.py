@@ -60,8 +60,9 @@ def look_after(child: int, connection: socket.socket) -> None:
 
     ended = threading.Event()
     threading.Thread(target=watch, daemon=True).start()
-    _, status = os.waitpid(child, 0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number is its own until it is fetched
     ended.set()
+    _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     connection.close()
@@ -84,7 +85,10 @@ def become_worker(request: dict, fds: list[int]) -> None:
             os.close(fd)
         for fd, number in zip(held, request["fds"], strict=True):
             os.dup2(fd, number)
-            os.close(fd)
+        for name in os.listdir("/proc/self/fd"):  # other workers' connections among them
+            if int(name) not in request["fds"]:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
         os.umask(request["umask"])
         os.chdir(request["cwd"])
         old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
