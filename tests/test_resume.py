@@ -156,6 +156,19 @@ def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
     assert Result(0, "", "", copy).json("run.json")["gradient_accumulation_steps"] == 1
 
 
+def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path):
+    """What changes results is also in each checkpoint; how the run is executed may be edited."""
+    result, _ = whole
+    copy = cut_after(result, tmp_path, 10)
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1234", "seed: 99").replace("lr: 0.01", "lr: 0.02"))
+    refused = llmexp("resume", str(copy), cwd=tmp_path)
+    assert refused.code == 2
+    assert "step_00000010: is another run" in refused.err
+    assert "optimizer.lr (0.01 there, 0.02 here), train.seed (1234 there, 99 here)" in refused.err
+    assert exact(Result(0, "", "", copy)) == exact(result)  # the rows of the steps to come are still there
+
+
 def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path):
     result, _ = whole
     copy = cut_after(result, tmp_path, 15)

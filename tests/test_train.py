@@ -121,6 +121,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert not list((result.folder / "checkpoints").glob("*07"))
 
 
+def test_a_run_without_any_update_is_no_success(tmp_path):
+    np.save(tmp_path / "t.npy", np.full(2000, 7, np.uint16))
+    masked = ["data=tokens", f"data.train_files=[{tmp_path}/t.npy]", "data.val_ratio=0", "data.ignore_id=7"]
+    result = llmexp("train", *TINY, *masked, "train.max_steps=5", "hydra.run.dir=run", cwd=tmp_path)
+    assert result.code == 3
+    assert "none of the 5 steps applied an update" in result.err
+
+
 def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     overflowing = [*SYNTHETIC, "precision=fp16", f"precision.init_scale={2**40}"]
     result = train(tmp_path, "run", *overflowing, "train.log_every=1", "train.max_steps=40")

@@ -207,7 +207,9 @@ def state_of(path: Path, status: dict[str, Any]) -> str:
     state = status.get("state")
     if (state == "running" and not folder.is_alive(path, status)) or status.get("error") == folder.CUT:
         return "cut"
-    return state if state in STATES else "queued"
+    if state in STATES:
+        return str(state)
+    return "cut" if (path / folder.METRICS).exists() else "queued"  # a status that was lost
 
 
 def read_status(path: Path) -> dict[str, Any]:

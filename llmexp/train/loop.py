@@ -95,6 +95,11 @@ def train(loop: Loop) -> str:
             loop.out.console.line(f"sample: {sample_text(loop)}")
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
+    if p.updates == 0:
+        raise TrainingFailed(
+            f"none of the {p.step:,} steps applied an update: every window had no valid target (as data.ignore_id may "
+            "cause), overflowed in fp16, or was skipped as an outlier"
+        )
     return "finished"
 
 
@@ -226,15 +231,24 @@ def measuring(s: Setup) -> Measured:
 
 def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter, Measured]:
     """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters, measurements.
-    (The RNG and the data position follow from the step number.)"""
-    checkpoint.restore_model(loaded, s.model)
-    checkpoint.restore_optimizers(loaded, s.model, s.optimizers)
-    s.scaler.load_state_dict(loaded.state["scaler"])
+    (The RNG and the data position follow from the step number.) Raises CheckpointError."""
     measured = measuring(s)
-    for name, part in (("norms", measured.norms), ("noise", measured.noise), ("outliers", s.outliers)):
-        if name in loaded.state:  # older checkpoints have none
-            part.load_state_dict(loaded.state[name])
-    return Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"]), measured
+    try:
+        checkpoint.restore_model(loaded, s.model)
+        checkpoint.restore_optimizers(loaded, s.model, s.optimizers)
+        s.scaler.load_state_dict(loaded.state["scaler"])
+        for name, part in (("norms", measured.norms), ("noise", measured.noise), ("outliers", s.outliers)):
+            if name in loaded.state:  # older checkpoints have none
+                part.load_state_dict(loaded.state[name])
+        progress, meter = Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
+        if progress.step != loaded.step:
+            raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
+    except checkpoint.CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        file = loaded.path / checkpoint.STATE
+        raise checkpoint.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
+    return progress, meter, measured
 
 
 def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:

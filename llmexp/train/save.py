@@ -30,7 +30,11 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     if out.rows is not None:
         out.rows.sync()
     geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
-    meta = {"tokens_seen": tokens_seen, "geometry": {**geometry, "parallelism": run.facts.parallelism}}
+    meta = {
+        "tokens_seen": tokens_seen,
+        "geometry": {**geometry, "parallelism": run.facts.parallelism},
+        "config": loop.fixed_config,
+    }
     state = {
         "progress": dataclasses.asdict(p),
         "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},

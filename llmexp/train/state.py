@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -72,6 +73,7 @@ class Loop:
     meter: Meter
     measured: Measured
     byte_lengths: Tensor
+    fixed_config: dict[str, Any]  # what of the config changes results, with dotted keys
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
     own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite

@@ -119,16 +119,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
-    old, new = flatten(folder.read_config(path)), flatten(plain(parts.config))
-    differing = [
-        f"{key} ({old.get(key)} there, {new.get(key)} here)"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == k or key.startswith(k + ".") for k in EXECUTION_KEYS)
-    ]
-    if differing:
-        raise ConfigError(
-            f"{path}: is another run; differing keys, which change results and so are fixed: {', '.join(differing)}"
-        )
+    refuse_other_config(path, fixed_part(folder.read_config(path)), fixed_part(plain(parts.config)))
     there = folder.read_json(path / folder.RUN)
     known, now = there.get("environment"), environment(parts)
     if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
@@ -136,6 +127,20 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     recorded = there.get("data_fingerprint")
     if recorded is not None and recorded != json.loads(json.dumps(concealed(parts.corpus.fingerprint))):
         raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+
+
+def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a plain config changes results, with dotted keys."""
+    flat = flatten(config)
+    return {k: v for k, v in flat.items() if not any(k == e or k.startswith(e + ".") for e in EXECUTION_KEYS)}
+
+
+def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ConfigError with the keys in which the fixed parts of two configs differ."""
+    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys)
+    if differing:
+        raise ConfigError(f"{path}: is another run; differing keys, which change results and so are fixed: {differing}")
 
 
 def environment(parts: Parts) -> dict[str, str]:
@@ -184,7 +189,7 @@ def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     text, trace = redacted(text), redacted(trace)
     message = text if code == REFUSED else f"training failed: {text}; {folder.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
-    with contextlib.suppress(OSError), open(path / folder.LOG, "a", encoding="utf-8") as log:
+    with contextlib.suppress(OSError, ConfigError), folder.opened(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
         if (
@@ -282,6 +287,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         lambda bad: mesh.any_rank(joined, bad)[0],
         (joined.rank, joined.world_size),
     )
+    fixed_config = json.loads(json.dumps(fixed_part(plain(config))))  # as it comes back from a file
+    if loaded and isinstance(saved := loaded.manifest.get("config"), dict):  # the folder's own could have been edited
+        refuse_other_config(loaded.path, saved, fixed_config)
     s = set_up(parts, joined)
     fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(s)
     p, meter, measured = resume(s, loaded) if loaded else fresh
@@ -307,6 +315,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         p=p,
         meter=meter,
         measured=measured,
+        fixed_config=fixed_config,
         byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved_step=p.step if loaded else None,
