@@ -84,16 +84,22 @@ def run(arguments: list[str]) -> int:
             rest
         )
     except ConfigError as error:
-        print(f"llmexp: {error}", file=sys.stderr)
-        return REFUSED
+        return said(error, REFUSED)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `llmexp ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a full disk under the output
-        print(f"llmexp: {error}", file=sys.stderr)
-        return 1
+        return said(error, 1)
+
+
+def said(error: Exception, code: int) -> int:
+    """Says what went wrong, without the values of secrets, on standard error. Returns `code`."""
+    from llmexp.environment import redacted
+
+    print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
+    return code
 
 
 def complete(arguments: list[str], commands: tuple[str, ...]) -> int:

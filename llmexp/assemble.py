@@ -66,7 +66,8 @@ def resolve_layout(config: Config, device: torch.device) -> Layout:
 
 
 def filled(config: Config) -> Config:
-    """The config with the values of the variables that its open sections name. Raises ConfigError."""
+    """The config with the values of the variables that its open sections name, which is what the functions below take.
+    The one place where they are filled in. Raises ConfigError."""
     return dataclasses.replace(config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS})
 
 
@@ -170,17 +171,17 @@ def assemble(config: Config, *, write: bool) -> Parts:
 
 
 def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:
-    """The tokenizer, and the model section with the vocabulary that follows from it where it is null."""
+    """The tokenizer of a filled config, and the model section with the vocabulary that follows where it is null."""
     tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
-    model_config: dict[str, Any] = fill(config.model, "model")
+    model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
         model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
     return tokenizer, model_config
 
 
 def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, *, write: bool) -> Corpus:
-    """The data, checked against the vocabulary; with `write` they are prepared. Raises ConfigError."""
-    data: dict[str, Any] = fill(config.data, "data")
+    """The data of a filled config, checked against the vocabulary; prepared with `write`. Raises ConfigError."""
+    data = config.data
     _check_common_data(data, vocab_size)
     offered = {
         "tokenizer": tokenizer,

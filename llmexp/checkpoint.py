@@ -37,7 +37,6 @@ NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
 Shape = tuple[int, ...]
 
-
 MAX_MANIFEST, MAX_HEADER, MAX_STATE = 16 * 2**20, 100 * 2**20, 2**30  # bytes
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -209,15 +208,16 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if file.stat().st_size > MAX_MANIFEST:
             raise ValueError(f"larger than {MAX_MANIFEST} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        version, step = manifest["format_version"], manifest["step"]
-        if not (_is_count(version) and _is_count(step) and isinstance(manifest["files"], dict)):
-            raise ValueError("no version, step or files")
+        if not _is_count(version := manifest["format_version"]):  # before the keys, which may be others
+            raise ValueError("no version")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
     if version > FORMAT_VERSION:
         raise NewerFormat(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: update it")
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
+    if not (_is_count(manifest.get("step")) and isinstance(manifest.get("files"), dict)):
+        raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
 
 

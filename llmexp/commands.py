@@ -140,11 +140,11 @@ def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
 def prepare(arguments: list[str]) -> int:
     """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
     from llmexp import launch
-    from llmexp.assemble import build_corpus, build_tokenizer
+    from llmexp.assemble import build_corpus, build_tokenizer, filled
 
     args = launch.parse("prepare", arguments)
     with launch.hydra_app(args.config_dir) as hydra:
-        config = launch.typed(launch.compose(hydra, args.overrides)[0])
+        config = filled(launch.typed(launch.compose(hydra, args.overrides)[0]))
     tokenizer, model_config = build_tokenizer(config)
     corpus = build_corpus(config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True)
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
@@ -171,6 +171,7 @@ def sample(arguments: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
     config = build(folder.read_config(args.run_dir))
     from llmexp import checkpoint
+    from llmexp.assemble import filled
     from llmexp.sample import load_for_sampling
     from llmexp.sample import sample as sample_text
 
@@ -179,7 +180,7 @@ def sample(arguments: list[str]) -> int:
         if loaded is None:
             raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
         recorded = folder.read_json(args.run_dir / folder.RUN)
-        tokenizer, model, length = load_for_sampling(config, recorded, loaded)
+        tokenizer, model, length = load_for_sampling(filled(config), recorded, loaded)
     except checkpoint.CheckpointError as error:
         raise ConfigError(str(error)) from None
     knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}

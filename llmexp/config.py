@@ -260,7 +260,8 @@ def fill(value: Any, key: str) -> Any:
     """`value` with what the environment holds in place of its ${oc.env:NAME}, at any depth.
 
     A lone variable that reads as a number, true, false or null is one, as on a command line; one with the name of a
-    secret stays text. Raises ConfigError naming the key and a variable that is not set.
+    secret stays text. To be called once: a value may look like a variable itself. Raises ConfigError naming the key and
+    a variable that is not set.
     """
     if isinstance(value, Mapping):
         return {k: fill(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
@@ -277,7 +278,10 @@ def fill(value: Any, key: str) -> Any:
     if not VARIABLE.fullmatch(value) or SECRET.search(names[0]):
         return text
     if NUMBER.fullmatch(text):
-        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+        try:
+            return int(text) if text.lstrip("+-").isdecimal() else float(text)
+        except ValueError:  # Python reads no more than some thousand digits
+            raise refuse(key, value, f"the environment variable {names[0]} has {len(text):,} digits") from None
     return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 

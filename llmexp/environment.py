@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import netrc
 import os
 from collections.abc import Mapping
@@ -28,23 +29,39 @@ def secrets() -> dict[str, str]:
 
 def redacted(text: str) -> str:
     """`text` with the names of secrets, and of the variables that a config names, in place of their values."""
+    return _replaced(text, _replacements())
+
+
+def _replacements() -> list[tuple[str, str]]:
+    """(value, what is written in its place), the longest values first: one may be a part of another."""
     known = {value: f"<{name}>" for name, value in secrets().items()}
     for name in NAMED:
         if len(value := os.environ.get(name, "")) >= SHORTEST:
             known.setdefault(value, f"${{oc.env:{name}}}")
-    for value in sorted(known, key=len, reverse=True):  # one may be a part of another
-        for form in {value, repr(value)[1:-1]}:
-            text = text.replace(form, known[value])
+    forms = {
+        form: name for value, name in known.items() for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+    }
+    return sorted(forms.items(), key=lambda pair: len(pair[0]), reverse=True)
+
+
+def _replaced(text: str, replacements: list[tuple[str, str]]) -> str:
+    for form, name in replacements:
+        text = text.replace(form, name)
     return text
 
 
 def concealed(node: Any) -> Any:
     """Plain values with every text redacted."""
-    if isinstance(node, dict):
-        return {concealed(key): concealed(value) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [concealed(value) for value in node]
-    return redacted(node) if isinstance(node, str) else node
+    replacements = _replacements()
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {walk(key): walk(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [walk(value) for value in node]
+        return _replaced(node, replacements) if isinstance(node, str) else node
+
+    return walk(node)
 
 
 def marks(config: Mapping[str, Any], but: tuple[str, ...]) -> dict[str, str]:

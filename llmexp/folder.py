@@ -13,11 +13,12 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from llmexp.config import ConfigError
+from llmexp.config import ConfigError, fill
+from llmexp.environment import redacted
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -48,6 +49,16 @@ def write_whole(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def opened(path: Path, mode: str, **more: Any) -> IO[Any]:
+    """A file of a run folder, opened for writing. The folder may be a stranger's: raises ConfigError for a link."""
+    try:
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **more)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path}: is a link, which is not written through; move it away") from None
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -112,7 +123,7 @@ def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
 @contextlib.contextmanager
 def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Iterator[None]:
     """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
-    with open(path / name, "a") as f:
+    with opened(path / name, "a") as f:
         for attempt in range(5):
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +181,7 @@ def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
 def _overwrite(path: Path, text: str) -> None:
     """Into the blocks that the file has already, where a full disk has none for a second file. One write: a kill does
     not tear it (a power cut could)."""
-    with open(path, "r+b", buffering=0) as f:
+    with opened(path, "r+b", buffering=0) as f:
         before = f.read()
         data = text.encode().ljust(len(before))  # spaces after the value are still JSON
         f.seek(0)
@@ -201,8 +212,9 @@ def bus_error(path: Path, code: int) -> str:
 
     states: Any = {}
     with contextlib.suppress(ConfigError):
-        states = read_json(path / RUN).get("data_files") or {}
-    return f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
+        recorded = read_json(path / RUN).get("data_files") or {}
+        states = {str(fill(name, "data_files")): size for name, size in recorded.items() if isinstance(size, int)}
+    return redacted(f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}")
 
 
 def how_to_resume(path: Path) -> str:
@@ -232,7 +244,7 @@ class Rows:
             write_whole(path, "".join(_line(row) for row in kept))
         self.rows = kept
         # Unbuffered: what could not be written must not come back as an error at the end.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
+        self._file = opened(path, "ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
         """Raises OSError where the row cannot be written; the file then ends with the row before it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from llmexp.config import OPEN_SECTIONS, SECRET, VARIABLE, ConfigError, flatten, refuse
-from llmexp.environment import secrets
-from llmexp.targets import inside_allowed, refuse_calls
+from llmexp.config import OPEN_SECTIONS, SECRET, VARIABLE, ConfigError, refuse
+from llmexp.environment import redacted, secrets
+from llmexp.targets import RESERVED, inside_allowed, locate, refuse_calls
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(
@@ -32,47 +32,99 @@ SWEEPERS = (
     "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper",
 )
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+COLORED = "colorlog.ColoredFormatter"
+LOGGING = {"class": ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", COLORED), "()": (COLORED,)}
+MADE = ("sweeper", "launcher", "hydra_logging", "job_logging")  # what Hydra makes objects of
+
+
+def guard(loader: Any) -> None:
+    """Has each config that Hydra's loader composes looked at (`refuse_code`) before Hydra does anything with it."""
+    load = loader.load_configuration
+
+    def looked_at(*args: Any, **kwargs: Any) -> DictConfig:
+        cfg: DictConfig = load(*args, **kwargs)
+        refuse_code(cfg)
+        return cfg
+
+    loader.load_configuration = looked_at
 
 
 def refuse_code(cfg: DictConfig) -> None:
     """Raises ConfigError for what would have Hydra run code, or read the environment, for a config file."""
+    if OmegaConf.is_interpolation(cfg, "hydra"):
+        raise _elsewhere(cfg, "hydra", "hydra")
+    for key in cfg.hydra:
+        if key in ("job", "callbacks", *MADE) and OmegaConf.is_interpolation(cfg.hydra, key):
+            raise _elsewhere(cfg.hydra, key, f"hydra.{key}")
     own: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-    job, sweeper = own.get("job") or {}, own.get("sweeper") or {}
+    job = own.get("job") or {}
     if own.get("callbacks"):
         raise ConfigError("hydra.callbacks: a config file must not run code; for your own functions use hooks=[...]")
     for key in ("env_set", "env_copy"):
         if job.get(key):
             raise ConfigError(f"hydra.job.{key}: a config does not change the environment; export it in your shell")
+    seen = {key: _resolved(cfg.hydra, key, f"hydra.{key}") for key in MADE if own.get(key) is not None}
     for key in ("hydra_logging", "job_logging"):
-        if (found := _factory(own.get(key))) is not None:
+        if (found := _factory(seen.get(key))) is not None:
             raise ConfigError(f"hydra.{key}: {found} would be called; a config file must not run code")
+    _refuse_sweeper(seen.get("sweeper") or {})
+    refuse_calls("hydra.launcher", {k: v for k, v in (seen.get("launcher") or {}).items() if k != "_target_"})
+
+
+def _resolved(parent: Any, key: Any, name: str) -> Any:
+    """The plain values that Hydra gets to see. Raises ConfigError for sections and lists that an interpolation brings
+    from elsewhere, where nobody has looked at them, and for values that are not there yet."""
+    try:
+        value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
+    plain = isinstance(value, (str, int, float)) or value is None
+    if OmegaConf.is_interpolation(parent, key) and (key in RESERVED or not plain):
+        raise _elsewhere(parent, key, name)
+    if isinstance(value, DictConfig):
+        return {k: _resolved(value, k, f"{name}.{k!s}") for k in value}
+    if isinstance(value, ListConfig):
+        return [_resolved(value, number, f"{name}.{number}") for number in range(len(value))]
+    return value
+
+
+def _elsewhere(parent: Any, key: Any, name: str) -> ConfigError:
+    text = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
+    return refuse(name, text, "may only bring a text or a number from elsewhere in the config; write it out here")
+
+
+def _refuse_sweeper(sweeper: dict[str, Any]) -> None:
+    """Raises ConfigError for a sweeper that is not known, or would call something besides a sampler of optuna."""
     target = sweeper.get("_target_")
-    if target not in (None, *SWEEPERS) and not inside_allowed(str(target)):
-        raise ConfigError(
-            f"hydra.sweeper._target_={target}: is no sweeper that runs here; known: {', '.join(SWEEPERS)}"
-        )
-    if (space := sweeper.get("custom_search_space")) is not None and not inside_allowed(str(space).rpartition(".")[0]):
-        raise refuse(
-            "hydra.sweeper.custom_search_space", space, "is outside the allowed packages; use --allow mypackage"
-        )
+    if target not in (None, *SWEEPERS):
+        if not inside_allowed(str(target)):
+            raise ConfigError(
+                f"hydra.sweeper._target_={target}: is no sweeper that runs here; known: {', '.join(SWEEPERS)}"
+            )
+        locate("hydra.sweeper._target_", target)
+    if (space := sweeper.get("custom_search_space")) is not None:
+        locate("hydra.sweeper.custom_search_space", space)
+    if str(storage := sweeper.get("storage")).lower().startswith("redis"):  # what comes from there is unpickled
+        raise refuse("hydra.sweeper.storage", storage, "must be a database of SQL, or null", "sqlite:///study.db")
     rest = {name: value for name, value in sweeper.items() if name != "_target_"}
-    if isinstance(sampler := rest.get("sampler"), dict) and "_target_" in sampler:
-        if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(sampler["_target_"])) is None:
+    if (sampler := rest.pop("sampler", None)) is not None:
+        if not isinstance(sampler, dict):
+            raise refuse("hydra.sweeper.sampler", sampler, "must be a section, as hydra/sweeper/sampler=tpe gives it")
+        if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(sampler.get("_target_"))) is None:
             text = "must be a sampler of optuna"
-            raise refuse("hydra.sweeper.sampler._target_", sampler["_target_"], text, "optuna.samplers.TPESampler")
-        rest["sampler"] = {name: value for name, value in sampler.items() if name != "_target_"}
+            raise refuse("hydra.sweeper.sampler._target_", sampler.get("_target_"), text, "optuna.samplers.TPESampler")
+        knobs = {k: v for k, v in sampler.items() if k != "_target_" and not (k == "_partial_" and v is True)}
+        refuse_calls("hydra.sweeper.sampler", knobs)
     refuse_calls("hydra.sweeper", rest)
-    refuse_calls("hydra.launcher", {k: v for k, v in (own.get("launcher") or {}).items() if k != "_target_"})
 
 
-def _factory(node: Any) -> Any:
-    """The first thing in a logging config that logging would import or call and that is not its own."""
+def _factory(node: Any) -> str | None:
+    """The first thing in a logging config that logging would import or call and that only writes to the terminal."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            own = str(value).startswith(("logging.", "colorlog."))
             external = isinstance(value, str) and value.startswith("ext://")
-            if key == "()" or (key == "class" and not own) or (external and value not in STREAMS):
-                return value
+            if (key in LOGGING and value not in LOGGING[key]) or (external and value not in STREAMS):
+                return str(value)
             if (found := _factory(value)) is not None:
                 return found
     if isinstance(node, list):
@@ -131,18 +183,29 @@ def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
 def refuse_secrets(node: Any, key: str = "") -> None:
     """Raises ConfigError for a secret, known by its value or by its key: a config is saved as plain text."""
     known = secrets()
-    texts = flatten(node, f"{key}." if key else "") if isinstance(node, dict) else {key: node}
-    for name, value in texts.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    for name, value in _leaves(node, key):
+        text = "" if value is None else str(value)
         for source, secret in known.items():
-            if secret in text:
-                raise ConfigError(f"{name}: holds the value of {source}; secrets do not belong into a saved config")
+            if secret in text or secret in name:
+                told = f"holds the value of {source}; secrets do not belong into a saved config"
+                raise ConfigError(f"{redacted(name)}: {told}")
         shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
         if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
             raise ConfigError(f"{name}: {shown[0]} is a secret by its name, and what is here is shown")
         last = name.rpartition(".")[2]
-        if SECRET_KEY.fullmatch(last) and isinstance(value, str) and value and not VARIABLE.fullmatch(value):
+        if SECRET_KEY.fullmatch(last) and text and not isinstance(value, bool) and not VARIABLE.fullmatch(text):
             raise ConfigError(
                 f"{name}: is a secret by its name, and a config is saved as plain text; set it in the environment and "
                 f"name it: '{name}=${{oc.env:{last.upper()}}}'"
             )
+
+
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is in `node`, where the entries of a list have its key; of a section or list
+    itself the value is None."""
+    if not isinstance(node, (Mapping, list, tuple)):
+        yield key, node
+        return
+    yield key, None
+    for name, child in node.items() if isinstance(node, Mapping) else (("", child) for child in node):
+        yield from _leaves(child, ".".join(filter(None, (key, str(name)))))

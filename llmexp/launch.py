@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, build, conf_dir, nearest, plain, refuse
-from llmexp.guard import fill_names, refuse_code, refuse_search_path, refuse_secrets, variables_kept
+from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, refuse_secrets, variables_kept
 from llmexp.process import FAILED, PASSED_ON, REFUSED, handling, how_it_died
 
 CONFIG_NAME = "config"
@@ -53,7 +53,9 @@ def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
     # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their parent.
     old = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     try:
-        yield Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
+        hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
+        guard(hydra.config_loader)
+        yield hydra
     finally:
         signal.signal(signal.SIGINT, old)
         GlobalHydra.instance().clear()
@@ -78,7 +80,6 @@ def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> t
         from hydra.core.hydra_config import HydraConfig
 
         HydraConfig.instance().set_config(cfg)
-    refuse_code(cfg)
     return cfg, multirun
 
 

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.config import ConfigError, fill, nearest, refuse
+from llmexp.config import ConfigError, nearest, refuse
 
 # Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
 OWN = {
@@ -24,6 +24,7 @@ OWN = {
     "tokenizer": "llmexp.data.tokenizers",
     "optimizer": "llmexp.optim",
     "schedule": "llmexp.schedule",
+    "hooks": "llmexp.verify.record",
 }
 RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's words for calling functions
 
@@ -113,6 +114,7 @@ def refuse_calls(key: str, value: Any) -> None:
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
 
+    Variables of the environment are filled in before (`llmexp.assemble.filled`).
     Raises ConfigError for knobs that the signature does not have (with the nearest one) or that are missing.
     """
     if "_target_" not in values:
@@ -122,7 +124,7 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
         )
     refuse_calls(section, {k: v for k, v in values.items() if k != "_target_"})
     target = locate(f"{section}._target_", values["_target_"])
-    knobs = fill({k: v for k, v in values.items() if k != "_target_"}, section)
+    knobs = {k: v for k, v in values.items() if k != "_target_"}
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in knobs:

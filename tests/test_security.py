@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import types
@@ -14,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from llmexp import environment, folder, launch, targets
+from llmexp import environment, folder, guard, launch, targets
 from llmexp.__main__ import run
 from llmexp.config import Config, ConfigError, build, plain
 from llmexp.sweep.points import label
@@ -52,6 +55,15 @@ def breaks(event, context):
 
 def lying(command):
     return os.system(command)
+
+
+TOLD = []
+
+
+class Told(Model):
+    def __init__(self, vocab_size: int, text: str):
+        super().__init__(vocab_size)
+        TOLD.append(text)
 
 
 small = functools.partial(Model, 7)
@@ -181,7 +193,10 @@ SECRETS = [
     ("+model.AUTH_TOKEN=abc", "model.AUTH_TOKEN: is a secret by its name"),
     ("+data.db_password=abc", "data.db_password: is a secret by its name"),
     (f"tracker.tags=[{KEY}]", "tracker.tags: holds the value of $WANDB_API_KEY"),
-    (f"+data.x=[{{y:a{KEY}}}]", "data.x: holds the value of $WANDB_API_KEY"),
+    (f"+data.x=[{{y:a{KEY}}}]", "data.x.y: holds the value of $WANDB_API_KEY"),
+    (f"+data.x=[1,{{{KEY}:1}}]", "data.x.<$WANDB_API_KEY>: holds the value of $WANDB_API_KEY"),
+    ("+data.x=[{api_key:abc}]", "data.x.api_key: is a secret by its name"),
+    ("+data.api_key=12345", "data.api_key: is a secret by its name"),
     (f"tracker.notes={NETRC_KEY}", "tracker.notes: holds the value of the password of api.wandb.ai"),
     ("tracker.notes=${oc.env:WANDB_API_KEY}", "tracker.notes: WANDB_API_KEY is a secret by its name"),
     ("name=${oc.env:SAME}", "name: holds the value of $WANDB_API_KEY"),
@@ -199,6 +214,90 @@ def test_a_secret_by_name_or_value_is_refused_without_being_told(home, monkeypat
     assert says in err
     assert KEY not in err
     assert NETRC_KEY not in err
+
+
+def test_an_error_that_repeats_what_was_typed_does_not_tell_a_secret(home, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert run(["resume", f"none/{KEY}"]) == 2
+    err = capsys.readouterr().err
+    assert "none/<$WANDB_API_KEY>" in err
+    assert KEY not in err
+
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
+LEAVES = st.one_of(TEXTS, st.integers(), st.floats(), st.booleans(), st.none())
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_secret_is_found_wherever_it_is(data):
+    """As a text, a part of one, a number or a key, at any depth, whatever characters it has; and is not told."""
+    draw = data.draw
+    secret = draw(st.one_of(TEXTS.filter(bool).map(lambda t: t * 8), st.integers(10**7).map(str)))
+    node = draw(st.sampled_from([secret, f"a{secret}b", {secret: 1}, {f"a{secret}": {}}, *([int(secret)] if
+                secret.isascii() and secret.isdecimal() and secret[0] != "0" else [])]))  # fmt: skip
+    for _ in range(draw(st.integers(0, 4))):
+        others = draw(st.lists(LEAVES, max_size=2))
+        node = draw(st.sampled_from([[*others, node], {**dict.fromkeys("pq", others), "more": node}]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANARY_API_KEY", secret)
+        with pytest.raises(ConfigError) as refused:
+            launch.refuse_secrets({"data": node})
+        assert "holds the value of $CANARY_API_KEY" in str(refused.value)
+        patch.delenv("CANARY_API_KEY")
+        launch.refuse_secrets({"data": node})
+
+
+def test_concealing_looks_for_the_secrets_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(environment, "secrets", lambda: calls.append(1) or {"$MY_KEY": 'a "long\\value"'})
+    tree = {"x": ['a "long\\value"'] * 50, 'a "long\\value"': (1, None, 'b a "long\\value"')}
+    assert environment.concealed(tree) == {"x": ["<$MY_KEY>"] * 50, "<$MY_KEY>": [1, None, "b <$MY_KEY>"]}
+    assert len(calls) == 1
+    assert environment.redacted(json.dumps(tree)).count("long") == 0
+
+
+def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
+    """The reason why a point cannot run repeats the path that was not found."""
+    (tmp_path / "train.npy").write_bytes(tokens.read_bytes())
+    result = llmexp(
+        "train", "-m", *TINY, "data=tokens", "data.train_files=train.npy,'${oc.env:CANARY_DATA}/none.npy'",
+        "train.max_steps=1", "sweep.on_infeasible=skip", "hydra.sweep.dir=sweep",
+        cwd=tmp_path, CANARY_DATA="canary-folder", WANDB_API_KEY=KEY,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "${oc.env:CANARY_DATA}/none.npy: no file matches" in (tmp_path / "sweep" / "sweep.json").read_text()
+    assert holding(tmp_path / "sweep", "canary-folder", KEY) == []
+    assert "canary-folder" not in result.out + result.err
+
+
+def test_variables_are_filled_in_once(home, monkeypatch):
+    """A value that looks like a variable itself is what the part gets."""
+    from llmexp.assemble import assemble, build_tokenizer, filled
+
+    for name, value in (("LLMEXP_ALLOW", "ownparts"), ("CANARY", "${oc.env:CANARY_NOT_SET}"), ("LONG", "9" * 5000)):
+        monkeypatch.setenv(name, value)
+    model = {"_target_": "ownparts.Told", "vocab_size": None, "text": "${oc.env:CANARY}"}
+    config = build(plain(BASE) | {"model": model})
+    parts = assemble(config, write=False)
+    parts.build_model()
+    assert set(sys.modules["ownparts"].TOLD) == {"${oc.env:CANARY_NOT_SET}"}
+    assert parts.config.model["text"] == "${oc.env:CANARY}"
+    assert build_tokenizer(filled(config))[1]["text"] == "${oc.env:CANARY_NOT_SET}"
+    with pytest.raises(
+        ConfigError, match=r"model.text=\$\{oc.env:LONG\}: the environment variable LONG has 5,000 digits"
+    ):
+        filled(build(plain(BASE) | {"model": model | {"text": "${oc.env:LONG}"}}))
+
+
+def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("CANARY_DATA", str(tmp_path / "canary-folder"))
+    (tmp_path / "canary-folder").mkdir()
+    (tmp_path / "canary-folder" / "train.npy").write_bytes(b"x" * 10)
+    (tmp_path / "run.json").write_text(json.dumps({"data_files": {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": "y"}}))
+    told = folder.bus_error(tmp_path, -signal.SIGBUS)
+    assert "${oc.env:CANARY_DATA}/train.npy: this token file was cut from 1,000 to 10 bytes" in told
+    assert "canary-folder" not in told
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"])
@@ -274,6 +373,22 @@ HYDRA_FILES = {
     "experiment/copies.yaml":
         "# @package _global_\nhydra: {job: {env_copy: [HOME]}}\n"
         "tracker: {notes: '${hydra:job.env_set.HOME}'}\n",
+    # Sections that are brought to where Hydra calls something, from where nothing is called.
+    "hydra/sweeper/brings.yaml":
+        "_target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper\nsampler: ${model.x}\n"
+        "direction: minimize\nstorage: null\nstudy_name: null\nn_trials: 1\nn_jobs: 1\nmax_failure_rate: 0\n"
+        "search_space: null\ncustom_search_space: null\nparams: {train.seed: 'choice(1,2)'}\n",
+    "experiment/brings.yaml":
+        "# @package _global_\ndefaults: [{override /hydra/sweeper: brings}]\n"
+        "hydra: {mode: MULTIRUN}\nmodel: {x: {_target_: os.makedirs, name: canary}}\n",
+    "experiment/params.yaml":
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {max_batch_size: '${oc.select:model.x}'}}\n"
+        "model: {x: {_target_: os.makedirs, name: canary}}\n",
+    "hydra/hydra_logging/brings.yaml":
+        "version: 1\nformatters: ${hydra.sweeper.params}\n"
+        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, handlers: [c]}\n",
+    "experiment/factory.yaml":
+        "# @package _global_\nhydra: {sweeper: {params: {x: {(): os.makedirs, name: canary}}}}\n",
     "evilpackage/__init__.py": "open('canary', 'w').close()\ndef touch(*a): pass\n",
     "own/config.yaml": "hydra: {searchpath: ['pkg://evilpackage']}\n",
     "evil/hydra_plugins/__init__.py": "",
@@ -286,6 +401,10 @@ HYDRA = [
     (["train", "-m", "train.seed=1,2", "hydra/sweeper=nested"], "hydra.sweeper.max_batch_size._target_"),
     (["train", "-m", "train.seed=1,2", "experiment=sampler"], "hydra.sweeper.sampler._target_"),
     (["train", "-m", "train.seed=1,2", "experiment=space"], "hydra.sweeper.custom_search_space"),
+    (["train", "experiment=brings"], "hydra.sweeper.sampler=${model.x}: may only bring a text or a number"),
+    (["train", "experiment=params"], "hydra.sweeper.max_batch_size: "),
+    (["train", "--hydra-help", "hydra/hydra_logging=brings", "experiment=factory"], "hydra.hydra_logging.formatters="),
+    (["train", "--cfg", "job", "hydra/job_logging=brings", "experiment=factory"], "hydra/job_logging"),
     (["plan", "experiment=callbacks"], "hydra.callbacks"),
     (["plan", "experiment=allows"], "hydra.job.env_set"),
     (["plan", "experiment=copies"], "hydra.job.env_"),
@@ -315,6 +434,79 @@ def test_hydra_runs_nothing_for_a_config(home, capsys, arguments, says):
     assert "LLMEXP_ALLOW" not in os.environ
 
 
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+STREAM = {"version": 1, "handlers": {"c": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}}}
+NODES = [
+    ({"sweeper": "${x.section}"}, "hydra.sweeper="),
+    ({"job": "${x.section}"}, "hydra.job="),
+    ({"callbacks": "${x.section}"}, "hydra.callbacks="),
+    ({"launcher": {"init": "${x.list}"}}, "hydra.launcher.init="),
+    ({"launcher": {"init": [{"a": "${x.section}"}]}}, "hydra.launcher.init.0.a="),
+    ({"launcher": {"init": "${oc.create:{_target_:os.makedirs}}"}}, "hydra.launcher.init=${oc.create:"),
+    ({"launcher": {"init": "${oc.decode:'[1,2]'}"}}, "hydra.launcher.init=${oc.decode:"),
+    ({"launcher": {"_target_": "${x.text}"}}, "hydra.launcher._target_="),
+    ({"launcher": {"init": "${x.missing}"}}, "hydra.launcher.init: "),
+    ({"sweeper": {"_target_": OPTUNA, "sampler": "TPESampler"}}, "hydra.sweeper.sampler=TPESampler"),
+    ({"sweeper": {"_target_": OPTUNA, "sampler": ["x"]}}, "hydra.sweeper.sampler="),
+    ({"sweeper": {"_target_": OPTUNA, "sampler": {"name": "x"}}}, "hydra.sweeper.sampler._target_=null"),
+    ({"sweeper": {"_target_": OPTUNA, "storage": "Redis://host"}}, "hydra.sweeper.storage="),
+    ({"sweeper": {"_target_": OPTUNA, "storage": "${x.redis}"}}, "hydra.sweeper.storage="),
+    ({"sweeper": {"_target_": OPTUNA, "custom_search_space": "ownparts.system"}}, "hydra.sweeper.custom_search_space="),
+    ({"sweeper": {"_target_": "ownparts.system"}}, "hydra.sweeper._target_=ownparts.system"),
+    ({"job_logging": {"handlers": {"c": {"class": "logging.FileHandler", "filename": "canary"}}}}, "FileHandler"),
+    ({"job_logging": {"handlers": {"c": {"class": "logging.os.makedirs", "name": "canary"}}}}, "logging.os.makedirs"),
+    ({"job_logging": {"handlers": {"c": {"class": "logging.config.listen"}}}}, "logging.config.listen"),
+    ({"job_logging": {"formatters": {"c": {"class": None, "x": {"()": "os.makedirs"}}}}}, "None would be called"),
+    ({"hydra_logging": {"filters": {"c": {"()": "logging.StreamHandler"}}}}, "logging.StreamHandler would be called"),
+    ({"hydra_logging": {"handlers": {"c": {"stream": "${x.stream}"}}}}, "ext://os.environ would be called"),
+]
+
+
+def looked_at(own: dict[str, object]) -> None:
+    elsewhere = {"section": {"_target_": "os.makedirs", "name": "canary"}, "list": [1], "text": "os.makedirs",
+                 "redis": "redis://host", "stream": "ext://os.environ", "missing": "???", "number": 3}  # fmt: skip
+    guard.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
+
+
+@pytest.mark.parametrize(("own", "says"), NODES, ids=[s for _, s in NODES])
+def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
+    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        looked_at(own)
+    assert not (home / "canary").exists()
+
+
+def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
+    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+    sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
+    colored = {"()": "colorlog.ColoredFormatter", "format": "%(message)s", "log_colors": {"INFO": "${x.text}"}}
+    looked_at({
+        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
+        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
+        "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
+    })  # fmt: skip
+
+
+def test_every_config_that_hydra_composes_is_looked_at(home):
+    """Also those that it composes by itself after the one that the command has seen."""
+    with launch.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
+        hydra.config_loader.load_sweep_config(
+            launch.compose(hydra, [*TINY, "data=synthetic"], multirun=True)[0],
+            ["+hydra.callbacks.x={_target_:os.makedirs,name:canary}"],
+        )
+    assert not (home / "canary").exists()
+
+
+def test_the_recorder_of_the_proofs_is_our_own_hook_and_nothing_else_of_them(monkeypatch):
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    assert targets.locate("hooks", "llmexp.verify.record.record").__name__ == "record"
+    for name in ("record.Path", "record.Config", "record.json.dumps", "command.run"):
+        with pytest.raises(ConfigError, match=r"outside the allowed|no module llmexp\.verify\.record\.json"):
+            targets.locate("hooks", f"llmexp.verify.{name}")
+    with pytest.raises(ConfigError, match="outside the allowed"):
+        targets.locate("model._target_", "llmexp.verify.record.record")
+
+
 # Names.
 
 
@@ -330,8 +522,6 @@ def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
 @given(st.text(min_size=1, max_size=100))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_a_name_stays_inside_the_output_root(name):
-    from omegaconf import OmegaConf
-
     tree = plain(BASE) | {"name": name.replace("${", "")}
     cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -12,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llmexp import checkpoint, saving
+from llmexp import checkpoint, folder, saving
 from llmexp.__main__ import run
-from llmexp.config import plain
-from tests.conftest import TINY
+from llmexp.config import ConfigError, plain
+from llmexp.metrics.console import Console
+from llmexp.train import worker
+from tests.conftest import TINY, Result, llmexp
 from tests.test_security import composed, home
 
 __all__ = ["home"]  # a fixture
@@ -88,7 +93,10 @@ DAMAGE = {
     "an offset outside": (lambda p: bad_pieces(p, offset=[1, 0]), "do not add up"),
     "a dtype that is a function": (lambda p: bad_pieces(p, dtype="load"), "is no dtype"),
     "a shape that is text": (lambda p: bad_pieces(p, shape="32"), "is no shape"),
-    "a step that is text": (lambda p: rewrite(p, step="100"), "unreadable"),
+    "a step that is text": (lambda p: rewrite(p, step="100"), "no step or files"),
+    "a version that is text": (lambda p: rewrite(p, format_version="2"), "no version"),
+    "files that are a list": (lambda p: rewrite(p, files=["state.pt"]), "no step or files"),
+    "a manifest that is a text": (lambda p: (p / "manifest.json").write_text('"x"'), "unreadable"),
 }
 
 
@@ -112,11 +120,13 @@ def test_links_to_checkpoints_are_not_followed(saved, tmp_path):
         checkpoint.latest(whole, print)
 
 
-def test_a_newer_format_is_never_passed_over(saved):
+@pytest.mark.parametrize("more", [{"step": 200, "files": {}}, {}, {"step": "x", "files": ["a"], "pages": 3}])
+def test_a_newer_format_is_never_passed_over(saved, more):
+    """Whatever else its manifest has, or has not."""
     newer = saved.with_name("step_00000200")
     newer.mkdir()
     version = checkpoint.FORMAT_VERSION
-    (newer / "manifest.json").write_text(json.dumps({"format_version": version + 1, "step": 200, "files": {}}))
+    (newer / "manifest.json").write_text(json.dumps({"format_version": version + 1, **more}))
     with pytest.raises(checkpoint.NewerFormat, match=f"version {version + 1}, this program reads version {version}"):
         checkpoint.latest(saved.parent, print)
     assert issubclass(checkpoint.NewerFormat, checkpoint.CheckpointError)
@@ -132,6 +142,103 @@ def test_pieces_may_not_overlap():
         assert not checkpoint._overlapping(pieces)
         for i in range(len(pieces)):
             assert checkpoint._overlapping([*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]])
+
+
+@pytest.fixture
+def victim(tmp_path) -> Path:
+    (tmp_path / "victim").write_text("mine")
+    return tmp_path / "victim"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_written_through_a_link(victim, tmp_path, there):
+    path = tmp_path / "strange"
+    path.mkdir()
+    if not there:
+        victim.unlink()
+    for name in (folder.LOG, folder.METRICS, folder.STATUS, ".lock", ".lock-ranks", "other.log"):
+        (path / name).symlink_to(victim)
+    for name in (".lock", ".lock-ranks"):
+        with pytest.raises(ConfigError, match=f"{name}: is a link"), folder.locked(path, name):
+            pass
+    with pytest.raises(ConfigError, match=r"status.json: is a link"):
+        folder._overwrite(path / folder.STATUS, "x" * 9)
+    with contextlib.suppress(ConfigError):  # a link to rows is put out of the way by a file of the run's own
+        folder.Rows(path / folder.METRICS, 3).append({"step": 3})
+    stream = io.StringIO()
+    console = Console(path / "other.log", 3, stream=stream)
+    console.line("a line")
+    console.close()
+    assert (
+        stream.getvalue()
+        == f"WARNING: {path / 'other.log'} cannot be written (it is a link); the run goes on\na line\n"
+    )
+    worker.fail(path, 3, "text")
+    assert victim.read_text() == "mine" if there else not victim.exists()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, tokens) -> Result:
+    """A run that may be resumed, with a checkpoint of step 2."""
+    result = llmexp(
+        "train", *TINY, "data=tokens", f"data.train_files={tokens}", "train.max_steps=3", "train.stop_step=2",
+        "train.log_every=1", "hydra.run.dir=run", cwd=tmp_path_factory.mktemp("stopped"),
+    )  # fmt: skip
+    assert result.code == 75, result.err
+    return result
+
+
+STATES = {
+    "no scaler": lambda state: state.pop("scaler"),
+    "no meter": lambda state: state.pop("meter"),
+    "an unknown count": lambda state: state["progress"].update(evil=1),
+    "another step": lambda state: state["progress"].update(step="2"),
+    "no optimizers": lambda state: state.update(optimizers=[1]),
+    "norms of text": lambda state: state.update(norms="x"),
+}
+
+
+def test_a_strange_state_is_refused_without_a_trace(stopped, tmp_path):
+    """Each as the newest checkpoint of a copy; the ranks' part is done in this process, as a worker does it."""
+    from llmexp.assemble import assemble
+    from llmexp.config import build
+    from llmexp.mesh import join
+    from llmexp.train.loop import resume
+    from llmexp.train.step import set_up
+
+    parts = assemble(build(folder.read_config(stopped.folder)), write=False)
+    joined = join("cpu", "single", 1, 1, 1, once=False, backend=None, timeout_s=60.0)
+    for what, change in STATES.items():
+        path = shutil.copytree(stopped.checkpoint(2), tmp_path / what / "step_00000002")
+        state = torch.load(path / "state.pt", weights_only=True)
+        change(state)
+        torch.save(state, path / "state.pt")
+        rewrite(path)
+        with pytest.raises(checkpoint.CheckpointError, match=r"state\.pt is not the state of this run"):
+            resume(set_up(parts, joined), checkpoint.load(path))
+
+
+def test_a_strangers_links_and_state_from_the_command_line(stopped, victim, tmp_path):
+    path = shutil.copytree(stopped.folder, tmp_path / "run")
+    (path / ".lock").unlink()
+    (path / ".lock").symlink_to(victim)
+    (path / folder.LOG).unlink()
+    (path / folder.LOG).symlink_to(victim)
+    refused = llmexp("resume", "run", cwd=tmp_path)
+    assert refused.code == 2
+    assert ".lock: is a link, which is not written through" in refused.err
+    (path / ".lock").unlink()
+    newest = path / "checkpoints" / "step_00000002"
+    state = torch.load(newest / "state.pt", weights_only=True)
+    del state["scaler"]
+    torch.save(state, newest / "state.pt")
+    rewrite(newest)
+    refused = llmexp("resume", "run", cwd=tmp_path)
+    assert refused.code == 2
+    assert "state.pt is not the state of this run: KeyError('scaler')" in refused.err
+    assert "train.log cannot be written (it is a link); the run goes on" in refused.out
+    assert "Traceback" not in refused.err
+    assert victim.read_text() == "mine"
 
 
 LAUGHS = "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [

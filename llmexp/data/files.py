@@ -85,13 +85,13 @@ def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str
     return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
 
 
-def cut_files(states: Mapping[str, Sequence[int]]) -> str:
-    """In words, which of the files (path -> [bytes, ...] when they were opened: `Corpus.states`) are shorter now.
+def cut_files(states: Mapping[str, int]) -> str:
+    """In words, which of the files (path -> bytes when they were opened: `Corpus.states`) are shorter now.
 
     For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. "" where none is.
     """
     found = []
-    for path, (size, *_) in states.items():
+    for path, size in states.items():
         try:
             now = os.stat(path).st_size
         except OSError:
@@ -99,6 +99,15 @@ def cut_files(states: Mapping[str, Sequence[int]]) -> str:
         if now < size:
             found.append(f"{path}: this token file was cut from {size:,} to {now:,} bytes while it was in use")
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def state_of(path: Path) -> tuple[int, int]:
+    """(bytes, time of change in ns) of a file; (-1, -1) of one that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def remembered(

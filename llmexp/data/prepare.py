@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from llmexp.data.files import cpu_count
-from llmexp.data.stream import TokenStream, sample_digest
+from llmexp.data.files import cpu_count, state_of
+from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import end_of_text_id, identity, is_byte_level
 
 FORMAT = 1  # of the shards; part of their key
@@ -62,6 +62,7 @@ class Segment:
     start: int
     stop: int
     content: str
+    state: tuple[int, int]  # `state_of` the file, from before it was hashed
 
 
 def prepare(
@@ -74,7 +75,8 @@ def prepare(
     """A token stream per split ("train", "val"), each cut at its `max_tokens`; from the cache where it is there.
 
     Without `write` nothing is written: what is not in the cache is counted, and its stream knows its length only.
-    Raises ValueError for text that is not UTF-8 (file and byte offset) and for a cache that cannot be written.
+    Raises ValueError for text that is not UTF-8 (file and byte offset), for a file that is not what was hashed any
+    more, and for a cache that cannot be written.
     """
     recipe = {
         name: {"segments": [(s.content, s.start, s.stop) for s in segments], "max_tokens": max_tokens[name]}
@@ -99,6 +101,8 @@ def prepare(
                 _build(folder, splits, max_tokens, encoding, progress)
                 progress.end()
                 there = _open(folder, list(splits))
+    except DataChanged:  # is an OSError too
+        raise
     except OSError as error:
         raise ValueError(
             f"data.cache_dir={cache}: the token cache cannot be written there ({error.strerror or error}); set "
@@ -235,7 +239,6 @@ def _build(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
-    before = _states(splits)
     manifest: dict[str, Any] = {"format": FORMAT, "dtype": dtype.str, "splits": {}}
     try:
         for name, segments in splits.items():
@@ -250,8 +253,7 @@ def _build(
                 os.fsync(file.fileno())
             sample = sample_digest(_shard(path, dtype, count))
             manifest["splits"][name] = {"tokens": count, "sample": sample, "sha256": content.hexdigest()}
-        if _states(splits) != before:
-            raise ValueError("data.train_files: a text file changed while it was being prepared; start again")
+        _refuse_changed(splits)  # else other tokens would be found under the hash of the old text
         with open(temporary / "manifest.json", "w") as file:
             json.dump(manifest, file)
             file.flush()
@@ -264,14 +266,11 @@ def _build(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _states(splits: dict[str, list[Segment]]) -> list[tuple[int, int]]:
-    found = []
-    for path in dict.fromkeys(s.path for segments in splits.values() for s in segments):
-        try:
-            found.append((path.stat().st_size, path.stat().st_mtime_ns))
-        except OSError:  # it is gone
-            found.append((-1, -1))
-    return found
+def _refuse_changed(splits: dict[str, list[Segment]]) -> None:
+    known = {s.path: s.state for segments in splits.values() for s in segments}
+    for path, state in known.items():
+        if state_of(path) != state:
+            raise DataChanged(f"{path}: this text file changed while it was being prepared; start again")
 
 
 def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
@@ -292,14 +291,16 @@ def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
         return None
 
 
-def recorded_sha256(path: Path) -> str | None:
-    """Of the bytes of a shard when it was written; None for what is no shard of the cache, or was written before
-    this was recorded."""
+def recorded(path: Path) -> dict[str, str]:
+    """What was noted of a shard when it was written: the "sha256" of its bytes and its "sample" (`sample_digest`).
+
+    Less where an older version wrote it, nothing for what is no shard of the cache.
+    """
     try:
-        found = json.loads((path.parent / "manifest.json").read_text())["splits"][path.stem]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
+        found = json.loads((path.parent / "manifest.json").read_text())["splits"][path.stem]
+        return {key: found[key] for key in ("sha256", "sample") if isinstance(found.get(key), str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _shard(path: Path, dtype: np.dtype, count: int) -> TokenStream:

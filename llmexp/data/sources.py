@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from llmexp.data.files import cache_folder, files_fingerprint, match_files, remembered, sha256_of
+from llmexp.data.files import cache_folder, files_fingerprint, match_files, remembered, sha256_of, state_of
 from llmexp.data.order import sequence_index
-from llmexp.data.prepare import Segment, prepare
+from llmexp.data.prepare import Segment, prepare, recorded
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.tokenizers import identity
 
@@ -89,9 +89,10 @@ class _Document:
     start: int  # after the byte order mark
     stop: int
     content: str
+    state: tuple[int, int]
 
     def segment(self, start: int, stop: int) -> Segment:
-        return Segment(self.path, start, stop, self.content)
+        return Segment(self.path, start, stop, self.content, self.state)
 
 
 def _text_corpus(
@@ -139,20 +140,31 @@ def _text_corpus(
     }
     if not val_documents:
         fingerprint |= {"val_ratio": val_ratio, "seed": seed if len(train_documents) > 1 else None}
-    val = streams.get("val")
-    return Corpus(streams["train"], val if val else None, description, fingerprint, is_text=True)
+    val, told = (
+        streams.get("val"),
+        {s.name: recorded(Path(s.name)) for stream in streams.values() for s in stream.shards},
+    )
+    return Corpus(
+        streams["train"],
+        val if val else None,
+        description,
+        fingerprint,
+        is_text=True,
+        samples={name: found["sample"] for name, found in told.items() if "sample" in found},
+        sha256={name: found["sha256"] for name, found in told.items() if "sha256" in found},
+    )
 
 
 def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_Document]:
     """The files that are not empty. Raises ValueError when all are, or one that is the only one."""
-    sizes = [p.stat().st_size for p in paths]
+    states = [state_of(p) for p in paths]  # before the hashing: from here on a change is noticed
     contents = remembered(cache, "sha256", None, paths, lambda: sha256_of(paths), write)
     documents = []
-    for path, size, content in zip(paths, sizes, contents, strict=True):
+    for path, state, content in zip(paths, states, contents, strict=True):
         with open(path, "rb") as file:
             start = len(BOM) if file.read(len(BOM)) == BOM else 0
-        if size > start:
-            documents.append(_Document(path, start, size, content))
+        if state[0] > start:
+            documents.append(_Document(path, start, state[0], content, state))
     if not documents:
         raise ValueError(
             f"{key}={paths[0]}: the file is empty"

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class DataChanged(OSError, ValueError):
-    """A token file is not any more what it was when it was opened."""
+    """A data file is not any more what it was when it was opened."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,9 @@ class Corpus:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
     samples: dict[str, str] = field(default_factory=dict)  # path -> `sample_digest` of a file, where it is known
+    sha256: dict[str, str] = field(default_factory=dict)  # path -> that of all ids of a file, where it is known
+    # path -> the state (inode, bytes, time) with which a file that has a new time was last found to hold the old ids
+    _same: dict[str, tuple[int, int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shards(self) -> list[Shard]:
         """Of both streams; each array once."""
@@ -192,27 +195,56 @@ class Corpus:
     def changed(self) -> str | None:
         """In words, the first file that was cut or written to since it was opened: the run may not go on with it.
 
-        One that only has a new time is no such file where its samples are what they were. Microseconds per file that
-        has its time; never raises.
+        One that only has a new time is no such file where its sha256 is what it was, or where none is known its
+        samples. Microseconds per file that has its time; one with a new time is read once; never raises.
         """
-        return next((text for s in self.shards() if (text := s.changed()) and not self._only_touched(s)), None)
+        return next((text for s in self.shards() if (text := s.changed()) and not self._holds_the_same(s)), None)
 
-    def _only_touched(self, shard: Shard) -> bool:
+    def _holds_the_same(self, shard: Shard) -> bool:
         with contextlib.suppress(OSError, ValueError):
             shard.check_size()
-            same_size = shard.state is not None and _state(shard.name)[1] == shard.state[1]
-            return same_size and self.samples.get(shard.name) == sample_digest(TokenStream([shard.array]))
+            now = _state(shard.name)  # before it is read: what is written meanwhile gives it another one
+            if shard.state is None or now[1] != shard.state[1]:
+                return False
+            if self._same.get(shard.name) != now:
+                if shard.name in self.sha256:
+                    same = self.sha256[shard.name] == _sha256(shard)
+                else:
+                    same = self.samples.get(shard.name) == sample_digest(TokenStream([shard.array]))
+                if not same:
+                    return False
+                self._same[shard.name] = now
+            return True
         return False
 
     def replaced(self) -> str | None:
         """In words, the first file whose path names another file now, or none: the run still reads the old one, and
-        is not resumed unless the new one has the same content. Microseconds per file; never raises.
+        is not resumed unless the new one has the same content; or that has a new time, and was looked at in samples
+        only. Microseconds per file, but for what `changed` says of it; never raises.
         """
-        return next(filter(None, (s.replaced() for s in self.shards())), None)
+        return next(filter(None, (s.replaced() or self._touched(s) for s in self.shards())), None)
 
-    def states(self) -> dict[str, list[int]]:
-        """Path -> [bytes, time of change in ns] of the files when they were opened, for `cut_files`."""
-        return {s.name: [*s.state[1:]] for s in self.shards() if s.state is not None}
+    def _touched(self, shard: Shard) -> str | None:
+        if shard.name in self.sha256 or not shard.changed() or not self._holds_the_same(shard):
+            return None
+        return (
+            f"{shard.name}: this token file was touched or rewritten while it was in use; its samples are what they "
+            "were, so it is taken for the old one"
+        )
+
+    def states(self) -> dict[str, int]:
+        """Path -> bytes of the files when they were opened, for `cut_files`."""
+        return {s.name: s.state[1] for s in self.shards() if s.state is not None}
+
+
+def _sha256(shard: Shard) -> str:
+    """Of all ids as they are stored. Raises DataChanged."""
+    digest = hashlib.sha256()
+    ids, block = np.asarray(shard.array), 1 << 20
+    for start in range(0, len(ids), block):
+        shard.check_size()
+        digest.update(np.ascontiguousarray(ids[start : start + block]).data)
+    return digest.hexdigest()
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 
 from llmexp.config import Config, ConfigError, Sweep, build, plain, refuse
+from llmexp.environment import redacted
 from llmexp.process import die_with_parent
 from llmexp.sweep.ledger import identity
 
@@ -63,7 +64,7 @@ class Point:
         return [o.partition("=")[0] for o in self.overrides]
 
     def refused(self, reason: str) -> Refused:
-        return Refused(self.number, self.label, self.overrides, reason)
+        return Refused(self.number, self.label, self.overrides, redacted(reason))
 
     def request(self) -> dict[str, Any]:
         """What a worker needs to make the run, or to go on with it."""
@@ -143,7 +144,7 @@ def load_points(
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
             point = Point(number, list(overrides), swept, cfg, config, name, where).moved(number, where)
         except ConfigError as error:
-            refused.append(Refused(number, name, list(overrides), str(error)))
+            refused.append(Refused(number, name, list(overrides), redacted(str(error))))
             continue
         points.append(point)
     return points, refused
@@ -300,7 +301,7 @@ def serve() -> None:
                 try:
                     found.append(answer(purpose, request))
                 except ConfigError as error:
-                    found.append({"refused": str(error)})
+                    found.append({"refused": redacted(str(error))})
             print(json.dumps(found), file=answers, flush=True)
 
 

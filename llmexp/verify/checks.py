@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ class Check:
 
 
 def at_most(what: str, found: float, limit: float, note: str = "") -> Check:
-    """`found` must not be above `limit`; nan is."""
-    return Check(what, found <= limit, found, limit, note)
+    """`found` must not be above `limit`; what is not finite is."""
+    return Check(what, math.isfinite(found) and found <= limit, found, limit, note)
 
 
 def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 from llmexp import __version__, folder
 from llmexp.config import Config, ConfigError, nearest, plain
+from llmexp.environment import concealed, redacted
 from llmexp.verify.checks import Check
 
 WHAT = {
@@ -46,6 +48,7 @@ def run(arguments: list[str]) -> int:
         if multirun:
             raise ConfigError("verify: takes one config, not a sweep; leave out -m")
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
+    launch.refuse_secrets(args.overrides, "the command line")
     folder.check_writable(wanted)
     fixed = launch.fixed_folder(args.overrides, "hydra.run.dir")
     if fixed and wanted.is_dir() and any(wanted.iterdir()):  # runs of another verification would be gone on with
@@ -57,13 +60,17 @@ def run(arguments: list[str]) -> int:
     made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
     try:
         checks: list[Check] = proof.verify(config, path, steps=args.steps, shrink=args.shrink)
-    except ConfigError as error:
-        record(what, path, config, time.monotonic() - began, made_of, passed=None, error=str(error), checks=[])
+        return report(what, path, config, checks, time.monotonic() - began, made_of)
+    except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise
+    except (ConfigError, OSError) as error:  # also of the files that it reads and writes itself
+        words = redacted(str(error))
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            record(what, path, config, time.monotonic() - began, made_of, passed=None, error=words, checks=[])
+        raise ConfigError(words) from None
     except KeyboardInterrupt:
         print("llmexp: stopped; nothing is proven", file=sys.stderr)
         raise
-    return report(what, path, config, checks, time.monotonic() - began, made_of)
 
 
 def report(
@@ -76,7 +83,7 @@ def report(
         limit = "" if check.limit is None else f" (allowed: {_figure(check.limit)})"
         found = "" if check.found is None else f": {_figure(check.found)}{limit}"
         note = f"; {check.note}" if check.note else ""
-        said(f"{mark}  {check.what}{found}{note}", "      ")
+        said(redacted(f"{mark}  {check.what}{found}{note}"), "      ")
     failed = sum(c.passed is False for c in checks)
     left = sum(c.passed is None for c in checks)
     unseen = f", {left} could not be looked at here" if left else ""
@@ -97,7 +104,7 @@ def record(
     error: str | None,
     checks: Sequence[Check],
 ) -> None:
-    """Writes verify.json. `passed` None: there is no verdict, because of `error`."""
+    """Writes verify.json, without values of secrets and variables. `passed` None: no verdict, because of `error`."""
     from llmexp.metrics.hardware import commit, versions
 
     found = {
@@ -113,7 +120,7 @@ def record(
         "commit": commit(),
         "checks": [_strict(dataclasses.asdict(c)) for c in checks],
     }
-    folder.write_json(path / RECORD, found)
+    folder.write_json(path / RECORD, concealed(found))
 
 
 def said(text: str, indent: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,17 @@ from llmexp.assemble import Parts, assemble
 from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
-from llmexp.data.prepare import recorded_sha256
+from llmexp.data.prepare import recorded
 from llmexp.data.reader import MASKED, read_windows
-from llmexp.data.stream import Shard, TokenStream
+from llmexp.data.stream import DataChanged, Shard
 from llmexp.data.tokenizers import end_of_text_id
-from llmexp.verify.checks import Check, at_most, equal
+from llmexp.environment import redacted
+from llmexp.verify.checks import Check, equal
+from llmexp.verify.overlap import check_overlap
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
 SHOWN = 20  # files with a check of their own; of more, only those that fail have one
-OVERLAP_LIMIT = 0.01  # of the validation tokens: licences, empty modules and templates come twice in honest data
-DOCUMENT_TOKENS = 1 << 16  # longer documents are compared in parts of so many tokens
-PROBES = 8  # ids of a document that are looked at before it is hashed
-PART_TOKENS = 512  # the same for a text without ends of documents
 BLOCK_BYTES = 1 << 20  # stays in the core's cache between the hash and the scan
-BLOCK_TOKENS = 1 << 20
 WINDOWS, RANKS = 10, 4  # so many are sampled
 
 
@@ -44,13 +40,18 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     parts = assemble(config, write=True)
     corpus, facts = parts.corpus, parts.run.facts
     print(f"reading {sum(s.array.nbytes for s in corpus.shards()) / 1e6:,.1f} MB of tokens", flush=True)
-    checks = check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
-    if corpus.val is None:
-        checks.append(Check("validation text that train has too", None, note="there are no validation data"))
-    else:
-        checks.append(check_overlap(corpus.train, corpus.val, _end_of_text(parts)))
-    checks += check_order(parts)
-    if changed := corpus.changed() or corpus.replaced():
+    checks: list[Check] = []
+    try:
+        checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
+        if corpus.val is None:
+            checks.append(Check("validation text that train has too", None, note="there are no validation data"))
+        else:
+            checks.append(check_overlap(corpus.train, corpus.val, _end_of_text(parts)))
+        checks += check_order(parts)
+        changed = corpus.changed() or corpus.replaced()
+    except DataChanged as error:  # what is left could not be looked at
+        changed = str(error)
+    if changed:
         checks.append(Check("the files stayed as they were meanwhile", False, note=changed))
     return checks
 
@@ -109,17 +110,18 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
     files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
     if files:
-        folder.write_whole(path / SUMS, "".join(f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files))
+        lines = [f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files]
+        folder.write_whole(path / SUMS, redacted("".join(lines)))
     named = [s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)]
     in_range = [_in_range(*each, vocab_size) for each in zip(named, shards, scanned, strict=True)]
-    recorded = [(s, found, recorded_sha256(Path(s.name))) for s, found in files]
+    told_of = [(s, found, recorded(Path(s.name)).get("sha256")) for s, found in files]
     written = [
         Check(f"sha256 of {s.name} as it was written", found.sha256 == told, found.sha256[:16], told[:16])
-        for s, found, told in recorded
+        for s, found, told in told_of
         if told is not None
     ]
     checks = _few(in_range, "token ids of all others in range") + _few(written, "all other files as written")
-    if unknown := [s.name for s, _, told in recorded if told is None]:
+    if unknown := [s.name for s, _, told in told_of if told is None]:
         what = "nothing told the sha256 of these files when they were written; now it is in sha256.txt"
         checks.append(Check("other files are what was written", None, len(unknown), note=what))
     return checks
@@ -139,103 +141,6 @@ def _few(checks: list[Check], others: str) -> list[Check]:
         return checks
     failed = [c for c in checks if not c.passed]
     return [*failed, Check(others, True, len(checks) - len(failed))]
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Documents and parts of them: int64 starts and lengths in the stream; a uint64 key that equal ones share."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    keys: np.ndarray
-
-
-def pieces_of(stream: TokenStream, end_id: int | None, most: int, block_tokens: int = BLOCK_TOKENS) -> Iterator[Pieces]:
-    """The documents of the stream, in parts of `most` tokens from their start; `end_id` stands between two of them.
-
-    Without `end_id` all is one document. Empty documents are left out.
-    """
-    first = 0  # of what is left of the present document
-    for at, ids in stream.blocks(block_tokens):
-        stop = at + len(ids)
-        ends = np.empty(0, np.int64) if end_id is None else at + np.flatnonzero(ids == end_id)
-        firsts = np.concatenate([[first], ends + 1])
-        last = stop if stop == len(stream) else stop - (stop - firsts[-1]) % most  # a part may go on in the next block
-        lasts = np.concatenate([ends, [last]])
-        first = int(last)
-        counts = -(-(lasts - firsts) // most)  # 0 for an empty document
-        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(firsts, counts) + nth * most
-        lengths = np.minimum(most, np.repeat(lasts, counts) - starts)
-        if len(starts):
-            probes = starts[:, None] + np.arange(PROBES) * (lengths[:, None] - 1) // (PROBES - 1)
-            probed = ids[np.maximum(probes - at, 0)]
-            for row in np.flatnonzero(starts < at):  # it began in an earlier block
-                probed[row] = stream.gather(probes[row], 1)[:, 0]
-            yield Pieces(starts, lengths, _keys(lengths, probed))
-
-
-def _keys(lengths: np.ndarray, probed: np.ndarray) -> np.ndarray:
-    """Of the length and PROBES ids of each piece, the first and the last among them: tells apart nearly all."""
-    keys = lengths.astype(np.uint64)
-    for ids in probed.T.astype(np.uint64):
-        keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + ids
-    return keys
-
-
-def _digests(stream: TokenStream, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64 [n]: blake2b of each piece's ids."""
-    found = np.empty(len(starts), np.uint64)
-    for i, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        found[i] = int.from_bytes(hashlib.blake2b(stream.read(start, length).data, digest_size=8).digest(), "little")
-    return found
-
-
-def _join(found: list[Pieces]) -> Pieces:
-    none = Pieces(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint64))
-    names = ("starts", "lengths", "keys")
-    return Pieces(*(np.concatenate([getattr(p, name) for p in (none, *found)]) for name in names))
-
-
-def _like(pieces: Pieces, keys: np.ndarray) -> Pieces:
-    """Those with one of `keys`, which are sorted."""
-    kept = np.zeros(len(pieces.keys), dtype=np.bool_)
-    if len(keys):
-        kept = keys[np.minimum(np.searchsorted(keys, pieces.keys), len(keys) - 1)] == pieces.keys
-    return Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.keys[kept])
-
-
-def check_overlap(train: TokenStream, val: TokenStream, end_id: int | None) -> Check:
-    """How much of the validation text lies in documents that train has too, token for token.
-
-    Documents end at `end_id`; where the validation text has no such id, parts of 512 tokens from its start take their
-    place. Of `train` only what has a key of `val` is hashed.
-    """
-    if end_id is not None and not _holds(val, end_id):
-        end_id = None
-    most, what = (PART_TOKENS, f"parts of {PART_TOKENS} tokens") if end_id is None else (DOCUMENT_TOKENS, "documents")
-    found = list(pieces_of(val, end_id, most))
-    if not found:
-        return Check("share of the validation tokens that train has too", None, note="there is no validation text")
-    of_val = _join(found)
-    wanted = np.unique(of_val.keys)
-    of_train = _join([_like(pieces, wanted) for pieces in pieces_of(train, end_id, most)])
-    likely = _like(of_val, np.unique(of_train.keys))
-    digests, first = np.unique(_digests(train, of_train.starts, of_train.lengths), return_index=True)
-    val_digests = _digests(val, likely.starts, likely.lengths)
-    twice = np.flatnonzero(np.isin(val_digests, digests))
-    note = f"{len(twice):,} of {len(of_val.starts):,} {what}"
-    if len(twice):
-        longest = twice[np.argmax(likely.lengths[twice])]
-        place = of_train.starts[first[np.searchsorted(digests, val_digests[longest])]]
-        size, at = likely.lengths[longest], likely.starts[longest]
-        note += f"; for example the {size:,} tokens at {at:,} of validation and {place:,} of train"
-    share = float(likely.lengths[twice].sum() / of_val.lengths.sum())
-    return at_most("share of the validation tokens that train has too", share, OVERLAP_LIMIT, note)
-
-
-def _holds(stream: TokenStream, token: int) -> bool:
-    return any((ids == token).any() for _, ids in stream.blocks(BLOCK_TOKENS))
 
 
 def check_order(parts: Parts) -> list[Check]:

@@ -41,8 +41,7 @@ def recorded(config: Config) -> Config:
 
 def environment(run: Path, *, modules: bool = False, warned: bool = False) -> dict[str, str]:
     """What a worker needs in its environment to record into `run`/verify."""
-    allowed = ",".join(filter(None, (os.environ.get("LLMEXP_ALLOW"), "llmexp.verify")))
-    found = {"LLMEXP_ALLOW": allowed, FOLDER: str((run / "verify").absolute())}
+    found = {FOLDER: str((run / "verify").absolute())}
     if modules:
         found[MODULES] = "1"
     if warned:

@@ -10,14 +10,14 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, refuse
-from llmexp.process import DONE, PREEMPTED
+from llmexp.process import DONE
 from llmexp.verify import runs
 from llmexp.verify.checks import Check, equal
 
@@ -38,6 +38,7 @@ class Kill:
     saving: int | None  # the step of the checkpoint that was half written
     rank: int | None = None  # the only one that was killed
     alone: bool = True  # its worker then ended by itself
+    saved: int = 0  # the step of the newest whole checkpoint, from which the run goes on
 
     def __str__(self) -> str:
         where = f"step {self.step}" if self.saving is None else f"the save of step {self.saving}"
@@ -131,6 +132,8 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
 
     None when the run came to its end before. Raises Broken or ConfigError when it ended otherwise.
     """
+    from llmexp.mesh.agent import send
+
     steps, (number, of), rng = plan.train.max_steps or 0, part, random.SystemRandom()
     low = 1 + number * steps // of
     high = max(low, min((number + 1) * steps // of, steps - 1))  # the last one is soon over
@@ -157,32 +160,38 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
         if not there or gone or process.poll() is not None:
             if process.wait() == DONE:
                 return None
-            if process.returncode in (PREEMPTED, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT):
-                raise KeyboardInterrupt
             words = f"{path}: ended with exit code {process.returncode}: {runs.last_words(path)}"
             raise Broken(words) if number else ConfigError(words)
         if kind == "rank":
             rank, pid = rng.choice(sorted(ranks.items()))
-            _kill([pid])
+            send(pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ALONE_S)  # it has to find out, and to end the others
         alone = process.poll() is not None
         _kill_all(process, tree)
     if folder.read_status(path).get("state") == "finished":  # it was only about to leave
         return None
-    return Kill(kind, _last(path) + 1, _saving(root), rank, alone)
+    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, _saved(root))
 
 
 def hits(kills: Sequence[Kill], wanted: Sequence[str]) -> list[Check]:
-    """Whether the kills came where they had to."""
-    missed = [kind for kind in dict.fromkeys(wanted) if not any(k.kind == kind and k.hit for k in kills)]
-    if not missed:
-        return [Check("killed with SIGKILL", True, len(kills), note=", ".join(map(str, kills)))]
-    come = ", ".join(map(str, kills)) or "none"
-    return [
-        Check(f"no kill of this kind: {kind}", None, note=f"it was over too soon each time; kills: {come}")
-        for kind in missed
+    """Whether the kills came where they had to, and what followed; without a kill, or a resume, nothing is proven."""
+    come = ", ".join(map(str, kills))
+    checks = [Check("killed with SIGKILL", bool(kills), len(kills), note=come or "the run was over too soon each time")]
+    checks += [
+        Check(f"no kill of this kind: {kind}", None, note="it was over too soon each time")
+        for kind in dict.fromkeys(wanted)
+        if not any(k.kind == kind and k.hit for k in kills)
     ]
+    if kills:
+        note = ", ".join(f"step {k.saved}" for k in kills)
+        if not any(k.saved for k in kills):
+            note += ": it began anew each time, which proves nothing; more --steps, for example --steps 12"
+        checks.append(Check("resumed from a checkpoint after step 0", any(k.saved for k in kills), note=note))
+    if lone := [k.alone for k in kills if k.rank is not None]:
+        found = f"{sum(lone)} of {len(lone)} times"
+        checks.append(Check("the other ranks end by themselves when one is killed", all(lone), found))
+    return checks
 
 
 def compare(unbroken: Path, broken: Path) -> list[Check]:
@@ -317,6 +326,14 @@ def _saving(root: Path) -> int | None:
     return None
 
 
+def _saved(root: Path) -> int:
+    """The step of the newest whole checkpoint under `root`, 0 where there is none."""
+    from llmexp import checkpoint
+
+    there = checkpoint.steps(root)
+    return int(there[-1].name.removeprefix("step_")) if there else 0
+
+
 def _save_s(unbroken: Path) -> float:
     """About how long a save took: from the first of its files to the last."""
     times = [f.stat().st_mtime for f in max((unbroken / folder.CHECKPOINTS).glob("step_*")).iterdir()]
@@ -335,50 +352,45 @@ def _tree(pid: int) -> list[int]:
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:
     """The process of each rank, of a worker's tree, that is still there: the first that has its number."""
+    from llmexp.mesh.agent import ended
+
     found: dict[int, int] = {}
     for pid in tree[1:]:
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 name, _, value = entry.partition(b"=")
-                if name == b"RANK" and _is_there(pid):
+                if name == b"RANK" and not ended(pid):
                     found.setdefault(int(value), pid)
     return found
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
     """SIGKILL for a worker and all under it at once, at first those `known`; returns when they are gone."""
+    from llmexp.mesh.agent import ended, send
+
     if process.poll() is None:
         process.send_signal(signal.SIGSTOP)  # it must not see its ranks die; and its children can now be told for sure
-    _kill(known[1:])
+    for pid in known[1:]:
+        send(pid, signal.SIGKILL)
     tree = {*known[1:], *_tree(process.pid)[1:]}
-    _kill(tree)
+    for pid in tree:
+        send(pid, signal.SIGKILL)
     process.kill()
     process.wait()
     for pid in tree:
-        while _is_there(pid):
+        while not ended(pid):
             time.sleep(0.001)
-
-
-def _is_there(pid: int) -> bool:
-    """Whether a process still runs; one that only waits to be fetched by its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
 def _nothing_left(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Passes signals on to a worker; in the end neither it nor its ranks are there."""
-    with runs.ended_with_us(process):
+    """Passes signals on to a worker; in the end neither it nor its ranks are there. A signal is a KeyboardInterrupt,
+    whatever became of the worker."""
+    with runs.ended_with_us(process) as stopped_by:
         try:
             yield
         finally:
             if process.poll() is None:
                 _kill_all(process, _tree(process.pid))
+            if stopped_by:
+                raise KeyboardInterrupt

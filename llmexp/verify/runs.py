@@ -100,7 +100,7 @@ def train(path: Path, config: Config, **env: str) -> None:
     process = start(path, config, **env)
     with ended_with_us(process) as stopped_by:
         code = process.wait()
-    if stopped_by and code != DONE:  # whatever it made of the signal: it may still have been importing
+    if stopped_by:  # whatever it made of the signal: it may have been importing, or about to end
         raise KeyboardInterrupt
     if code != DONE:
         words = last_words(path)

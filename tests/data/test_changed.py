@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from llmexp.data import sources, tokenizers
+from llmexp.data import sources, stream, tokenizers
 from llmexp.data.files import cut_files
-from llmexp.data.stream import Corpus, DataChanged, TokenStream
+from llmexp.data.stream import Corpus, DataChanged, TokenStream, sample_digest
 from tests.conftest import TINY, Result, llmexp, train
 
 N = 5000
@@ -80,7 +80,8 @@ WAYS = {
     rewrite: ("was written to while it was in use", None),
     append: (r"was written to while it was in use, and has [\d,]+ bytes", None),
     lambda p: os.truncate(p, 300): (r"was cut from 10,\d+ to 300 bytes", None),
-    lambda p: os.utime(p): (None, None),  # a new time alone is no change: the samples are what they were
+    # A new time alone stops nothing; but samples are all that a token file is known by, so it is said.
+    lambda p: os.utime(p): (None, "was touched or rewritten while it was in use; its samples are what they were"),
     replace: (None, "was replaced by another one"),
     lambda p: p.unlink(): (None, "was deleted"),
     cut_after_a_rename: ("was cut from", "was deleted"),
@@ -109,6 +110,34 @@ def test_a_change_during_the_first_scan_is_told(path: Path, monkeypatch: pytest.
     check = sources.check_ids
     monkeypatch.setattr(sources, "check_ids", lambda *args: (check(*args), rewrite(path)))
     assert "was written to" in (corpus(path).changed() or "")
+
+
+def test_a_prepared_shard_is_known_by_all_of_its_bytes(tmp_path: Path) -> None:
+    """Touched it is the old one, and nothing is said; one bit where no sample looks makes it another one."""
+    letters = np.random.default_rng(0).integers(97, 123, 500_000).astype(np.uint8)
+    (tmp_path / "a.txt").write_bytes(letters.tobytes())
+    opened = sources.text(
+        train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(), val_ratio=0.1,
+        max_tokens=None, seed=0, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    (shard,) = (tmp_path / "cache").glob("tokens/*/train.bin")
+    assert opened.samples.keys() == opened.sha256.keys() == {str(shard), str(shard.with_name("val.bin"))}
+    os.utime(shard, ns=(10**18, 10**18))
+    assert (opened.changed(), opened.replaced()) == (None, None)
+
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_sha256", lambda shard: reads.append(shard))
+        assert opened.changed() is None
+    assert reads == []  # once for each new time
+
+    with open(shard, "r+b") as file:
+        file.seek(2 * 25_000)  # of 450,000 tokens 16 samples of 16,384: the second starts at 433,616 / 15 = 28,907
+        token = file.read(1)
+        file.seek(2 * 25_000)
+        file.write(bytes([token[0] ^ 1]))
+    assert sample_digest(TokenStream([np.memmap(shard, "<u2", "r")])) == opened.samples[str(shard)]
+    assert "train.bin: this token file was written to while it was in use" in (opened.changed() or "")
 
 
 def test_a_replaced_file_is_read_as_it_was(path: Path) -> None:
@@ -194,6 +223,46 @@ def test_a_text_that_changes_unnoticed_does_not_change_the_tokens(
     assert opened("abcdefghijklmnopqrst") == opened("tsrqponmlkjihgfedcba")
 
 
+@pytest.mark.parametrize("name", ["a.txt", "v.txt"])
+def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Between the hash and the encoding: else the new tokens would lie in the cache under the hash of the old text."""
+    texts = {"a.txt": "abcdefghijklmnopqrst", "v.txt": "uvwxyz" * 3}
+
+    def opened() -> list[list[int]]:
+        found = sources.text(
+            train_files=str(tmp_path / "a.txt"), val_files=str(tmp_path / "v.txt"), tokenizer=tokenizers.byte_level(),
+            val_ratio=0.1, max_tokens=None, seed=0, cache_dir=str(tmp_path / "cache"),
+        )  # fmt: skip
+        assert found.val is not None
+        return [s.read(0, len(s)).tolist() for s in (found.train, found.val)]
+
+    def put() -> None:
+        for file, text in texts.items():
+            (tmp_path / file).write_text(text)
+            os.utime(tmp_path / file, ns=(10**18, 10**18))
+
+    put()
+    sha256_of = sources.sha256_of
+
+    def hashed_then_changed(paths: list[Path]) -> list[str]:
+        digests = sha256_of(paths)
+        if any(p.name == name for p in paths):
+            (tmp_path / name).write_text(texts[name][::-1])  # as long as before
+        return digests
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "sha256_of", hashed_then_changed)
+        with pytest.raises(
+            DataChanged, match=rf"^{tmp_path / name}: this text file changed while it was being prepared"
+        ):
+            opened()
+    assert not list((tmp_path / "cache").glob("tokens/*/manifest.json"))
+    put()
+    assert [bytes(ids).decode() for ids in opened()] == list(texts.values())
+
+
 def test_who_was_cut_is_known_after_a_bus_error(path: Path) -> None:
     """The one race that is left: a file is cut between the look at its size and the reading of a page."""
     program = f"""
@@ -221,7 +290,7 @@ def test_files_that_are_not_shorter_are_not_named(path: Path) -> None:
     path.unlink()
     assert cut_files(states) == ""
     assert cut_files({}) == ""
-    many = {str(path.with_name(f"{i}.bin")): [10, 0] for i in range(5)}
+    many = {str(path.with_name(f"{i}.bin")): 10 for i in range(5)}
     for name in many:
         Path(name).write_bytes(b"1234")
     assert cut_files(many).endswith("; and 2 more")
@@ -306,7 +375,7 @@ SHORT = [
 
 
 def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
-    """A new time alone is nothing; other content stops the run at its next checkpoint, which is not saved; another
+    """A new time alone is a warning; other content stops the run at its next checkpoint, which is not saved; another
     file of that name is said; a run that the kernel ends for a cut file says which one."""
     (tmp_path / "writing.py").write_text(WRITING)
     ids = np.random.default_rng(0).integers(0, 60, 8000).astype(np.uint16)
@@ -318,6 +387,7 @@ def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
     for text in (stopped.err, stopped.json("status.json")["error"]):
         assert "train.npy: this token file was written to while it was in use" in text
         assert "the steps since step 5 may have seen other data, and step 10 is not saved" in text
+    assert stopped.out.count("train.npy: this token file was touched or rewritten while it was in use") == 1
     assert "the last checkpoint is step_00000005; to go on: llmexp resume a --allow writing" in stopped.err
     assert [row["step"] for row in stopped.rows()] == list(range(1, 11))
     assert not stopped.checkpoint(10).exists()

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmexp.data import prepare as module
-from llmexp.data.files import sha256_of
+from llmexp.data.files import sha256_of, state_of
 from llmexp.data.prepare import BOUNDARY, Segment, cut, encode_segments, prepare
 from llmexp.data.stream import TokenStream
 from llmexp.data.tokenizers import byte_level, end_of_text_id
@@ -77,7 +77,7 @@ def _segments(folder: Path, documents: list[bytes]) -> list[Segment]:
     paths = [folder / f"{i}.txt" for i in range(len(documents))]
     for path, document in zip(paths, documents, strict=True):
         path.write_bytes(document)
-    return [Segment(p, 0, len(d), c) for p, d, c in zip(paths, documents, sha256_of(paths), strict=True)]
+    return [Segment(p, 0, len(d), c, state_of(p)) for p, d, c in zip(paths, documents, sha256_of(paths), strict=True)]
 
 
 def _reference(documents: list[bytes], encoding: tiktoken.Encoding) -> list[int]:
@@ -260,11 +260,12 @@ _PROGRAM = """
     import sys
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
-    from llmexp.data.files import sha256_of
+    from llmexp.data.files import sha256_of, state_of
     from llmexp.data.prepare import Segment, prepare
     from llmexp.data.tokenizers import byte_level
     paths = [Path(p) for p in sys.argv[3:]]
-    segments = [Segment(p, 0, p.stat().st_size, c) for p, c in zip(paths, sha256_of(paths), strict=True)]
+    hashed = zip(paths, sha256_of(paths), strict=True)
+    segments = [Segment(p, 0, p.stat().st_size, c, state_of(p)) for p, c in hashed]
     streams = prepare({"train": segments}, {"train": None}, byte_level(), Path(sys.argv[2]), True)
     peak = next((l for l in open("/proc/self/status") if l.startswith("VmHWM")), "VmHWM: 0")
     print(len(streams["train"]), peak.split()[1])

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -15,7 +17,8 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.config import ConfigError
-from llmexp.verify import command
+from llmexp.data.stream import DataChanged
+from llmexp.verify import command, runs
 from llmexp.verify.checks import Check, at_most, equal
 from tests.conftest import TINY, llmexp, start
 
@@ -97,6 +100,12 @@ def test_the_verdict_its_exit_code_and_its_record(proof, capsys, checks, code):
         assert f"{'PASS' if check.passed else 'FAIL' if check.passed is False else '-   '}  {check.what}" in out
 
 
+@pytest.mark.parametrize("found", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("limit", [1.0, float("inf")])
+def test_what_is_not_finite_is_within_no_limit(found, limit):
+    assert at_most("x", found, limit).passed is False
+
+
 def test_comparing_nothing_proves_nothing():
     assert equal("rows", [], 0).passed is False
     assert equal("rows", [], 1).passed is True
@@ -119,6 +128,44 @@ def test_a_run_that_cannot_be_made_is_recorded_without_a_verdict(proof, capsys):
     assert "llmexp: x/fp64: this run of the verification ended with exit code 3: boom" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (DataChanged("train.npy: this token file was cut"), "train.npy: this token file was cut"),
+        (OSError(28, "No space left on device", "there/x"), "[Errno 28] No space left on device: 'there/x'"),
+    ],
+    ids=["data", "disk"],
+)
+def test_files_that_fail_are_recorded_without_a_verdict(proof, capsys, error, says):
+    proof.append(error)
+    assert run(["verify", "made_up", "hydra.run.dir=there"]) == 2
+    record = json.loads(Path("there/verify.json").read_text())
+    assert (record["passed"], record["error"]) == (None, says)
+    assert f"llmexp: {says}\n" in capsys.readouterr().err
+
+
+SECRET = "k-0123456789abcdef"
+
+
+def test_no_secret_is_printed_or_recorded(proof, capsys, monkeypatch):
+    """Neither from a check nor from an error; and one on the command line is refused, as by train."""
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    proof.append(Check(f"sha256 of /data/{SECRET}/a.bin", True, SECRET, SECRET, note=f"in {SECRET}"))
+    assert run(["verify", "made_up", "hydra.run.dir=a"]) == 0
+    proof[:] = [ConfigError(f"/data/{SECRET}: boom")]
+    assert run(["verify", "made_up", "hydra.run.dir=b"]) == 2
+    assert run(["verify", "made_up", "hydra.run.dir=c", f"++data.note={SECRET}"]) == 2
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err
+    assert "sha256 of /data/<$MY_API_KEY>/a.bin: <$MY_API_KEY>" in out
+    assert "/data/<$MY_API_KEY>: boom" in err
+    assert not Path("c").exists()
+    for name in ("a", "b"):
+        text = Path(name, "verify.json").read_text()
+        assert SECRET not in text
+        assert "$MY_API_KEY" in text
+
+
 def test_a_folder_in_use_is_refused(proof, capsys):
     """Runs that lie there would be gone on with."""
     Path("there/fp64").mkdir(parents=True)
@@ -135,6 +182,23 @@ def test_a_run_that_fails_is_named_with_its_words(tmp_path):
     assert "the hook mine.breaks failed at" in result.err
     assert "Traceback" not in result.err
     assert "by zero" in json.loads((tmp_path / "v" / "verify.json").read_text())["error"]
+
+
+def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
+    """A worker that heeds the signal too late, or not at all, ends with 0."""
+    program = "import time; print('here', flush=True); time.sleep(0.5)"
+
+    def begin(path: Path, config: object, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", f"import signal; signal.signal(2, signal.SIG_IGN); {program}"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+        assert process.stdout is not None
+        process.stdout.readline()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return process
+
+    monkeypatch.setattr(runs, "start", begin)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(tmp_path, None)
 
 
 def children(pid: int) -> list[int]:

@@ -19,6 +19,7 @@ from llmexp import __main__
 from llmexp.data import order, reader
 from llmexp.data.stream import Corpus, Shard, TokenStream
 from llmexp.verify import data as proof
+from llmexp.verify import overlap
 from tests.conftest import TINY, llmexp
 
 END = 59
@@ -257,11 +258,11 @@ def test_documents_in_both_fail_above_one_in_a_hundred_tokens(here: Path, repeat
     assert check["note"].startswith(f"{repeated} of 200 documents; for example the 100 tokens at ")
 
 
-def split_up(ids: list[int], end: int | None, most: int) -> list[tuple[int, tuple[int, ...]]]:
+def split_up(ids: list[int], end: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
     """(start, ids) of the parts of documents: what `pieces_of` and `check_overlap` are compared with."""
     found, document = [], 0
     while document <= len(ids):
-        stop = ids.index(end, document) if end is not None and end in ids[document:] else len(ids)
+        stop = ids.index(end, document) if end in ids[document:] else len(ids)
         found += [(at, tuple(ids[at : min(at + most, stop)])) for at in range(document, stop, most)]
         document = stop + 1
     return found
@@ -273,18 +274,15 @@ streams = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=4)
 @settings(max_examples=200, deadline=None)
 @given(
     arrays=streams,
-    end=st.sampled_from([None, 0]),
     most=st.integers(1, 6),
     block=st.integers(1, 9),
 )
-def test_documents_do_not_depend_on_blocks_and_files(
-    arrays: list[list[int]], end: int | None, most: int, block: int
-) -> None:
+def test_documents_do_not_depend_on_blocks_and_files(arrays: list[list[int]], most: int, block: int) -> None:
     stream = TokenStream([np.array(a, np.uint16) for a in arrays])
-    found = list(proof.pieces_of(stream, end, most, block))
+    found = list(overlap.pieces_of(stream, 0, most, block))
     pieces = [(int(s), int(n)) for p in found for s, n in zip(p.starts, p.lengths, strict=True)]
     ids = [i for a in arrays for i in a]
-    expected = split_up(ids, end, most)
+    expected = split_up(ids, 0, most)
     assert pieces == [(start, len(part)) for start, part in expected]
     keys = [int(k) for p in found for k in p.keys]
     of_part: dict[tuple[int, ...], int] = {}
@@ -297,16 +295,49 @@ def test_documents_do_not_depend_on_blocks_and_files(
 def test_the_share_agrees_with_a_comparison_of_all_documents(train: list[list[int]], val: list[list[int]]) -> None:
     ids = [[i for a in arrays for i in a] for arrays in (train, val)]
     sides = [TokenStream([np.array(a, np.uint16) for a in arrays]) for arrays in (train, val)]
-    has_end = 0 in ids[1]
-    parts = [split_up(i, 0 if has_end else None, proof.DOCUMENT_TOKENS if has_end else proof.PART_TOKENS) for i in ids]
+    parts = [split_up(i, 0, overlap.DOCUMENT_TOKENS) for i in ids]
     known = {part for _, part in parts[0]}
     twice, every = (sum(len(p) for _, p in parts[1] if p in known), sum(len(p) for _, p in parts[1]))
-    check = proof.check_overlap(sides[0], sides[1], 0)
+    check = overlap.check_overlap(sides[0], sides[1], 0)
     if every == 0:
         assert check.passed is None
-    else:
+    elif 0 in ids[1]:  # else there are no documents: the next test
         assert check.found == twice / every
-        assert check.passed is (twice / every <= proof.OVERLAP_LIMIT)
+        assert check.passed is (twice / every <= overlap.OVERLAP_LIMIT)
+
+
+@settings(max_examples=300, deadline=None)
+@given(train=streams, val=streams, part=st.integers(1, 8), block=st.integers(1, 9))
+def test_parts_are_found_at_every_position(train: list[list[int]], val: list[list[int]], part: int, block: int) -> None:
+    ids = [[i for a in arrays for i in a] for arrays in (train, val)]
+    sides = [TokenStream([np.array(a, np.uint16) for a in arrays]) for arrays in (train, val)]
+    if not ids[1]:
+        assert overlap.check_overlap(sides[0], sides[1], None).passed is None
+        return
+    length = min(part, len(ids[1]))
+    there = {tuple(ids[0][at : at + length]) for at in range(len(ids[0]) - length + 1)}
+    twice = 0
+    for start in range(0, len(ids[1]), length):
+        whole = ids[1][start : start + length]
+        if len(whole) < length:  # what is left: as the end of as many ids as a part has
+            twice += len(whole) * (tuple(ids[1][-length:]) in there)
+        else:
+            twice += length * (tuple(whole) in there)
+    assert overlap.parts_in_train(sides[0], sides[1], part, block)[0] == twice / len(ids[1])
+
+
+@pytest.mark.parametrize(("start", "fails"), [(1007, True), (None, False)], ids=["copied", "of its own"])
+def test_a_copy_without_ends_of_documents_off_the_grid_fails(here: Path, start: int | None, fails: bool) -> None:
+    """val = train[1007:6007]: no part of it stands at a multiple of 512."""
+    ids = some_ids(20_000)
+    save("train.npy", ids)
+    save("val.npy", some_ids(5000, 1) if start is None else ids[start : start + 5000])
+    found = verify(*TOKENS)
+    assert failures(found) == (["share of the validation tokens that train has too"] if fails else [])
+    check = found[1]["share of the validation tokens that train has too"]
+    assert check["found"] == (1.0 if fails else 0.0)
+    example = "; for example the 512 tokens at 0 of validation and 1,007 of train" if fails else ""
+    assert check["note"] == f"{10 if fails else 0} of 10 parts of 512 tokens{example}"
 
 
 # FAIL: the order
@@ -378,3 +409,28 @@ def test_a_file_that_changes_meanwhile_fails(here: Path, monkeypatch: pytest.Mon
     check_order = proof.check_order
     monkeypatch.setattr(proof, "check_order", lambda parts: (os.utime(path), check_order(parts))[1])
     assert failures(verify(*TOKENS)) == ["the files stayed as they were meanwhile"]
+
+
+def test_a_file_that_is_cut_meanwhile_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at before is in the record too."""
+    path = save("train.npy", some_ids(3000))
+    save("val.npy", some_ids(300, 1))
+    check_overlap = proof.check_overlap
+    monkeypatch.setattr(proof, "check_overlap", lambda *args: (os.truncate(path, 1000), check_overlap(*args))[1])
+    found = verify(*TOKENS)
+    assert failures(found) == ["the files stayed as they were meanwhile"]
+    assert "was cut from" in found[1]["the files stayed as they were meanwhile"]["note"]
+    assert found[1][f"token ids of {path} in range"]["passed"] is True
+
+
+def test_paths_from_the_environment_stay_out_of_the_record(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MY_CORPUS", "folder-of-mine")
+    (here / "folder-of-mine").mkdir()
+    save("folder-of-mine/train.npy", some_ids(3000))
+    code, _ = verify("data=tokens", "data.train_files=${oc.env:MY_CORPUS}/train.npy", "hydra.run.dir=proof")
+    assert code == 0
+    assert "${oc.env:MY_CORPUS}/train.npy in range" in capsys.readouterr().out
+    for file in Path("proof").iterdir():
+        assert "folder-of-mine" not in file.read_text(), file

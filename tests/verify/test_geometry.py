@@ -22,7 +22,7 @@ from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
-from llmexp.verify.geometry import FLOOR, masked_id, moved_off, off_by, real_batch
+from llmexp.verify.geometry import FLOOR, Off, judge, masked_id, moved_off, off_by, real_batch
 from llmexp.verify.reference import Roundoff, draws_random_numbers, errors, follow, read_windows
 from llmexp.verify.runs import shrunk, trial
 from tests import reference
@@ -319,6 +319,39 @@ def test_what_is_missing_or_not_finite_is_not_equal():
     assert moved_off(model, {"weight": model.weight.detach() + 1}, same) == float("inf")
     assert not FLOOR.beyond(FLOOR)
     assert dataclasses.replace(FLOOR, loss=float("nan")).beyond(FLOOR)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "limit", "passed"),
+    [(0.1, 0.2, True), (0.3, 0.2, False), (INF, 0.2, False), (NAN, 0.2, False), (0.1, 0.5, None), (0.1, INF, None),
+     (INF, INF, None), (0.1, NAN, None)],
+)  # fmt: skip
+def test_a_limit_that_anything_keeps_proves_nothing(found, limit, passed):
+    checks = judge("run", Off(found, found, found), Off(limit, limit, limit, note="derived"), 1)[1:]
+    assert [c.passed for c in checks] == [passed] * 3
+    assert all(("nothing can be told from it" in c.note) == (passed is None) for c in checks)
+
+
+def test_a_parameter_that_is_nan_is_not_lost_among_others():
+    model = nn.Linear(2, 1, bias=False)
+    moved = {"weight": model.weight.detach() + 1}
+    assert moved_off(model, {"weight": model.weight.detach() * NAN}, moved) == INF
+
+
+def test_an_id_to_ignore_from_the_environment(tmp_path, monkeypatch, in_process):
+    monkeypatch.setenv("IGNORED", "7")
+    monkeypatch.setenv("DROPPED", "0.3")
+    config = composed(
+        "precision=fp64", "train.device=cpu", "data.ignore_id=${oc.env:IGNORED}", "model.dropout=${oc.env:DROPPED}"
+    )
+    checks = geometry.verify(config, tmp_path, steps=2, shrink=False)
+    assert failed(checks) == set()
+    rows = (tmp_path / "fp64-one_batch" / folder.CONFIG).read_text()
+    assert "ignore_id: 7\n" in rows
+    assert "dropout: 0.0\n" in rows
 
 
 class Noisy(nn.Module):

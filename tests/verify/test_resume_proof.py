@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 
 from llmexp import checkpoint, folder
 from llmexp.config import ConfigError, build
+from llmexp.targets import locate
 from llmexp.verify import record, resume, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
@@ -77,6 +82,7 @@ def test_a_run_with_dropout_and_fp16_is_killed_and_ends_the_same(proof):
     found = checks(proof)
     assert all(check["passed"] for check in found.values()), found
     assert found["killed with SIGKILL"]["found"] >= 3
+    assert re.search("step [1-9]", found["resumed from a checkpoint after step 0"]["note"])
     assert "in the save of step" in found["killed with SIGKILL"]["note"]
     assert proof.json("verify.json")["passed"]
     # It has not only compared two runs that nobody touched: its worker came back, and recorded each step once.
@@ -219,10 +225,54 @@ def test_a_kill_that_missed_its_save_is_no_hit():
     assert [k.hit for k in (missed, hit, step)] == [False, True, True]
     assert [str(k) for k in (missed, hit)] == ["in step 4 just after a save", "in the save of step 3"]
     wanted = ("step", "step", "save")
-    assert [c.passed for c in resume.hits([missed, step], wanted)] == [None]
-    assert [c.passed for c in resume.hits([hit, step], wanted)] == [True]
-    assert [c.what for c in resume.hits([], wanted)] == ["no kill of this kind: step", "no kill of this kind: save"]
-    assert [c.what for c in resume.hits([hit, step], ("step", "rank", "save"))] == ["no kill of this kind: rank"]
+    assert unseen([missed, step], wanted) == ["no kill of this kind: save"]
+    assert unseen([hit, step], wanted) == []
+    assert unseen([], wanted) == ["no kill of this kind: step", "no kill of this kind: save"]
+    assert unseen([hit, step], ("step", "rank", "save")) == ["no kill of this kind: rank"]
+
+
+def unseen(kills: list[resume.Kill], wanted: tuple[str, ...]) -> list[str]:
+    return [c.what for c in resume.hits(kills, wanted) if c.passed is None]
+
+
+def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
+    """Runs that nobody touched, or that began anew each time, are equal whatever a resume loses."""
+    wanted = ("step", "rank", "save")
+    resumed = resume.Kill("step", 5, None, saved=3)
+    assert failed(resume.hits([], wanted)).keys() == {"killed with SIGKILL"}
+    anew = failed(resume.hits([resume.Kill("step", 1, None), resume.Kill("save", 1, 1)], wanted))
+    assert anew.keys() == {"resumed from a checkpoint after step 0"}
+    assert "it began anew each time" in anew["resumed from a checkpoint after step 0"]
+    assert failed(resume.hits([resume.Kill("step", 1, None), resumed], wanted)) == {}
+    lone = [resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3) for alone in (True, False)]
+    assert failed(resume.hits(lone[:1], wanted)) == {}
+    assert failed(resume.hits([*lone, resumed], wanted)).keys() == {
+        "the other ranks end by themselves when one is killed"
+    }
+
+
+def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
+    """The worker is killed as planned, and the verification ends all the same."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0, text=True)
+
+    def strike() -> None:
+        with resume._nothing_left(process):
+            os.kill(os.getpid(), signal.SIGINT)
+            resume._kill_all(process, [process.pid])
+
+    with pytest.raises(KeyboardInterrupt):
+        strike()
+    assert process.poll() is not None
+
+
+def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    for name, value in record.environment(tmp_path, modules=True, warned=True).items():
+        monkeypatch.setenv(name, value)
+    assert locate("hooks", record.HOOK) is record.record
+    for key, dotted in (("hooks", "llmexp.verify.runs.train"), ("model._target_", record.HOOK)):
+        with pytest.raises(ConfigError, match="is outside the allowed packages"):
+            locate(key, dotted)
 
 
 def test_several_hosts_are_refused(proof):
@@ -248,4 +298,5 @@ def test_two_ranks_of_which_one_is_killed_alone(tmp_path, layout):
     assert result.code == 0, result.out + result.err
     found = checks(result)
     assert " only; the others ended by themselves)" in found["killed with SIGKILL"]["note"]
+    assert found["the other ranks end by themselves when one is killed"]["found"] == "1 of 1 times"
     assert f"of {3 * 2 * 16} differ" in found["RNG after each step, each rank"]["found"]
