@@ -44,8 +44,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # writing says none, and the temporary one is none of theirs
-        raise
+        # Writing names no file, and the temporary one is none of theirs.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -84,7 +84,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path / CONFIG}: cannot be read: {error}") from None
+        raise ConfigError(f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
     return config
@@ -285,6 +285,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if isinstance(row["step"], bool) or not isinstance(row["step"], int):
                 raise ValueError("no step")
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError(f"{path}: line {number} is not a row of metrics: {line[:60]!r}") from None
+            raise ConfigError(
+                f"{path}: line {number} is not a row of metrics: {line[:60]!r}; the checkpoints are intact: take the "
+                "line out, or give the file another name, and resume"
+            ) from None
         rows.append(row)
     return rows

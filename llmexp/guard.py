@@ -31,6 +31,8 @@ SWEEPERS = (
     "hydra_plugins.hydra_nevergrad_sweeper.nevergrad_sweeper.NevergradSweeper",
     "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper",
 )
+# Of launchers: shell lines, options of sbatch and of Ray, and where a cluster is.
+BY_HAND = ("setup", "additional_parameters", "init", "address")
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 COLORED = "colorlog.ColoredFormatter"
 LOGGING = {"class": ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", COLORED), "()": (COLORED,)}
@@ -68,6 +70,13 @@ def refuse_code(cfg: DictConfig) -> None:
         if (found := _factory(seen.get(key))) is not None:
             raise ConfigError(f"hydra.{key}: {found} would be called; a config file must not run code")
     _refuse_sweeper(seen.get("sweeper") or {})
+    given = [str(o).lstrip("+~") for o in (own.get("overrides") or {}).get("hydra") or []]
+    for key in BY_HAND:
+        if (seen.get("launcher") or {}).get(key) and not any(o.startswith(f"hydra.launcher.{key}") for o in given):
+            raise ConfigError(
+                f"hydra.launcher.{key}: runs what it says elsewhere, so it is taken from a command line, not from a "
+                f"config file: hydra.launcher.{key}=..."
+            )
     refuse_calls("hydra.launcher", {k: v for k, v in (seen.get("launcher") or {}).items() if k != "_target_"})
 
 

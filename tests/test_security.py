@@ -483,8 +483,15 @@ def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
     looked_at({
         "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
         "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
+        "overrides": {"hydra": ["hydra.launcher.setup=[...]"]},
         "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
     })  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["setup", "additional_parameters", "init", "address"])
+def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
+    with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}: .* taken from a command line"):
+        looked_at({"launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", key: ["touch canary"]}})
 
 
 def test_every_config_that_hydra_composes_is_looked_at(home):

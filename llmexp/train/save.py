@@ -65,7 +65,7 @@ def refuse_changed_data(loop: Loop) -> None:
         )
     if loop.out.main and not loop.told_of_data and (text := corpus.replaced()):
         loop.told_of_data = True
-        loop.out.console.line(f"WARNING: {text}; this run goes on with the old one, but may not be resumed on the new")
+        loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
 
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:

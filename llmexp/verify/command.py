@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def run(arguments: list[str]) -> int:
         with contextlib.suppress(OSError):  # the disk may be what failed
             record(what, path, config, time.monotonic() - began, made_of, passed=None, error=words, checks=[])
         raise ConfigError(words) from None
+    except Exception as error:  # such as of a model of the user's own, which is called in this process too
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        words = redacted(f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})")
+        with contextlib.suppress(OSError):
+            record(what, path, config, time.monotonic() - began, made_of, passed=None, error=words, checks=[])
+        raise ConfigError(f"verify {what} could not be made: {words}") from error
     except KeyboardInterrupt:
         print("llmexp: stopped; nothing is proven", file=sys.stderr)
         raise

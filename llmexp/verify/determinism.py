@@ -150,7 +150,7 @@ def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
         return f"other modules are called after {_call(ours, at - 1, classes)}"
     name, way, _ = ours[at]
     if way == "out" and ours[at - 1][:2] == [name, "in"]:
-        return f"the output of {label(name, classes)}, from an equal input and equal parameters"
+        return f"the output of {label(name, classes)}, from an equal input and parameters equal after the step before"
     inside: list[str] = []  # the modules that are under way
     for called, direction, _ in ours[:at]:
         if direction == "in":

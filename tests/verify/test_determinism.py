@@ -160,10 +160,10 @@ WORDS = [
     "the data: the input of the model (Net)",
     "an operation in the model (Net) itself, between the model (Net) and a (Block)",
     "an operation in a (Block) itself, between a (Block) and a.x (Linear)",
-    "the output of a.x (Linear), from an equal input and equal parameters",
+    "the output of a.x (Linear), from an equal input and parameters equal after the step before",
     "an operation in a (Block) itself, after a.x (Linear)",
     "an operation in the model (Net) itself, between a (Block) and b (Dropout)",
-    "the output of b (Dropout), from an equal input and equal parameters",
+    "the output of b (Dropout), from an equal input and parameters equal after the step before",
     "an operation in the model (Net) itself, after b (Dropout)",
 ]
 

@@ -193,7 +193,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Those that the constant factor does not stand for are slow.
+QUICK = ("the right run", "a constant factor, in every run alike", "the rate of the next update")
+
+
+@pytest.mark.parametrize("fault", [f if f in QUICK else pytest.param(f, marks=SLOW) for f in FAULTS])
 def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
     planted, expected = FAULTS[fault]
     if planted is not None:
