@@ -193,8 +193,9 @@ FAULTS = {
 }
 
 
+SLOW = pytest.mark.slow
 # Those that the constant factor does not stand for are slow.
-QUICK = ("the right run", "a constant factor, in every run alike", "the rate of the next update")
+QUICK = ("none", "a constant factor, in every run alike", "the rate of the next update")
 
 
 @pytest.mark.parametrize("fault", [f if f in QUICK else pytest.param(f, marks=SLOW) for f in FAULTS])
@@ -205,9 +206,6 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
     checks = geometry.verify(composed("precision=fp64", "train.device=cpu"), tmp_path, steps=None, shrink=False)
     assert failed(checks) == expected
     assert len(checks) == 8
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
