@@ -139,7 +139,7 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
-    ("llmexp ", {"train", "plan", "prepare", "resume", "sample", "compare", "runs", "sync"}),
+    ("llmexp ", {"train", "plan", "prepare", "resume", "sample", "compare", "runs", "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small", "xl")}),
     ("llmexp train train.max_", {f"train.max_{k}=" for k in ("consecutive_skips", "epochs", "steps", "tokens")}),

@@ -218,8 +218,8 @@ def test_a_folder_of_runs_and_sweeps_gives_all_of_them(tmp_path: Path) -> None:
     [
         ("metrics.jsonl", "not a row\n", "line 1 is not a row"),
         ("metrics.jsonl", '{"step": 2}\n{"step": 2}\n', "line 2: step 2"),
-        ("metrics.jsonl", '{"step": "a"}\n', "step 'a'"),
-        ("metrics.jsonl", '{"step": NaN}\n', "step nan"),
+        ("metrics.jsonl", '{"step": "a"}\n', "line 1 is not a row"),
+        ("metrics.jsonl", '{"step": NaN}\n', "line 1 is not a row"),
         ("run.json", "{", "cannot be read as JSON"),
         ("config.yaml", "[1]", "holds no config"),
         ("config.yaml", "tracker: 3", "no usable tracker section"),

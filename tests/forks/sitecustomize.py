@@ -74,7 +74,7 @@ def settings() -> str:
     """What only a fresh process would have or obey: some of the environment, limits, its control group and network."""
     import resource
 
-    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_")
+    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCTOR")
     found = [(k, v) for k, v in os.environ.items() if k.startswith(names) and k != "PYTHONPATH"]
     limits = [resource.getrlimit(r) for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)]
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net")]
