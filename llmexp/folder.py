@@ -219,8 +219,13 @@ def bus_error(path: Path, code: int) -> str:
 
 def how_to_resume(path: Path) -> str:
     """The command that goes on with the run, for the clipboard."""
+    return f"llmexp resume {shlex.quote(str(path))}{allowed_again()}"
+
+
+def allowed_again() -> str:
+    """The end of a command that has to allow the same packages again."""
     allowed = os.environ.get("LLMEXP_ALLOW")
-    return f"llmexp resume {shlex.quote(str(path))}" + (f" --allow {shlex.quote(allowed)}" if allowed else "")
+    return f" --allow {shlex.quote(allowed)}" if allowed else ""
 
 
 def what_is_left(path: Path) -> str:

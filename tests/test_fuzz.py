@@ -185,17 +185,31 @@ def load(path: Path) -> None:
     assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
 
 
+@contextlib.contextmanager
+def put_back(*files: Path) -> Iterator[list[bytes]]:
+    """What is in the files, which it puts back in the end."""
+    whole = [file.read_bytes() for file in files]
+    try:
+        yield whole
+    finally:
+        for file, content in zip(files, whole, strict=True):
+            file.write_bytes(content)
+
+
+def hashed_again(manifest: Path, file: Path) -> None:
+    tree = json.loads(manifest.read_bytes())
+    tree["files"][file.name] = checkpoint.fingerprint(file)
+    manifest.write_text(json.dumps(tree))
+
+
 @given(data=st.data())
 @FUZZ
 def test_manifests(saved, data):
     file = saved / "manifest.json"
-    whole = file.read_bytes()
-    try:
+    with put_back(file) as (whole,):
         changed = data.draw(st.one_of(mutated(json.loads(whole)).map(lambda t: json.dumps(t).encode()), damaged(whole)))
         file.write_bytes(changed)
         load(saved)
-    finally:
-        file.write_bytes(whole)
 
 
 @given(data=st.data())
@@ -203,7 +217,7 @@ def test_manifests(saved, data):
 def test_safetensors_headers(saved, data):
     """With the right hashes: the damage is a stranger's."""
     file, manifest = saved / "model.safetensors", saved / "manifest.json"
-    whole, told = file.read_bytes(), manifest.read_bytes()
+    whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header, rest = json.loads(whole[8 : 8 + size]), whole[8 + size :]
     header["__metadata__"]["pieces"] = json.loads(header["__metadata__"]["pieces"])
@@ -216,31 +230,20 @@ def test_safetensors_headers(saved, data):
         text = json.dumps(tree).encode()
         return len(text).to_bytes(8, "little") + text + rest
 
-    try:
+    with put_back(file, manifest):
         file.write_bytes(data.draw(st.one_of(mutated(header).map(built), damaged(whole))))
-        tree = json.loads(told)
-        tree["files"][file.name] = checkpoint.fingerprint(file)
-        manifest.write_text(json.dumps(tree))
+        hashed_again(manifest, file)
         load(saved)
-    finally:
-        file.write_bytes(whole)
-        manifest.write_bytes(told)
 
 
 @given(data=st.data())
 @FEWER
 def test_states(saved, data):
     file, manifest = saved / "state.pt", saved / "manifest.json"
-    whole, told = file.read_bytes(), manifest.read_bytes()
-    try:
+    with put_back(file, manifest) as (whole, _):
         file.write_bytes(data.draw(damaged(whole)))
-        tree = json.loads(told)
-        tree["files"][file.name] = checkpoint.fingerprint(file)
-        manifest.write_text(json.dumps(tree))
+        hashed_again(manifest, file)
         load(saved)
-    finally:
-        file.write_bytes(whole)
-        manifest.write_bytes(told)
 
 
 # Records.

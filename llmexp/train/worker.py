@@ -424,9 +424,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     to_copy.append(("folder", str(path)))
     if upload_is_pending(path):
         to_copy.append(("upload", f"llmexp sync {quoted}"))
-    allowed = f" --allow {shlex.quote(os.environ['LLMEXP_ALLOW'])}" if os.environ.get("LLMEXP_ALLOW") else ""
-    command = f"llmexp resume {quoted}" if state == "preempted" else f'llmexp sample {quoted} --prompt "The "'
-    to_copy.append(("next", command + allowed))
+    look = f'llmexp sample {quoted} --prompt "The "{folder.allowed_again()}'
+    to_copy.append(("next", folder.how_to_resume(path) if state == "preempted" else look))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2
     for label, text in to_copy:  # never wrapped: these are for the clipboard

@@ -18,7 +18,7 @@ from typing import Any
 from llmexp import folder
 from llmexp.config import Config, ConfigError, refuse
 from llmexp.process import DONE
-from llmexp.verify import runs
+from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 
 STEPS, TRIES = 12, 3
@@ -59,8 +59,6 @@ class Broken(RuntimeError):
 
 def verify(config: Config, path: Path, *, steps: int | None = None, shrink: bool = False) -> list[Check]:
     """Compares an unbroken run with one that is killed three times, in folders under `path`. Raises ConfigError."""
-    from llmexp.verify import record
-
     plan = planned(config, steps or STEPS, shrink)
     unbroken, broken = path / "unbroken", path / "broken"
     print(f"an unbroken run of {plan.train.max_steps} steps", flush=True)
@@ -81,8 +79,6 @@ def planned(config: Config, steps: int, shrink: bool) -> Config:
 
 def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
     """The config as a trial run with the recorder and a short evaluation. Raises ConfigError for several hosts."""
-    from llmexp.verify import record
-
     if config.parallelism.nnodes > 1:
         raise refuse("parallelism.nnodes", config.parallelism.nnodes, "a verification runs on this host alone", 1)
     if shrink:
@@ -120,7 +116,7 @@ def kill_again_and_again(path: Path, plan: Config, unbroken: Path) -> list[Kill]
         print("the run ended before it could be killed again; once more from the start", flush=True)
         shutil.rmtree(path)
     try:
-        runs.train(path, plan, **_environment(path))
+        runs.train(path, plan, **record.environment(path))
     except ConfigError as error:
         raise Broken(str(error)) from None
     return kills
@@ -144,7 +140,7 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
     def started() -> bool:  # a resumed run writes its rows anew, once what an earlier one has left is cleaned away
         return _written(rows) != before
 
-    process = runs.start(path, plan, **_environment(path))
+    process = runs.start(path, plan, **record.environment(path))
     with _nothing_left(process):
         there = _wait(process, started) and _wait(process, lambda: _last(path) >= target - 1)
         if kind == "rank":
@@ -197,7 +193,6 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str]) -> list[Check]:
 def compare(unbroken: Path, broken: Path) -> list[Check]:
     """Everything that two finished and recorded runs have left, bit by bit."""
     from llmexp import checkpoint
-    from llmexp.verify import record
 
     loaded = []
     for run in (unbroken, broken):
@@ -270,8 +265,6 @@ def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
     """Digests of a checkpoint's tensors (`Loaded.model` or `.optimizer`) by name; of a split one by its pieces'."""
     from safetensors import safe_open
 
-    from llmexp.verify import record
-
     found = {}
     for name, boxes in pieces.items():
         for box in boxes:
@@ -283,18 +276,10 @@ def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, str]:
     """The values of nested containers as texts by dotted name; tensors as digests."""
-    from llmexp.verify import record
-
     if isinstance(tree, dict | list | tuple):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {key: text for name, value in items for key, text in leaves(value, f"{prefix}.{name}").items()}
     return {prefix.removeprefix("."): record.digest(tree) if hasattr(tree, "numel") else repr(tree)}
-
-
-def _environment(path: Path) -> dict[str, str]:
-    from llmexp.verify import record
-
-    return record.environment(path)
 
 
 def _wait(process: subprocess.Popen[str], until: Callable[[], bool], pause_s: float = 0.001) -> bool:
