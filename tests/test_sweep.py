@@ -43,8 +43,13 @@ def hook(event, context):
     limit, accumulation = context.optimizers[0].param_groups[0]["weight_decay"], context.run.gradient_accumulation_steps
     if (limit, accumulation) == (0.2, 2) and context.step == 12:
         raise RuntimeError("boom")
-    if (limit, accumulation) == (0.1, 4) and context.step == 15 and once("killed"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if (limit, accumulation) == (0.1, 4) and context.step == 15:
+        from llmexp.process import STOP
+
+        while not os.path.exists("armed") and not STOP.requested:
+            time.sleep(0.02)
+        if os.path.exists("armed") and once("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
     if (limit, accumulation) == (0.3, 2) and context.step == 7:
         while once("reached") or not os.path.exists("go"):
             time.sleep(0.02)
@@ -128,6 +133,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume grid --allow own"
 
     before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
+    (tmp_path / "armed").touch()
     process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
     wait_for(lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process)
     process.kill()
