@@ -42,7 +42,9 @@ def resume(arguments: list[str]) -> int:
     if not folder.is_run(path) and ledger.is_sweep(path):
         arguments = recordable(ledger.read(path).arguments)
         return launch.train([*arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
-    tree, recorded = folder.read_config(path), folder.read_json(path / folder.RUN)
+    if not folder.is_run(path) and ledger.runs_in(path):
+        raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.ANEW}{path}")
+    tree, recorded = folder.read_config(path), folder.read_run(path)
     build(tree)
     micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
     given = [o.partition("=")[0] for o in args.overrides]

@@ -73,6 +73,17 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
 
+def read_run(path: Path) -> dict[str, Any]:
+    """run.json, or an empty dict where there is none. Raises ConfigError when it is damaged."""
+    if not (path / RUN).exists():
+        return {}
+    with contextlib.suppress(ConfigError):
+        run = read_json(path / RUN)
+        if isinstance(run, dict):
+            return run
+    raise ConfigError(f"{path / RUN}: is damaged; give it another name, and it is written anew: {how_to_resume(path)}")
+
+
 def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
@@ -154,8 +165,12 @@ def is_alive(path: Path, status: dict[str, Any]) -> bool:
         return True
     if status.get("host") in (None, socket.gethostname()):
         return False
-    written = [f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()]
-    return time.time() - max(written, default=0.0) < SIGN_S
+    return time.time() - _last_written(path) < SIGN_S
+
+
+def _last_written(path: Path) -> float:
+    """When a run last gave a sign of life, in seconds since 1970."""
+    return max((f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()), default=0.0)
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -194,14 +209,17 @@ def _overwrite(path: Path, text: str) -> None:
 
 
 def mend_status(path: Path) -> None:
-    """After a power cut status.json still says running: of a run of this host that nobody works on it is made failed,
-    with its figures. What cannot be locked or written is left as it is."""
-    if read_status(path).get("host") != socket.gethostname():
+    """After a power cut status.json still says running, or is not there: of a run of this host that nobody works on it
+    is made failed, with its figures. What cannot be locked or written is left as it is."""
+    if read_status(path).get("host") not in (None, socket.gethostname()):
         return  # elsewhere it may be alive
-    with contextlib.suppress(OSError, ConfigError), locked(path), locked(path, ".lock-ranks"):
-        status = read_status(path)
-        if status.get("state") == "running":
-            write_status(path, "failed", error=CUT, updated=status.get("updated"))  # when it was last alive
+    with contextlib.suppress(OSError, ConfigError):
+        written = _last_written(path)
+        with locked(path), locked(path, ".lock-ranks"):
+            status = read_status(path)
+            lost = not status and time.time() - written > SIGN_S  # it may be alive on any host until then
+            if status.get("state") == "running" or lost:
+                write_status(path, "failed", error=CUT, updated=status.get("updated", written))  # when last alive
 
 
 def bus_error(path: Path, code: int) -> str:

@@ -60,6 +60,12 @@ def leaves(event, context):
         raise SystemExit(0)
 
 
+class Spare(Bigram):
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__(vocab_size, width)
+        self.spare = nn.Linear(2, 2)
+
+
 def clashes(event, context):
     return {"lr": 1.0} if event == "step_end" else None
 '''
@@ -240,6 +246,18 @@ def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
     status = json.loads((own / hook / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert says in status["error"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ddp", 3), ("fsdp", 0)])
+def test_a_parameter_without_a_part_in_the_loss(own, kind, code):
+    done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Spare", f"parallelism={kind}",
+                  "parallelism.nproc_per_node=2", "train.max_steps=3", f"name=spare_{kind}", cwd=own)  # fmt: skip
+    assert done.code == code, done.err
+    if code:
+        assert (
+            "parallelism=fsdp takes them, or leave them out (the parameters, counted from 0 in the model's order: 3, 4)"
+            in (done.err)
+        )
 
 
 def test_own_parts_in_a_sweep(own):

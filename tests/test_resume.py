@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -189,6 +190,37 @@ def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path
     refused = llmexp("resume", str(copy), cwd=tmp_path)
     assert refused.code != 0
     assert "all 1 checkpoints are damaged" in refused.err
+
+
+def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tmp_path):
+    result, _ = whole
+    copy = cut_after(result, tmp_path, 15)
+    status = {"state": "preempted", "exit_code": 75, "error": None, "ended": 1.0, "summary": {"steps": 15}}
+    (copy / "status.json").write_text(json.dumps(status))
+    metrics = copy / "metrics.jsonl"
+    rows = metrics.read_bytes()
+    metrics.write_bytes(b"no row\n" + rows)
+    (copy / "run.json").rename(tmp_path / "run.json")
+    (copy / "run.json").write_text("{")
+    for name, good in (("run.json", None), ("metrics.jsonl", rows)):
+        refused = llmexp("resume", str(copy), cwd=tmp_path)
+        assert refused.code == 2
+        assert f"{copy / name}" in refused.err
+        assert "Traceback" not in refused.err
+        assert json.loads((copy / "status.json").read_text()) == status
+        (copy / name).unlink()
+        if good:
+            metrics.write_bytes(good)
+    (copy / "run.json").unlink()  # the second refusal had written it anew
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert (
+        "run.json: is not there and is written anew; whether the data are those of before cannot be told" in again.err
+    )
+    resumed = Result(0, "", "", copy)
+    assert exact(resumed) == exact(result)
+    anew, before = (json.loads(p.read_text()) for p in (copy / "run.json", tmp_path / "run.json"))
+    assert {k: v for k, v in before.items() if anew.get(k) != v}.keys() <= {"overrides"}
 
 
 def test_resume_of_nothing(tmp_path):

@@ -413,7 +413,27 @@ def test_points_are_known_by_their_folders_too(tmp_path):
         point["identity"] = None
     (tmp_path / "s" / "sweep.json").write_text(json.dumps(tree))
     assert llmexp("resume", "s", cwd=tmp_path).code == 0
-    assert [p["attempts"] for p in sweep_json(tmp_path / "s")["points"]] == [1, 1]
+    before = sweep_json(tmp_path / "s")["points"]
+    assert [p["attempts"] for p in before] == [1, 1]
+
+    (tmp_path / "s" / "sweep.json").unlink()
+    lost = llmexp("resume", "s", cwd=tmp_path)
+    assert (lost.code, "has runs but no sweep.json" in lost.err, "sweep.resume=s" in lost.err) == (2, True, True), (
+        lost.err
+    )
+    wider = llmexp("train", *command[:-1], "clip.max_norm=0.5,1.0,2.0", "sweep.resume=s", cwd=tmp_path)
+    assert wider.code == 0, wider.err
+    assert "sweep.json: is not there and is written anew, from 2 runs" in wider.out
+    tree = sweep_json(tmp_path / "s")
+    told = ("number", "label", "folder", "identity", "overrides", "state", "started", "ended", "exit_code")
+    points = [{k: p[k] for k in told} for p in tree["points"]]
+    # What was composed again has its identity; the attempts of before are not known.
+    assert [{**p, "identity": None} for p in points[:2]] == [
+        {**{k: p[k] for k in told}, "identity": None} for p in before
+    ]
+    assert [p["attempts"] for p in tree["points"]] == [0, 0, 1]
+    assert points[2]["label"] == "max_norm_2.0"
+    assert tree["swept"] == ["clip.max_norm"]
 
 
 def test_two_commands_cannot_run_one_sweep(tmp_path):

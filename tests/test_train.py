@@ -114,11 +114,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert "step 7 has a loss that is not finite on rank 0; the update was not applied" in result.err
     assert "the last checkpoint is step_00000006; to go on: llmexp resume run" in result.err
     assert "Traceback" not in result.err
+    assert "the loss had grown" not in result.err
     assert [r["step"] for r in result.rows()] == [1, 2, 3, 4, 5, 6]
     assert "NaN" not in (result.folder / "metrics.jsonl").read_text()
     status = result.json("status.json")
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert not list((result.folder / "checkpoints").glob("*07"))
+
+
+def test_a_loss_that_grows_beyond_all_bounds_ends_with_a_hint(tmp_path):
+    result = llmexp("train", *TINY, *SYNTHETIC, "optimizer=sgd", "optimizer.lr=1e4", "clip=none", "schedule=constant",
+                    "train.max_steps=50", "train.log_every=1", "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    assert result.code == 3
+    losses = [row["train/loss"] for row in result.rows()]
+    assert f"the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller optimizer.lr" in result.err
 
 
 def test_a_run_without_any_update_is_no_success(tmp_path):

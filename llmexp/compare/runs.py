@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
 
 def _line(path: Path, sweep: Sweep | None) -> Line:
     status, facts = read_status(path), read_facts(path)
-    if state_of(path, status) == "cut" and status.get("state") == "running":
+    if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
         folder.mend_status(path)
         status = read_status(path)
     summary = status.get("summary")

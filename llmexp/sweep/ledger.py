@@ -9,7 +9,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from llmexp import folder
 from llmexp.config import ConfigError, flatten
 
 LEDGER, FORMAT = "sweep.json", 1
+ANEW = "the command of the sweep writes it anew from its runs: llmexp train -m ... sweep.resume="
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
 # What cannot change a bit of a run's results: names, paths, the tracker, what is recorded, when it is saved.
 NOT_IDENTITY = (
@@ -130,9 +133,12 @@ def read(path: Path) -> Ledger:
         raise ConfigError(
             f"{path}: is no sweep (it has no {LEDGER}); one looks like outputs/default/2030-01-01_12-00-00"
         )
-    tree = folder.read_json(where)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{where}: holds no ledger")
+    try:
+        tree = folder.read_json(where)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{where}: holds no ledger")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give it another name, then {ANEW}{path}") from None
     if tree.get("format") != FORMAT:
         raise ConfigError(f"{where}: format={tree.get('format')}: this version of llmexp reads format {FORMAT}")
     kinds: dict[str, type | tuple[type, ...]] = {
@@ -154,6 +160,30 @@ def read(path: Path) -> Ledger:
             raise ConfigError(f"{where}: two points have the {what} {_short(twice[0])}")
     head = {key: tree[key] for key in ("name", "group", "launcher", "arguments", "swept", "created", "state")}
     return Ledger(path, points=points, **head)
+
+
+def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:
+    """The ledger of a sweep's folder that has lost its own, from its runs. Raises ConfigError."""
+    found = Ledger(path, name, str(path), launcher, arguments, [])
+    for run in runs_in(path):
+        number, _, name_of = run.name.partition("-")
+        told = folder.read_run(run)
+        texts = {k: [str(t) for t in v] for k in ("overrides", "swept") if isinstance(v := told.get(k), list)}
+        entry = Entry(int(number), str(told.get("label") or name_of), run.name, None, texts.get("overrides", []))
+        found.points.append(entry)
+        found.swept = sorted({*found.swept, *texts.get("swept", [])})
+        found.group = str(told.get("group") or found.group)
+    if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
+        raise ConfigError(f"{path}: two runs there have the number {twice[0]}; give one of them another")
+    found.points.sort(key=lambda p: p.number)
+    return found
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The folders of a sweep's runs: <number>-<label>."""
+    if not path.is_dir():
+        return []
+    return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and not p.is_symlink() and folder.is_run(p)]
 
 
 def _entry(where: Path, index: int, given: Any) -> Entry:

@@ -123,8 +123,8 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
         raise refuse("sweep.halving_keep", settings.halving_keep, "keeps all points at every rung", 0.5)
     if settings.resume is not None:
         where = Path(settings.resume)
-        if not ledgers.is_sweep(where):
-            text = f"is no sweep (it has no {ledgers.LEDGER})"
+        if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
+            text = f"is no sweep (it has no {ledgers.LEDGER}, and no runs)"
             raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
         return settings, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
@@ -262,7 +262,11 @@ def open_ledger(current: Current) -> Ledger:
     path = current.where if resumed else folder.claim(current.where, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))
     if resumed:
-        ledger = ledgers.read(path)
+        if ledgers.is_sweep(path):
+            ledger = ledgers.read(path)
+        else:
+            ledger = ledgers.rebuilt(path, current.name, current.launcher, current.arguments)
+            say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {len(ledger.points)} runs")
         ledger.launcher, ledger.arguments = current.launcher, current.arguments
     elif ledgers.is_sweep(path):
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")

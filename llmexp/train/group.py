@@ -29,7 +29,11 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     torch's agent flattens it. The trace of the rank that failed first is printed. Raises ConfigError, and SystemExit
     where a signal stops what has not begun to train.
     """
-    p, began = parts.config.parallelism, time.time()
+    p = parts.config.parallelism
+    began = time.time() if p.nnodes > 1 else 0.0  # on one host no clock is asked: what is there is of this start
+    if p.nnodes == 1:
+        for old in (path / "logs").glob("failure-*.json"):
+            old.unlink(missing_ok=True)
 
     def outcome() -> tuple[str, float]:
         status = folder.read_status(path)

@@ -40,5 +40,7 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{at.filename}:{at.lineno}"
+            if loop.s.mesh.distributed:
+                where = f"rank {loop.s.mesh.rank}, {where}"
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
     return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON

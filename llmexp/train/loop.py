@@ -127,7 +127,8 @@ def settle(loop: Loop) -> int:
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         raise TrainingFailed(
-            f"step {p.step} has {what} that is not finite{where}; the update was not applied; {diagnosed(loop)}"
+            f"step {p.step} has {what} that is not finite{where}; the update was not applied; "
+            f"{diagnosed(loop)}{grew(loop)}"
         )
     p.skipped_steps += 1
     p.consecutive_skips += 1
@@ -142,6 +143,18 @@ def settle(loop: Loop) -> int:
             f"train.max_consecutive_skips={limit}"
         )
     return p.updates
+
+
+def grew(loop: Loop) -> str:
+    """A hint, where the losses of the rows had been on their way up."""
+    rows = loop.out.rows.rows if loop.out.rows is not None else []
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    if not losses or losses[-1] < min(losses) + 1:
+        return ""
+    return (
+        f"; the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller optimizer.lr, or a longer "
+        "schedule.warmup_steps, may keep it from that"
+    )
 
 
 def diagnosed(loop: Loop) -> str:

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -55,6 +56,7 @@ def main(argument: str) -> int:
     """Runs one worker; returns its exit code. `argument` is a run folder, or - for a request on standard input."""
     STOP.importing = False
     path: Path | None = None
+    before: dict[str, Any] = {}
     try:
         if argument == "-":
             text = sys.stdin.read()
@@ -65,26 +67,37 @@ def main(argument: str) -> int:
             path, fresh = open_folder(parts, request)
             if not fresh and is_finished(path):
                 return DONE
+            before = {} if fresh else folder.read_status(path)
         else:
             path = Path(argument)
             if is_finished(path):
                 return DONE
             parts = assemble(build(folder.read_config(path)), write=True)
             refuse_other_run(path, parts)
-            recorded = folder.read_json(path / folder.RUN)
+            recorded = folder.read_run(path)
             request = {key: recorded.get(key) for key in RECORDED}
         if request.get("queue"):
             with folder.locked(path):
                 record(path, parts, request, "queued")
             return DONE
-        if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-            return supervised(path, parts, request)
-        return work(path, parts, request)
+        many = parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ
+        code = (supervised if many else work)(path, parts, request)
+        if code == REFUSED:
+            put_back(path, before)
+        return code
     except ConfigError as error:
         print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
         return REFUSED
     except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
         return cast(int, stopped.code)
+
+
+def put_back(path: Path, before: dict[str, Any]) -> None:
+    """After a refusal to go on with a run: it is what it was."""
+    now = folder.read_status(path)
+    by_refusal = (now.get("state"), now.get("exit_code")) == ("failed", REFUSED)
+    if by_refusal and before.get("state") in ("preempted", "failed"):
+        folder.write_json(path / folder.STATUS, before)
 
 
 def is_finished(path: Path) -> bool:
@@ -120,7 +133,13 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
     refuse_other_config(path, fixed_part(folder.read_config(path)), fixed_part(plain(parts.config)))
-    there = folder.read_json(path / folder.RUN)
+    there = folder.read_run(path)
+    if not there:
+        missing = path / folder.RUN
+        print(
+            f"llmexp: {missing}: is not there and is written anew; whether the data are those of before cannot be told",
+            file=sys.stderr,
+        )
     known, now = there.get("environment"), environment(parts)
     if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
         raise ConfigError(f"{path}: is another run; the environment has another value of {', '.join(changed)} now")
@@ -231,6 +250,15 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
             text = (
                 f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
                 f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
+            )
+        elif unused := re.search(r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text):
+            text, trace = (
+                (
+                    "the model has parameters that had no part in the loss of a step, which torch's DDP refuses; "
+                    "parallelism=fsdp takes them, or leave them out (the parameters, counted from 0 in the model's order: "
+                    f"{', '.join(unused[1].split())})"
+                ),
+                "",
             )
         elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
             text, trace = absent, ""

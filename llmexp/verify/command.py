@@ -44,6 +44,9 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("verify: --cfg, --info and --hydra-help are flags of llmexp train")
     if args.steps is not None and args.steps < 2:
         raise ConfigError(f"--steps {args.steps}: at least 2 optimizer steps are needed; for example --steps 8")
+    if what == "data" and (args.steps is not None or args.shrink):
+        flag = f"--steps {args.steps}" if args.steps is not None else "--shrink"
+        raise ConfigError(f"{flag}: has no meaning for verify data, which reads all data; llmexp verify data data=text")
     with launch.hydra_app(args.config_dir) as hydra:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
         if multirun:

@@ -34,9 +34,6 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none), all of them, from
     the files: no note in the cache is believed.
     """
-    if steps is not None or shrink:
-        flag = f"--steps {steps}" if steps is not None else "--shrink"
-        raise ConfigError(f"{flag}: has no meaning for verify data, which reads all data; llmexp verify data data=text")
     try:
         parts = assemble(config, write=True)
     except ConfigError as error:

@@ -131,6 +131,7 @@ def _stages(
     update = "it starts with another " if "modules" in one else f"optimizer update ({'; '.join(optimizers)}) of "
     return [
         "the data: the window holds other tokens" if gone else "",
+        f"something between the steps, such as a hook, changed {named('entered')}" if named("entered") else "",
         passes,
         "the loss, after the last module" if loss else "",
         f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}" if gradient else "",

@@ -29,14 +29,14 @@ from llmexp.config import Config
 
 # Where to; "1": also what goes into and out of each module; "1": also which operations are not deterministic.
 FOLDER, MODULES, WARNINGS = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES", "LLMEXP_RECORD_WARNINGS"
-HOOK = "llmexp.verify.record.record"
+HOOK, LAST_HOOK = "llmexp.verify.record.record", "llmexp.verify.record.entered"
 
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 
 def recorded(config: Config) -> Config:
-    """The config with the recorder before the user's own hooks, which may draw random numbers."""
-    return dataclasses.replace(config, hooks=[HOOK, *config.hooks])
+    """The config with the recorder before the user's own hooks, which may draw random numbers, and one after them."""
+    return dataclasses.replace(config, hooks=[HOOK, *config.hooks, LAST_HOOK])
 
 
 def environment(run: Path, *, modules: bool = False, warned: bool = False) -> dict[str, str]:
@@ -55,6 +55,12 @@ def record(event: str, context: Any) -> None:
         _recorder().begin(context)
     elif event == "step_end":
         _recorder().end(context)
+
+
+def entered(event: str, context: Any) -> None:
+    """The last hook: what the user's own left of the parameters."""
+    if event == "step_start" and os.environ.get(MODULES):
+        _recorder().entered = {n: digest(t) for n, t in checkpoint.named_tensors(context.model).items()}
 
 
 def read(run: Path) -> Records:
@@ -128,15 +134,18 @@ class _Recorder:
         self.gradients: list[list[str]] = []  # [parameter, digest], as the backward passes leave them on this rank
         self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
         self.warned: set[str] = set()
+        self.entered: dict[str, str] = {}  # by parameter, when the user's hooks have had their turn
 
     def begin(self, context: Any) -> None:
         if self.file is None:
             self._open(context)
         self.events, self.gradients, self.reduced = [], [], {}  # an evaluation has shown some too
+        self.entered = {}
 
     def end(self, context: Any) -> None:
         self._write(
             context.step,
+            entered=self.entered,
             events=self.events,
             gradients=self.gradients,
             reduced=self.reduced,

@@ -14,7 +14,7 @@ import pytest
 from llmexp import checkpoint, folder
 from llmexp.__main__ import run as command
 from llmexp.compare.reading import find, read
-from tests.conftest import Result, llmexp
+from tests.conftest import TINY, Result, llmexp
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_status
 
 TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "eta")
@@ -94,6 +94,15 @@ def jump(event, context):
 """
 
 
+FAILING = """
+def fail(event, context):
+    if (event, context.step, context.run.world_size > 1) == ("step_start", 17, True):
+        import os
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("late")
+"""
+
+
 def cut_run(whole: Result, to: Path, **status: object) -> Path:
     """A run as a power cut leaves it: running by its status, its locks there and held by nobody."""
     run = copy_of(whole, to)
@@ -131,6 +140,35 @@ def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(wh
         assert row["eta"] >= 0
     assert run.json("status.json")["summary"]["train_time"] > 0
     assert state_shown(run.folder, capsys) == "finished"
+
+
+def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, capsys):
+    run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
+    status = run.folder / "status.json"
+    status.unlink()
+    assert state_shown(run.folder, capsys) == "cut"
+    assert not status.exists()  # it may be alive on another host
+    for name in ("metrics.jsonl", "train.log"):
+        os.utime(run.folder / name, (1e9, 1e9))
+    assert state_shown(run.folder, capsys) == "cut"
+    assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": folder.CUT}
+
+
+def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
+    """The agent began an hour after the time at which the rank says that it failed."""
+    (tmp_path / "faulty.py").write_text(HOOKS + FAILING)
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=2", "data=synthetic"]
+    done = llmexp(
+        "train", *TINY, *two, "hooks=[faulty.jump,faulty.fail]", "--allow", "faulty", "train.max_steps=20",
+        "parallelism.max_restarts=2", "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 3
+    assert "(rank 1, " in done.err
+    assert (
+        "the hook faulty.fail failed at step_start of step 17: RuntimeError('late')"
+        in done.json("status.json")["error"]
+    )
+    assert "start again" not in done.err  # it would only fail again
 
 
 def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):

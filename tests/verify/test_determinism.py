@@ -39,6 +39,16 @@ def noise(event, context):
         mlp.forward = forward
 """
 
+PUSH = """
+import torch
+
+
+def push(event, context):
+    if (event, context.step) == ("step_start", 3):
+        with torch.no_grad():
+            context.model.blocks[1].mlp.down_proj.weight[0, 0] += 0.5
+"""
+
 # In place as soon as the worker looks up its hooks, before the first window is read.
 ORDER = """
 import os
@@ -83,7 +93,7 @@ def again(proof: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module
     """A third run of the same config, with a planted hook: how it differs from the first, in the proof's words."""
     (tmp_path / f"{module}.py").write_text(code)
     config = build(folder.read_config(proof.folder / "first"))
-    config = dataclasses.replace(config, hooks=[*config.hooks, f"{module}.{hook}"])
+    config = dataclasses.replace(config, hooks=[*config.hooks[:-1], f"{module}.{hook}", config.hooks[-1]])
     for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW=module).items():
         monkeypatch.setenv(name, value)
     first, other = proof.folder / "first", tmp_path / "other"
@@ -95,6 +105,11 @@ def again(proof: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module
 def test_a_module_with_noise_is_named_with_its_step(proof, tmp_path, monkeypatch):
     said = again(proof, tmp_path, monkeypatch, "plant", PLANT, "noise")
     assert said == ("step 3, rank 0: an operation in blocks.1.mlp (MLP) itself, after blocks.1.mlp.down_proj (Linear)")
+
+
+def test_a_parameter_that_a_hook_changed_is_named(proof, tmp_path, monkeypatch):
+    said = again(proof, tmp_path, monkeypatch, "push", PUSH, "push")
+    assert said == "step 3, rank 0: something between the steps, such as a hook, changed blocks.1.mlp.down_proj.weight"
 
 
 def test_another_order_of_the_data_is_named_as_such(proof, tmp_path, monkeypatch):
