@@ -252,14 +252,12 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
             )
         elif unused := re.search(r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text):
-            text, trace = (
-                (
-                    "the model has parameters that had no part in the loss of a step, which torch's DDP refuses; "
-                    "parallelism=fsdp takes them, or leave them out (the parameters, counted from 0 in the model's order: "
-                    f"{', '.join(unused[1].split())})"
-                ),
-                "",
+            numbers = ", ".join(unused[1].split())
+            text = (
+                "the model has parameters without a part in the loss of a step, which torch's DDP refuses; "
+                f"parallelism=fsdp takes them, or leave them out (number {numbers} in the model's order, from 0)"
             )
+            trace = ""
         elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
             text, trace = absent, ""
         return failed(path, FAILED, text, trace, final=False)
