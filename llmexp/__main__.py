@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 
-from llmexp.process import REFUSED
+from llmexp.process import REFUSED, leave
 
 USAGE = """\
 llmexp: language-model pretraining experiments
@@ -31,7 +31,10 @@ def main() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file that is opened later gets a closed stream's number
         os.set_inheritable(fd, True)
     os.close(fd)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == 130:  # Python itself would end by a second SIGINT where the first one met an exec() of a library
+        leave(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

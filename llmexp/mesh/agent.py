@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -28,6 +29,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from llmexp.mesh.groups import MEETING
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks
@@ -120,7 +123,9 @@ def launch_ranks(
     )
     if hasattr(launch, "signals_to_handle"):
         launch.signals_to_handle = "SIGQUIT"
-    with forwarded_signals() as signals:
+    with forwarded_signals() as signals, tempfile.TemporaryDirectory(prefix="llmexp-ranks-") as meeting:
+        if nnodes == 1:  # the port that torch's agent finds free for its ranks may be another's when they listen on it
+            os.environ[MEETING] = meeting
         watch = Watch(here, nnodes, nproc_per_node, start_timeout_s, outcome, signals)
         while True:
             known = len(watch.seen_at)

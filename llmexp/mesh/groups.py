@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+MEETING = "LLMEXP_MEETING"  # names the folder where the ranks of one host meet, each group at a file of its own
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -74,7 +76,13 @@ def join(
     if world > 1:
         if not dist.is_initialized():
             names = f"cpu:gloo,cuda:{backend or 'nccl'}" if device_type == "cuda" else "gloo"
-            dist.init_process_group(names, timeout=datetime.timedelta(seconds=timeout_s))
+            timeout, place = datetime.timedelta(seconds=timeout_s), os.environ.get(MEETING)
+            if place is None:
+                dist.init_process_group(names, timeout=timeout)
+            else:
+                store = dist.FileStore(f"{place}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", world)
+                store.set_timeout(timeout)
+                dist.init_process_group(names, store=store, rank=rank, world_size=world, timeout=timeout)
         if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
             named = zip(("replicate", "shard", "tp"), sizes, strict=True)
             dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}
