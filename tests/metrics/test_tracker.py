@@ -361,13 +361,17 @@ def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, Dead
     run = dead_server_runs[kind]
     assert_cost_nothing(run.outcome)
     (said,) = run.outcome.said
-    assert run.url in said
-    assert "offline" in said
     assert "\n" not in said
     assert run.outcome.costs["finish"] < 15.5  # about 3 s here on an idle machine, 11 s with the default start
     assert run.outcome.exit_s < 5  # an exit hook of wandb would wait for 10 to 20 s
-    assert run.history == make_rows(1, 100)
-    assert run.outcome.costs["where"].startswith(str(run.run_dir))
+    if run.outcome.costs["finish"] > 15:  # on a busy machine wandb alone may need longer to start
+        assert said.endswith(f"llmexp sync {run.run_dir}")
+        assert upload_is_pending(run.run_dir)
+    else:
+        assert run.url in said
+        assert "offline" in said
+        assert run.history == make_rows(1, 100)
+        assert run.outcome.costs["where"].startswith(str(run.run_dir))
     for path in run.run_dir.rglob("*"):
         assert not path.is_file() or FAKE_KEY.encode() not in path.read_bytes()
 
