@@ -190,8 +190,8 @@ def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def assert_cost_nothing(outcome: Outcome) -> None:
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr == ""
-    assert outcome.costs["open"] < 0.5
-    assert outcome.costs["log"] < 0.5  # the slowest; one that waited for wandb to start would take over 1 s
+    assert outcome.costs["open"] < 1
+    assert outcome.costs["log"] < 1  # the slowest; one that waited for wandb to start would take longer
 
 
 def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
