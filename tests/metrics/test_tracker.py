@@ -200,7 +200,7 @@ def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
     outcome = run_worker(run_dir, rows, env={"WANDB_API_KEY": FAKE_KEY}, mode="offline")
     assert_cost_nothing(outcome)
     assert outcome.said == []
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
     log = records(run_dir)
     assert history(run_dir, log) == rows  # every float bit for bit: JSON keeps doubles
     (run,) = [record["run"] for record in log if record["type"] == "run"]
@@ -363,7 +363,7 @@ def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, Dead
     (said,) = run.outcome.said
     assert "\n" not in said
     assert run.outcome.costs["finish"] < 15.5  # about 3 s here on an idle machine, 11 s with the default start
-    assert run.outcome.exit_s < 5  # an exit hook of wandb would wait for 10 to 20 s
+    assert run.outcome.exit_s < 8  # an exit hook of wandb would wait for 10 to 20 s
     if run.outcome.costs["finish"] > 15:  # on a busy machine wandb alone may need longer to start
         assert said.endswith(f"llmexp sync {run.run_dir}")
         assert upload_is_pending(run.run_dir)
@@ -382,7 +382,7 @@ def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> N
         outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=12)
     assert_cost_nothing(outcome)
     assert outcome.costs["finish"] < 12 + 1  # on a busy machine wandb alone needs some seconds to start
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
     (said,) = outcome.said
     assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
     assert upload_is_pending(tmp_path / "run")
@@ -432,7 +432,7 @@ def test_a_bad_wandb_is_one_line(tmp_path: Path, module: str, expected: str) -> 
     assert len(outcome.said) == 1
     assert expected in outcome.said[0]
     assert outcome.costs["finish"] < 2
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     outcome = run_worker(tmp_path / "run", make_rows(1, 5))
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
     assert outcome.costs["finish"] < 5
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
     # What it had got 0.3 s before its end is on disk.
     assert history(tmp_path / "run") == rows[:40]
 
@@ -615,7 +615,7 @@ def test_a_server_that_dies_in_the_middle_costs_the_finish_timeout(tmp_path: Pat
         outcome = run_worker(tmp_path / "run", make_rows(1, 400), env=env, pause=0.01, **options)
     assert len(outcome.said) == 1
     assert outcome.costs["finish"] < 8 + 1
-    assert outcome.exit_s < 5
+    assert outcome.exit_s < 8
     assert upload_is_pending(tmp_path / "run")
 
 
