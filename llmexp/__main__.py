@@ -6,8 +6,6 @@ import itertools
 import os
 import sys
 
-from llmexp.process import REFUSED, leave
-
 USAGE = """\
 llmexp: language-model pretraining experiments
 
@@ -28,11 +26,16 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file that is opened later gets a closed stream's number
-        os.set_inheritable(fd, True)
-    os.close(fd)
-    code = run(sys.argv[1:])
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file opened later gets a closed stream's number
+            os.set_inheritable(fd, True)
+        os.close(fd)
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
     if code == 130:  # Python itself would end by a second SIGINT where the first one met an exec() of a library
+        from llmexp.process import leave
+
         leave(code)
     sys.exit(code)
 
@@ -40,6 +43,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command; its exit code. What the user got wrong is one line on standard error, exit code 2."""
     from llmexp.config import ConfigError, nearest
+    from llmexp.process import REFUSED
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     commands = ("train", "plan", "prepare", "resume", "sample", "sync", "compare", "runs", "verify")

@@ -143,7 +143,7 @@ def latest(
     """The newest checkpoint whose manifest and hashes hold; each damaged one before it is named in a warning.
 
     On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells whether its argument is
-    true on any rank. Only ranks that know the damage warn.
+    true on any rank. Ranks that know the damage name it.
     None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
     NewerFormat for one of a newer format version, on all ranks.
     """
@@ -160,8 +160,13 @@ def latest(
             warn(f"checkpoint {path.name} is damaged and not used: {error}")
         if not agree(loaded is None):
             return loaded
+        if loaded is not None:
+            warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
     if found:
-        raise CheckpointError(f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over them")
+        raise CheckpointError(
+            f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over them: put a whole copy "
+            "of one in its place, or move this folder away to begin anew"
+        )
     return None
 
 
@@ -205,6 +210,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if path.is_symlink() or file.is_symlink():
         raise CheckpointError(f"{file} is reached by a link, which no checkpoint has")
     try:
+        if not file.is_file():
+            raise ValueError("is no plain file")
         if file.stat().st_size > MAX_MANIFEST:
             raise ValueError(f"larger than {MAX_MANIFEST} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))

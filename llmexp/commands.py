@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.config import ConfigError, build, nearest, plain
+from llmexp.environment import redacted
 
 if TYPE_CHECKING:
     from llmexp.sweep.points import Point, Refused
@@ -135,7 +136,7 @@ def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
     if len(rows) > 1:
         print(table(rows, left=1), flush=True)
     for line in reasons(refused):
-        print(f"refused: {line}", file=sys.stderr)
+        print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0
 
 
@@ -181,8 +182,7 @@ def sample(arguments: list[str]) -> int:
         loaded = checkpoint.latest(args.run_dir / folder.CHECKPOINTS, lambda text: print(text, file=sys.stderr))
         if loaded is None:
             raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
-        recorded = folder.read_json(args.run_dir / folder.RUN)
-        tokenizer, model, length = load_for_sampling(filled(config), recorded, loaded)
+        tokenizer, model, length = load_for_sampling(filled(config), folder.read_run(args.run_dir), loaded)
     except checkpoint.CheckpointError as error:
         raise ConfigError(str(error)) from None
     knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}

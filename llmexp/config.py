@@ -210,6 +210,7 @@ SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_I
 # A variable of the environment in a composed or saved config, which never holds its value.
 VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
+FOLDER_NAME = re.compile(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]{0,79}")
 NAMED: set[str] = set()  # variables that the configs of this process name
 
 
@@ -242,18 +243,22 @@ def build(mapping: Mapping[str, Any]) -> Config:
 
 
 def _look_through(mapping: Mapping[str, Any]) -> None:
-    """Remembers the variables that a config names. Raises ConfigError for one without an end."""
-    waiting: list[tuple[Any, int]] = [(mapping, 0)]
+    """Remembers the variables that a config names. Raises ConfigError for one without an end, and for numbers that are
+    not finite, which no JSON file holds."""
+    waiting: list[tuple[Any, int, str]] = [(mapping, 0, "")]
     seen = 0
     while waiting:
-        node, depth = waiting.pop()
+        node, depth, key = waiting.pop()
         if isinstance(node, str):
             NAMED.update(VARIABLE.findall(node))
-        children = list(node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ())
+        if isinstance(node, float) and not math.isfinite(node):
+            raise refuse(key, node, "a finite number is needed")
+        named = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        children = [(child, depth + 1, f"{key}.{name}" if key else str(name)) for name, child in named]
         seen += len(children)
         if seen > MAX_VALUES or depth > 50:
             raise ConfigError(f"this config has more than {MAX_VALUES:,} values, or nests deeper than 50 sections")
-        waiting += [(child, depth + 1) for child in children]
+        waiting += children
 
 
 def fill(value: Any, key: str) -> Any:

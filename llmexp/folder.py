@@ -54,11 +54,23 @@ def write_whole(path: Path, text: str) -> None:
 def opened(path: Path, mode: str, **more: Any) -> IO[Any]:
     """A file of a run folder, opened for writing. The folder may be a stranger's: raises ConfigError for a link."""
     try:
-        return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **more)
+        return open(path, mode, opener=_no_link_no_wait, **more)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ConfigError(f"{path}: is a link, which is not written through; move it away") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise ConfigError(f"{path}: is a link or a pipe, which is not written to; move it away") from None
         raise
+
+
+def _no_link_no_wait(name: str, flags: int) -> int:
+    """Of a pipe that nobody reads it would wait for ever."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a file. The folder may be a stranger's: raises OSError for a pipe or a device, which has no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return path.read_bytes()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -68,7 +80,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content(path).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
@@ -93,7 +105,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not is_run(path):
         raise ConfigError(f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like outputs/default/...")
     try:
-        config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+        config = yaml.safe_load(content(path / CONFIG).decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
@@ -149,7 +161,7 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
 def is_locked(path: Path, name: str = ".lock") -> bool:
     """Whether a process holds the folder's lock, as far as this host can see."""
     try:
-        with open(path / name, "rb") as f:
+        with open(path / name, "rb", opener=_no_link_no_wait) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -182,8 +194,12 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
-    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest."""
-    status = {**read_status(path), "state": state, "updated": time.time(), **more}
+    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest. A run that has
+    finished stays so, whatever goes wrong after that."""
+    before = read_status(path)
+    if state == "failed" and before.get("state") == "finished":
+        return before
+    status = {**before, "state": state, "updated": time.time(), **more}
     try:
         write_json(path / STATUS, status)
     except OSError as error:
@@ -248,7 +264,9 @@ def allowed_again() -> str:
 
 def what_is_left(path: Path) -> str:
     """Of a run that failed: its newest checkpoint, and the way to go on."""
-    saved = sorted(p.name for p in (path / CHECKPOINTS).glob("step_*") if p.name[5:].isdigit())
+    saved = sorted(
+        p.parent.name for p in (path / CHECKPOINTS).glob("step_*/manifest.json") if p.parent.name[5:].isdigit()
+    )
     intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):
@@ -300,7 +318,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a metrics file in order; a torn last line is left out. Raises ConfigError for damage."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    lines = content(path).split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was never finished
         try:

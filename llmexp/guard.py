@@ -43,9 +43,11 @@ def guard(loader: Any) -> None:
     """Has each config that Hydra's loader composes looked at (`refuse_code`) before Hydra does anything with it."""
     load = loader.load_configuration
 
-    def looked_at(*args: Any, **kwargs: Any) -> DictConfig:
-        cfg: DictConfig = load(*args, **kwargs)
+    def looked_at(config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any) -> DictConfig:
+        cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
         refuse_code(cfg)
+        if len(cfg.hydra.overrides.hydra) + len(cfg.hydra.overrides.task) != len(overrides):
+            raise ConfigError("hydra.overrides: is what a command line says; a config file must not set it")
         return cfg
 
     loader.load_configuration = looked_at

@@ -30,9 +30,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
-from llmexp.config import Config, ConfigError, build, conf_dir, nearest, plain, refuse
+from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, nearest, plain, refuse
 from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, refuse_secrets, variables_kept
-from llmexp.process import FAILED, PASSED_ON, REFUSED, handling, how_it_died
+from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died
 
 CONFIG_NAME = "config"
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
@@ -152,7 +152,7 @@ def typed(cfg: DictConfig) -> Config:
     refuse_secrets(tree)
     fill_names(tree, cfg)
     config = build({str(k): v for k, v in tree.items()})
-    if re.fullmatch(r"[^/\x00-\x1f.-][^/\x00-\x1f]{0,79}", config.name) is None:
+    if FOLDER_NAME.fullmatch(config.name) is None:
         raise refuse(
             "name",
             repr(config.name[:100]),
@@ -166,8 +166,8 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
     """The folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises ConfigError."""
     with user_errors():
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
-    if not value or "\0" in str(value):
-        raise refuse(key, value, "a folder is needed", "outputs/try1")
+    if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
+        raise refuse(key, repr(value), "a folder is needed, without control characters", "outputs/try1")
     refuse_secrets(str(value), key)
     return Path(str(value))
 
@@ -238,6 +238,8 @@ class Worker:
         if path is None:
             print(f"llmexp: {text} before the run started", file=sys.stderr)
             return FAILED
+        if folder.read_status(path).get("state") == "finished":  # it was only about to say so
+            return DONE
         text += folder.bus_error(path, code)
         with suppress(OSError):  # the disk may be what failed
             folder.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
@@ -371,9 +373,10 @@ def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
 def pass_to_hydra(args: Any) -> int:
     """--cfg, --info, --hydra-help, --shell-completion: Hydra's own answers."""
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
-    with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides):
+    with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides), variables_kept():
         if not args.shell_completion:
-            compose(hydra, args.overrides, args.multirun)  # refuses what would run code
+            cfg, _ = compose(hydra, args.overrides, args.multirun)  # refuses what would run code
+            refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])))
         if args.cfg and args.multirun:
             from llmexp.sweep.points import expand
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def choose(kind: str, device: torch.device) -> tuple[str, str]:
-    """(kind, reason). `auto` is bf16 where the device computes it natively, else fp32.
+    """(kind, what there is to say of it). `auto` is bf16 where the device computes it natively, else fp32.
 
     Raises ValueError for an arithmetic that the device lacks.
     """
@@ -26,8 +26,8 @@ def choose(kind: str, device: torch.device) -> tuple[str, str]:
     if kind == "bf16" and device.type == "cuda" and not native:
         raise ValueError("precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16")
     if kind in ("bf16", "fp16") and device.type == "cpu" and not (native and kind == "bf16"):
-        return kind, "as asked; this CPU emulates it, slowly"
-    return kind, "as asked"
+        return kind, "this CPU emulates it, slowly"
+    return kind, ""
 
 
 def _native_bf16(device: torch.device) -> bool:

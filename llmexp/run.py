@@ -344,7 +344,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     rows += [
         ("device", f"{f.device_name} ({f.device})"),
         *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
-        ("precision", f"{f.precision} ({f.precision_reason})"),
+        ("precision", f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision),
         ("folder", folder),
     ]
     return rows + [("warning", text) for text in f.warnings]

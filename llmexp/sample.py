@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llmexp import checkpoint, precision
-from llmexp.config import Config
+from llmexp.config import Config, ConfigError
 from llmexp.models.sampling import generate
 from llmexp.targets import bind
 
@@ -50,9 +50,14 @@ def sample(
 def load_for_sampling(
     config: Config, recorded: dict[str, Any], loaded: checkpoint.Loaded
 ) -> tuple[tiktoken.Encoding, nn.Module, int]:
-    """(tokenizer, model with the checkpoint's weights on the CPU, its context length)."""
+    """(tokenizer, model with the checkpoint's weights on the CPU, its context length). Raises ConfigError."""
     encoding: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
+    try:
+        with torch.device("meta"):  # a stranger's config may ask for more than there is
+            bind("model", config.model, {})()
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
     model: nn.Module = bind("model", config.model, {})()
     model.to(precision.parameter_dtype(config.precision.kind))
     checkpoint.restore_model(loaded, model)
-    return encoding, model, recorded.get("max_position_embeddings") or recorded["sequence_length"]
+    return encoding, model, recorded.get("max_position_embeddings") or config.batch.sequence_length

@@ -67,6 +67,10 @@ def check(s: Settings) -> None:
         value = getattr(s, key)
         if value is not None and value < low:
             raise refuse(f"hydra.launcher.{key}", value, f"must be at least {low}", max(low, 2))
+    for key in ("partition", "account", "qos"):
+        text = getattr(s, key)
+        if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):  # they go into a shell script
+            raise refuse(f"hydra.launcher.{key}", repr(text), "one word of letters, digits and . , : @ / + - is needed")
     if s.mem_gb is not None and not 0 < s.mem_gb < float("inf"):
         raise refuse("hydra.launcher.mem_gb", s.mem_gb, "must be above 0", 32)
     if s.timeout_min is not None and s.timeout_min * 60 <= s.signal_delay_s:

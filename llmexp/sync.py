@@ -130,6 +130,7 @@ class Records:
 
 def say(run: Path, work: Any) -> int:
     """Runs `work` on a run and prints its line. 0: nothing is left to do; 1: its records are bad; 2: not uploaded."""
+    from llmexp.compare.reading import clean
     from llmexp.metrics.tracker import TrackerError
 
     try:
@@ -140,7 +141,7 @@ def say(run: Path, work: Any) -> int:
         line, code = f"not uploaded: {error}", 2
     except (ConfigError, OSError) as error:
         line, code = f"cannot be uploaded: {error}", 1
-    print(f"{run.name}: {line}", flush=True)
+    print(clean(f"{run.name}: {line}"), flush=True)
     return code
 
 

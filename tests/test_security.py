@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import environment, folder, guard, launch, targets
+from llmexp import environment, folder, guard, launch, slurm, targets
 from llmexp.__main__ import run
 from llmexp.config import Config, ConfigError, build, plain
 from llmexp.sweep.points import label
@@ -229,7 +229,7 @@ LEAVES = st.one_of(TEXTS, st.integers(), st.floats(), st.booleans(), st.none())
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_a_secret_is_found_wherever_it_is(data):
     """As a text, a part of one, a number or a key, at any depth, whatever characters it has; and is not told."""
     draw = data.draw
@@ -494,6 +494,30 @@ def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
         looked_at({"launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", key: ["touch canary"]}})
 
 
+def test_a_config_cannot_say_what_the_command_line_said(home):
+    """Else it could bring shell lines for a launcher, as if they came from there."""
+    with launch.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"):
+        launch.compose(hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"])
+    (home / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra: {overrides: {hydra: ['hydra.launcher.setup=x']}}\n"
+    (home / "conf" / "experiment" / "evil.yaml").write_text(text)
+    arguments = [*TINY, "data=synthetic", "experiment=evil"]
+    for multirun in (False, True):
+        with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what"):
+            launch.compose(hydra, arguments, multirun)
+
+
+@pytest.mark.parametrize("key", ["partition", "account", "qos"])
+def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
+    values = {"partition": None, "account": None, "qos": None, "timeout_min": 60, "cpus_per_task": 1,
+              "gpus_per_node": 0, "mem_gb": 1.0, "signal_delay_s": 60, "array_parallelism": 1, "setup": [],
+              "additional_parameters": {}}  # fmt: skip
+    slurm.check(slurm.Settings(**values | {key: "gpu-a100,big"}))
+    with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}='gpu.*one word of letters"):
+        slurm.check(slurm.Settings(**values | {key: "gpu\ntouch canary #"}))
+
+
 def test_every_config_that_hydra_composes_is_looked_at(home):
     """Also those that it composes by itself after the one that the command has seen."""
     with launch.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
@@ -518,7 +542,7 @@ def test_the_recorder_of_the_proofs_is_our_own_hook_and_nothing_else_of_them(mon
 
 
 @given(st.text(max_size=200), st.text(max_size=200))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
     name = "7-" + label([f"{key}={value}"], [key.partition("=")[0]])
     assert Path("/root/sweep", name).resolve() == Path("/root/sweep") / name
@@ -527,7 +551,7 @@ def test_a_label_is_one_folder_name_whatever_was_swept(key, value):
 
 
 @given(st.text(min_size=1, max_size=100))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_a_name_stays_inside_the_output_root(name):
     tree = plain(BASE) | {"name": name.replace("${", "")}
     cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})

@@ -120,6 +120,42 @@ def test_links_to_checkpoints_are_not_followed(saved, tmp_path):
         checkpoint.latest(whole, print)
 
 
+def test_no_checkpoint_is_written_through_a_link(saved, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "model.safetensors").write_text("precious")
+    pieces = saving.snapshot(Plain(), [], 0, 1, False)
+    link = saved.parent / ".step_00000200.tmp"
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="leads elsewhere by a link"):
+        saving.write(saved.parent, 200, pieces)
+    saving.clean(saved.parent)
+    assert not link.is_symlink()
+    assert (victim / "model.safetensors").read_text() == "precious"
+    root = tmp_path / "whole"
+    root.symlink_to(victim)
+    (victim / ".step_00000001.tmp").mkdir()
+    saving.clean(root)
+    assert (victim / ".step_00000001.tmp").is_dir()
+    with pytest.raises(OSError, match="leads elsewhere by a link"):
+        saving.write(root, 200, pieces)
+
+
+def test_damage_that_another_rank_has_found_is_named_here_too(saved):
+    said: list[str] = []
+    with pytest.raises(checkpoint.CheckpointError, match="all 1 checkpoints are damaged"):
+        checkpoint.latest(saved.parent, said.append, lambda bad: True)
+    assert said == ["checkpoint step_00000100 is damaged, as another rank found, and not used"]
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path):
+    for name in (".lock", "train.log"):
+        os.mkfifo(tmp_path / name)
+    assert not folder.is_locked(tmp_path)
+    with pytest.raises(ConfigError, match="is a link or a pipe"):
+        folder.opened(tmp_path / "train.log", "a")
+
+
 @pytest.mark.parametrize("more", [{"step": 200, "files": {}}, {}, {"step": "x", "files": ["a"], "pages": 3}])
 def test_a_newer_format_is_never_passed_over(saved, more):
     """Whatever else its manifest has, or has not."""
@@ -226,7 +262,7 @@ def test_a_strangers_links_and_state_from_the_command_line(stopped, victim, tmp_
     (path / folder.LOG).symlink_to(victim)
     refused = llmexp("resume", "run", cwd=tmp_path)
     assert refused.code == 2
-    assert ".lock: is a link, which is not written through" in refused.err
+    assert ".lock: is a link or a pipe, which is not written to" in refused.err
     (path / ".lock").unlink()
     newest = path / "checkpoints" / "step_00000002"
     state = torch.load(newest / "state.pt", weights_only=True)

@@ -231,7 +231,7 @@ def read_mark(path: Path) -> str:
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     """An object of a JSON file with its texts cleaned; empty, and said, where there is none."""
     try:
-        tree = _cleaned(json.loads(path.read_text(encoding="utf-8")))
+        tree = _cleaned(json.loads(folder.content(path).decode()))
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}
@@ -255,7 +255,7 @@ def _cleaned(value: Any) -> Any:
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     """config.yaml with dotted keys; empty, and said, where there is none."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)  # a safe loader: plain values only
+        tree = yaml.load(folder.content(path).decode(), Loader=_LOADER)  # a safe loader: plain values only
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}

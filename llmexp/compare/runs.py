@@ -124,6 +124,8 @@ def _changed(path: Path) -> float | None:
 
 def _last_row(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():  # a pipe would hold us up
+            return {}
         with open(path, "rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL))
             return last_row(f.read())

@@ -30,7 +30,9 @@ def sentences(c: Comparison, metric: Column, limiting: Record | None, mixed: boo
         )
         said.append(f"{describe(ranked[0], c)} {won}: its {word(metric)} is {_shown(ranked[0], metric)}.")
     elif len(ranked) == 1 and metric.better:
-        said.append(f"{describe(ranked[0], c)} is the only run with a {word(metric)}: {_shown(ranked[0], metric)}.")
+        others = sum(metric.key in e.figures for e in c.entries) > 1  # of runs that broke off
+        only = "the only finished run" if others else "the only run"
+        said.append(f"{describe(ranked[0], c)} is {only} with a {word(metric)}: {_shown(ranked[0], metric)}.")
     if not mixed:
         said += _halving(c, metric, ranked)
     said += _where(c, metric, limiting)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -123,9 +124,7 @@ def launch_ranks(
     )
     if hasattr(launch, "signals_to_handle"):
         launch.signals_to_handle = "SIGQUIT"
-    with forwarded_signals() as signals, tempfile.TemporaryDirectory(prefix="llmexp-ranks-") as meeting:
-        if nnodes == 1:  # the port that torch's agent finds free for its ranks may be another's when they listen on it
-            os.environ[MEETING] = meeting
+    with forwarded_signals() as signals:
         watch = Watch(here, nnodes, nproc_per_node, start_timeout_s, outcome, signals)
         while True:
             known = len(watch.seen_at)
@@ -137,10 +136,11 @@ def launch_ranks(
                 tee={0: Std.ERR},
             )
             try:
-                attend(
-                    lambda: elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir)),
-                    watch,
-                )
+                with meeting(run_dir / "logs") if nnodes == 1 else contextlib.nullcontext():
+                    attend(
+                        lambda: elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir)),
+                        watch,
+                    )
             except ChildFailedError as error:
                 codes = {rank: 1 if f.pid in watch.killed else f.exitcode for rank, f in error.failures.items()}
                 if signals and {*codes.values()} <= {code for n in signals for code in (-n, 128 + n)}:
@@ -162,6 +162,19 @@ def launch_ranks(
                 continue
             here.unlink(missing_ok=True)
             return None
+
+
+@contextlib.contextmanager
+def meeting(parent: Path) -> Iterator[None]:
+    """Names the ranks of one host a folder of their own to meet in: the port that torch's agent finds free for them may
+    be another's by the time they listen on it."""
+    for left in parent.glob("meeting-*"):  # by an agent that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    os.environ[MEETING] = tempfile.mkdtemp(prefix="meeting-", dir=parent.absolute())
+    try:
+        yield
+    finally:
+        shutil.rmtree(os.environ.pop(MEETING), ignore_errors=True)
 
 
 def attend(work: Callable[[], object], watch: Watch) -> None:
@@ -268,7 +281,7 @@ class Watch:
     outcome: Callable[[], tuple[str, float]]
     signals: list[int]
     restarts: int = 0  # that are left
-    seen_at: dict[int, float] = field(default_factory=dict)  # by process: seconds since 1970
+    seen_at: dict[int, float] = field(default_factory=dict)  # by process: monotonic
     killed: set[int] = field(default_factory=set)
     alive_at: float = field(default_factory=time.monotonic)  # when a rank was last there
     failed_at: float | None = None  # when a failure was first seen
@@ -287,7 +300,7 @@ class Watch:
             with contextlib.suppress(OSError):
                 self.here.touch()
         new = [pid for pid in there if pid not in self.seen_at]
-        self.seen_at |= dict.fromkeys(new, time.time())
+        self.seen_at |= dict.fromkeys(new, now)
         state, recorded = self.outcome()
         if self.signals:
             for pid in new:
@@ -296,7 +309,8 @@ class Watch:
             print("llmexp: a rank was lost; all start again from the newest checkpoint", file=sys.stderr)
         self.failed_at = (self.failed_at or now) if state in FAILED else None
         if self.failed_at is not None:
-            late = [pid for pid in there if self.seen_at[pid] < recorded and now > self.failed_at + GRACE_S]
+            since = self.failed_at if self.nnodes == 1 else now - (time.time() - recorded)
+            late = [pid for pid in there if self.seen_at[pid] < since and now > self.failed_at + GRACE_S]
             for pid in late + (new if state == "given up" else []):
                 self.killed.add(pid)
                 send(pid, signal.SIGKILL)

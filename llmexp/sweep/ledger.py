@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import folder
-from llmexp.config import ConfigError, flatten
+from llmexp.config import FOLDER_NAME, ConfigError, flatten
 
 LEDGER, FORMAT = "sweep.json", 1
 ANEW = "the command of the sweep writes it anew from its runs: llmexp train -m ... sweep.resume="
@@ -150,6 +150,8 @@ def read(path: Path) -> Ledger:
         fits = isinstance(value, kind) and not isinstance(value, bool)
         if not fits or (key == "created" and not math.isfinite(value)):
             raise ConfigError(f"{where}: {key}={_short(tree.get(key))}: is not what a ledger holds there")
+    if not FOLDER_NAME.fullmatch(tree["name"]):  # it goes into shell scripts
+        raise ConfigError(f"{where}: name={_short(tree['name'])}: is not the name of a sweep")
     for key in ("arguments", "swept"):
         if not all(isinstance(text, str) for text in tree[key]):
             raise ConfigError(f"{where}: {key}={_short(tree[key])}: a list of texts is needed")

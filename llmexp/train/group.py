@@ -74,6 +74,9 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         text = f"{death}{on}{folder.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
+    if p.nnodes == 1:  # what an earlier group failed of is over
+        latest = max((r["restarts"] for r in reports if not r["killed"]), default=0)
+        reports = [r for r in reports if r["killed"] or r["restarts"] == latest]
     if reports:
         first = min(reports, key=lambda r: not r["killed"])  # after a signal the others only saw what followed
         sys.stderr.write(first["trace"])
@@ -137,7 +140,9 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
 
 def report(path: Path, rank: int, code: int, text: str, trace: str, *, killed: bool = False) -> None:
     """Leaves a rank's account of its failure where the agents find it; one that was `killed` has it left for it."""
-    account = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "exit_code": code, "text": text}
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    where = {"rank": rank, "host": socket.gethostname(), "restarts": restarts}
+    account = {"time": time.time(), **where, "exit_code": code, "text": text}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
         folder.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -115,9 +114,12 @@ def settle(loop: Loop) -> int:
         p.updates += 1
         p.consecutive_skips = 0
         return p.updates
+    unsaved: OSError | None = None
     if loop.saving is not None and loop.saving.step < p.step:  # this step may be the run's last
-        with contextlib.suppress(OSError):  # what is wrong with the step comes first
+        try:
             finish_saving(loop)
+        except OSError as error:  # what is wrong with the step comes first
+            unsaved = error
     what = {EMPTY: "no valid target", SKIPPED_OUTLIER: "an outlier", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[
         code
     ]
@@ -142,6 +144,8 @@ def settle(loop: Loop) -> int:
             f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} ({what}); "
             f"train.max_consecutive_skips={limit}"
         )
+    if unsaved is not None:
+        raise unsaved
     return p.updates
 
 
@@ -149,6 +153,8 @@ def grew(loop: Loop) -> str:
     """A hint, where the losses of the rows had been on their way up."""
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    if len(losses) < 2 and loop.p.step < 100:  # too soon for rows to tell
+        return "; where it comes of too large a step, a smaller optimizer.lr or a longer schedule.warmup_steps helps"
     if not losses or losses[-1] < min(losses) + 1:
         return ""
     return (

@@ -33,7 +33,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     meta = {
         "tokens_seen": tokens_seen,
         "geometry": {**geometry, "parallelism": run.facts.parallelism},
-        "config": loop.fixed_config,
+        **loop.fixed,
     }
     state = {
         "progress": dataclasses.asdict(p),

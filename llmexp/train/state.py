@@ -73,7 +73,7 @@ class Loop:
     meter: Meter
     measured: Measured
     byte_lengths: Tensor
-    fixed_config: dict[str, Any]  # what of the config changes results, with dotted keys
+    fixed: dict[str, Any]  # for manifests: what of the config changes results, with dotted keys; sha256 of the data's
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
     own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite

@@ -49,6 +49,7 @@ EXECUTION_KEYS = (
     "train.max_consecutive_skips", "data.cache_dir",
 )  # fmt: skip
 
+REWRITTEN = (folder.CONFIG, folder.RUN, folder.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
@@ -56,7 +57,7 @@ def main(argument: str) -> int:
     """Runs one worker; returns its exit code. `argument` is a run folder, or - for a request on standard input."""
     STOP.importing = False
     path: Path | None = None
-    before: dict[str, Any] = {}
+    before: dict[str, bytes] = {}
     try:
         if argument == "-":
             text = sys.stdin.read()
@@ -67,7 +68,8 @@ def main(argument: str) -> int:
             path, fresh = open_folder(parts, request)
             if not fresh and is_finished(path):
                 return DONE
-            before = {} if fresh else folder.read_status(path)
+            if not fresh:
+                before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).exists()}
         else:
             path = Path(argument)
             if is_finished(path):
@@ -92,12 +94,14 @@ def main(argument: str) -> int:
         return cast(int, stopped.code)
 
 
-def put_back(path: Path, before: dict[str, Any]) -> None:
-    """After a refusal to go on with a run: it is what it was."""
+def put_back(path: Path, before: dict[str, bytes]) -> None:
+    """After a refusal to go on with a run: its folder is what it was."""
     now = folder.read_status(path)
     by_refusal = (now.get("state"), now.get("exit_code")) == ("failed", REFUSED)
-    if by_refusal and before.get("state") in ("preempted", "failed"):
-        folder.write_json(path / folder.STATUS, before)
+    if by_refusal:
+        with contextlib.suppress(OSError, ValueError):  # the disk may be full
+            for name, content in before.items():
+                folder.write_whole(path / name, content.decode())
 
 
 def is_finished(path: Path) -> bool:
@@ -135,17 +139,17 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
     refuse_other_config(path, fixed_part(folder.read_config(path)), fixed_part(plain(parts.config)))
     there = folder.read_run(path)
     if not there:
-        missing = path / folder.RUN
-        print(
-            f"llmexp: {missing}: is not there and is written anew; whether the data are those of before cannot be told",
-            file=sys.stderr,
-        )
+        print(f"llmexp: {path / folder.RUN}: is not there and is written anew", file=sys.stderr)
     known, now = there.get("environment"), environment(parts)
     if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
         raise ConfigError(f"{path}: is another run; the environment has another value of {', '.join(changed)} now")
     recorded = there.get("data_fingerprint")
     if recorded is not None and recorded != json.loads(json.dumps(concealed(parts.corpus.fingerprint))):
-        raise ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+        raise other_data(path, parts)
+
+
+def other_data(path: Path, parts: Parts) -> ConfigError:
+    return ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -316,6 +320,9 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     fixed_config = json.loads(json.dumps(fixed_part(plain(config))))  # as it comes back from a file
     if loaded and isinstance(saved := loaded.manifest.get("config"), dict):  # the folder's own could have been edited
         refuse_other_config(loaded.path, saved, fixed_config)
+    data = hashlib.sha256(json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True).encode()).hexdigest()
+    if loaded and loaded.manifest.get("data") not in (None, data):
+        raise other_data(loaded.path, parts)
     s = set_up(parts, joined)
     fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(s)
     p, meter, measured = resume(s, loaded) if loaded else fresh
@@ -341,7 +348,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         p=p,
         meter=meter,
         measured=measured,
-        fixed_config=fixed_config,
+        fixed={"config": fixed_config, "data": data},
         byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved_step=p.step if loaded else None,

@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     if fixed and wanted.is_dir() and any(wanted.iterdir()):  # runs of another verification would be gone on with
         raise ConfigError(f"hydra.run.dir={wanted}: is not empty; choose a new folder, for example {wanted}-2")
     path = folder.claim(wanted, fixed)
-    said(f"verify {what}: {WHAT[what]}; its runs are in {path}")
+    said(f"verify {what}: {WHAT[what]}; {'its record is' if what == 'data' else 'its runs are'} in {path}")
     proof = importlib.import_module(f"llmexp.verify.{what}")
     began = time.monotonic()
     made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}

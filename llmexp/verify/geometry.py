@@ -248,7 +248,7 @@ def derived(
         max(least.loss, MARGIN * max(t.loss for t in tries)),
         max(least.norm, MARGIN * max(t.norm for t in tries)),
         max(least.parameters, MARGIN * max(t.parameters for t in tries)),
-        note="derived",
+        note="derived" if least == NO_FLOOR else "the larger one of derived and a floor",
     )
 
 

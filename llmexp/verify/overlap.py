@@ -87,11 +87,11 @@ def _like(pieces: Pieces, keys: np.ndarray) -> Pieces:
 
 def check_overlap(train: TokenStream, val: TokenStream, end_id: int | None) -> Check:
     """How much of the validation text train has too, token for token: whole documents, which end at `end_id`, or where
-    the validation text has no such id parts of PART_TOKENS, wherever they stand in train."""
+    one of the two has no such id parts of PART_TOKENS, wherever they stand in train."""
     what = "share of the validation tokens that train has too"
     if not len(val):
         return Check(what, None, note="there is no validation text")
-    if end_id is not None and _holds(val, end_id):
+    if end_id is not None and _holds(val, end_id) and _holds(train, end_id):
         share, note = documents_in_train(train, val, end_id)
     else:
         share, note = parts_in_train(train, val)

@@ -31,6 +31,8 @@ from llmexp.config import Config
 FOLDER, MODULES, WARNINGS = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES", "LLMEXP_RECORD_WARNINGS"
 HOOK, LAST_HOOK = "llmexp.verify.record.record", "llmexp.verify.record.entered"
 
+STARTS = "starts.jsonl"
+
 Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 
@@ -69,6 +71,11 @@ def read(run: Path) -> Records:
     for path in (run / "verify").glob("rank-*.jsonl"):
         found[int(path.stem.removeprefix("rank-"))] = {row["step"]: row for row in folder.read_rows(path)}
     return found
+
+
+def starts(run: Path) -> list[int]:
+    """The step at which each process of rank 0 began."""
+    return [row["step"] for row in folder.read_rows(run / "verify" / STARTS)]
 
 
 def in_order(a: Records, b: Records) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
@@ -157,6 +164,9 @@ class _Recorder:
     def _open(self, context: Any) -> None:
         """Goes on after the step before this one: what was recorded of later ones is of a process that was killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.stem == "rank-0":
+            with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
+                begun.write(json.dumps({"step": context.step}) + "\n")
         kept = [row for row in folder.read_rows(self.path) if row["step"] < context.step > 1]  # step 0 is written anew
         folder.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)

@@ -38,7 +38,8 @@ class Kill:
     saving: int | None  # the step of the checkpoint that was half written
     rank: int | None = None  # the only one that was killed
     alone: bool = True  # its worker then ended by itself
-    saved: int = 0  # the step of the newest whole checkpoint, from which the run goes on
+    saved: int = 0  # the step of the newest whole checkpoint, from which the run must go on
+    starts: int = 0  # how often the run had begun to train until then
 
     def __str__(self) -> str:
         where = f"step {self.step}" if self.saving is None else f"the save of step {self.saving}"
@@ -67,7 +68,7 @@ def verify(config: Config, path: Path, *, steps: int | None = None, shrink: bool
         kills = kill_again_and_again(broken, plan, unbroken)
     except Broken as error:
         return [Check("the run goes on after each kill", False, note=str(error))]
-    return [*hits(kills, kinds(unbroken)), *compare(unbroken, broken)]
+    return [*hits(kills, kinds(unbroken), record.starts(broken)), *compare(unbroken, broken)]
 
 
 def planned(config: Config, steps: int, shrink: bool) -> Config:
@@ -167,11 +168,12 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
         _kill_all(process, tree)
     if folder.read_status(path).get("state") == "finished":  # it was only about to leave
         return None
-    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, _saved(root))
+    return Kill(kind, _last(path) + 1, _saving(root), rank, alone, _saved(root), len(record.starts(path)))
 
 
-def hits(kills: Sequence[Kill], wanted: Sequence[str]) -> list[Check]:
-    """Whether the kills came where they had to, and what followed; without a kill, or a resume, nothing is proven."""
+def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) -> list[Check]:
+    """Whether the kills came where they had to, and what followed; without a kill, or a resume, nothing is proven.
+    `starts`: the steps at which the run began, each time."""
     come = ", ".join(map(str, kills))
     checks = [Check("killed with SIGKILL", bool(kills), len(kills), note=come or "the run was over too soon each time")]
     checks += [
@@ -180,10 +182,14 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str]) -> list[Check]:
         if not any(k.kind == kind and k.hit for k in kills)
     ]
     if kills:
-        note = ", ".join(f"step {k.saved}" for k in kills)
+        note = "after " + ", ".join(f"step {step - 1}" for step in starts[1:])
+        anew = [k.saved for k in kills if not any(step > k.saved for step in starts[k.starts : k.starts + 1])]
         if not any(k.saved for k in kills):
-            note += ": it began anew each time, which proves nothing; more --steps, for example --steps 12"
-        checks.append(Check("resumed from a checkpoint after step 0", any(k.saved for k in kills), note=note))
+            note += ": it began anew each time, which proves nothing; more --steps, for example --steps 40"
+        elif anew:
+            note += f"; but there was a checkpoint of step {', '.join(map(str, anew))}"
+        passed = any(k.saved for k in kills) and not anew
+        checks.append(Check("resumed from its newest checkpoint, one after step 0", passed, note=note))
     if lone := [k.alone for k in kills if k.rank is not None]:
         found = f"{sum(lone)} of {len(lone)} times"
         checks.append(Check("the other ranks end by themselves when one is killed", all(lone), found))

@@ -392,6 +392,11 @@ def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
     assert [row["step"] for row in stopped.rows()] == list(range(1, 11))
     assert not stopped.checkpoint(10).exists()
     assert llmexp("resume", "a", "--allow", "writing", cwd=tmp_path).code == 2  # other data
+    (tmp_path / "a" / "run.json").unlink()  # the checkpoints know too, also after it was written anew
+    for _ in range(2):
+        refused = llmexp("resume", "a", "--allow", "writing", cwd=tmp_path)
+        assert refused.code == 2
+        assert "step_00000005: the data changed since the run started" in refused.err
 
     np.save(tmp_path / "train.npy", ids)
     warned = llmexp("train", *SHORT, "hooks=[writing.replace]", "hydra.run.dir=b", cwd=tmp_path)
