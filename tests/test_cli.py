@@ -318,6 +318,20 @@ def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):
 
 # --- signals
 
+
+def test_a_run_that_dies_at_its_farewell_has_finished(tmp_path):
+    (tmp_path / "faulty.py").write_text(
+        "import os, signal\n"
+        "from llmexp.train import summary\n"
+        "summary.plot_losses = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def hook(event, context): pass\n"
+    )
+    done = llmexp("train", *RUN, "--allow", "faulty", "hooks=[faulty.hook]", "metrics.picture=true",
+                  "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    status = done.json("status.json")
+    assert (done.code, status["state"], status["exit_code"], status["error"]) == (0, "finished", 0, None), done.err
+
+
 SLOW_DATA = """
 import time
 import numpy as np

@@ -565,6 +565,22 @@ def test_a_name_stays_inside_the_output_root(name):
 BASE = composed(*TINY, "data=synthetic", "data.n_tokens=5000")
 
 
+def test_plans_and_configs_on_the_terminal_tell_no_secret(home, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canarysecret123456")
+    base = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+    for command, code in (
+        (["plan", "-m", *base, "train.seed=1,canarysecret123456"], 2),
+        (["train", "--cfg", "job", *base, "tracker.notes=canarysecret123456"], 2),
+        (["train", "--cfg", "job", "--resolve", *base, "+data.api_token=abc"], 2),
+        (["train", "--cfg", "job", "--resolve", *base, "+data.words=${oc.env:WANDB_API_KEY}"], 0),
+    ):
+        assert run(command) == code, command
+        out, err = capsys.readouterr()
+        assert "canarysecret" not in out + err
+        assert "api_token: abc" not in out
+        assert code or "words: ${oc.env:WANDB_API_KEY}" in out
+
+
 @pytest.mark.parametrize("subdir", ["../x", "/tmp/x", "a/../../x", ".", "${oc.env:UP}"])
 def test_a_point_stays_inside_its_sweep(home, capsys, monkeypatch, subdir):
     monkeypatch.setenv("UP", "../up")

@@ -277,6 +277,27 @@ def test_a_strangers_links_and_state_from_the_command_line(stopped, victim, tmp_
     assert victim.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "run.json", "config.yaml", "manifest.json"])
+def test_a_file_without_an_end_holds_no_command_up(saved, tmp_path, capsys, name):
+    path = saved.parent.parent
+    (path / "config.yaml").write_text("name: x\n")
+    for pipe in (True, False):
+        file = saved / name if name == "manifest.json" else path / name
+        file.unlink(missing_ok=True)
+        if pipe:
+            os.mkfifo(file)
+        else:
+            file.symlink_to("/dev/zero")
+        for command in (
+            ["runs", str(path)],
+            ["compare", str(path)],
+            ["sample", str(path)],
+            ["sync", "--dry-run", str(path)],
+        ):
+            assert run(command) in (0, 1, 2)
+            assert "Traceback" not in capsys.readouterr().err
+
+
 LAUGHS = "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [
     f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}]"
     for p, n in zip("abcdefghijkl", "bcdefghijklm", strict=True)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
 from llmexp.config import ConfigError, Sweep, build, build_sweep, refuse
+from llmexp.guard import BY_HAND
 from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.ledger import Entry, Ledger
@@ -135,7 +136,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
 
 
 # What runs code of the user's choosing comes from a command line, never from a file alone.
-KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in ("setup", "additional_parameters", "init", "address"))
+KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
 
 
 def recordable(arguments: Sequence[str]) -> list[str]:

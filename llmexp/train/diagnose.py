@@ -4,7 +4,7 @@ first one that goes wrong. Nothing of this is there while training goes well."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,10 +90,10 @@ def _watch(model: nn.Module, look: Callable[[Tensor | bool, str], None]) -> list
         return met[id(tensor)][1:]
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = list(_tensors(output))
-        good = all(map(_finite, tensors)) or not all(map(_finite, _tensors(inputs)))
+        tensors = list(tensors_in(output))
+        good = all(map(_finite, tensors)) or not all(map(_finite, tensors_in(inputs)))
         look(good, f"the output of {names[module]}, whose input is finite")
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             if tensor.requires_grad:
                 meet(tensor)[1].append(names[module])
         for tensor in tensors:
@@ -127,12 +127,10 @@ def _finite(tensor: Tensor) -> bool:
     return not local.is_floating_point() or bool(local.isfinite().all())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in what a module takes or returns."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)

@@ -67,17 +67,15 @@ def run(arguments: list[str]) -> int:
         return report(what, path, config, checks, time.monotonic() - began, made_of)
     except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise
-    except (ConfigError, OSError) as error:  # also of the files that it reads and writes itself
-        words = redacted(str(error))
+    except Exception as error:  # also of the files that it reads and writes, and of a model of the user's own
+        words = str(error)
+        if not isinstance(error, (ConfigError, OSError)):
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            words = f"verify {what} could not be made: {type(error).__name__}: {words} ({at.filename}:{at.lineno})"
+        words = redacted(words)
         with contextlib.suppress(OSError):  # the disk may be what failed
             record(what, path, config, time.monotonic() - began, made_of, passed=None, error=words, checks=[])
-        raise ConfigError(words) from None
-    except Exception as error:  # such as of a model of the user's own, which is called in this process too
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        words = redacted(f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})")
-        with contextlib.suppress(OSError):
-            record(what, path, config, time.monotonic() - began, made_of, passed=None, error=words, checks=[])
-        raise ConfigError(f"verify {what} could not be made: {words}") from error
+        raise ConfigError(words) from error
     except KeyboardInterrupt:
         print("llmexp: stopped; nothing is proven", file=sys.stderr)
         raise

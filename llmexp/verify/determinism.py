@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +65,14 @@ def lists_differ(a: record.Records, b: record.Records, part: str) -> tuple[list[
     for step, rank, one, other in record.in_order(a, b):
         ours, theirs = one.get(part, []), other.get(part, [])
         count += max(len(ours), len(theirs))
-        at = first_of(ours, theirs)
-        differing += [f"step {step}, rank {rank}, {' '.join(e[:-1])}" for e in _unequal(ours, theirs, at)]
+        longer = max(ours, theirs, key=len)
+        differing += [f"step {step}, rank {rank}, {' '.join(longer[at][:-1])}" for at in places(ours, theirs)]
     return differing, count
 
 
-def first_of(ours: Events, theirs: Events) -> int | None:
-    """Where two lists part, or None."""
-    for at in range(max(len(ours), len(theirs))):
-        if ours[at : at + 1] != theirs[at : at + 1]:
-            return at
-    return None
-
-
-def _unequal(ours: Events, theirs: Events, start: int | None) -> Events:
-    if start is None:
-        return []
-    longer = max(ours, theirs, key=len)
-    return [longer[at] for at in range(start, len(longer)) if ours[at : at + 1] != theirs[at : at + 1]]
+def places(ours: Events, theirs: Events) -> Iterator[int]:
+    """Where two lists differ."""
+    return (at for at in range(max(len(ours), len(theirs))) if ours[at : at + 1] != theirs[at : at + 1])
 
 
 def first_difference(
@@ -130,8 +121,9 @@ def _stages(
     if passes and named("rng"):
         passes += f"; it drew other random numbers too ({named('rng')})"
     loss = here.get("train/loss") != there.get("train/loss")
-    left = first_of(one.get("gradients", []), other.get("gradients", []))
-    gradient = max(one.get("gradients", []), other.get("gradients", []), key=len)[left][0] if left is not None else ""
+    lists = one.get("gradients", []), other.get("gradients", [])
+    left = next(places(*lists), None)
+    gradient = max(lists, key=len)[left][0] if left is not None else ""
     update = "it starts with another " if "modules" in one else f"optimizer update ({'; '.join(optimizers)}) of "
     return [
         "the data: the window holds other tokens" if gone else "",
@@ -148,7 +140,7 @@ def _stages(
 
 def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
     """Which module is the first to compute something else from equal inputs and parameters; empty where none is."""
-    at = first_of(ours, theirs)
+    at = next(places(ours, theirs), None)
     if at is None:
         return ""
     if at >= min(len(ours), len(theirs)) or ours[at][:2] != theirs[at][:2]:

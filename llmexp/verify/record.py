@@ -15,7 +15,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from llmexp import checkpoint, folder, mesh
 from llmexp.config import Config
+from llmexp.train.diagnose import tensors_in
 
 # Where to; "1": also what goes into and out of each module; "1": also which operations are not deterministic.
 FOLDER, MODULES, WARNINGS = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES", "LLMEXP_RECORD_WARNINGS"
@@ -111,15 +112,6 @@ def digest(value: Any) -> str:
     else:
         hashed.update(repr(value).encode())
     return hashed.hexdigest()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a module's arguments or outputs."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(part)
 
 
 def digest_all(values: Iterable[Any]) -> str:

@@ -123,6 +123,26 @@ def test_a_failure_too_many(here, settings, more, step):
         assert not list(disk.glob(".step*"))
 
 
+def test_a_save_that_fails_while_steps_overflow_is_not_passed_over(here, settings):
+    """In the background, and found to have failed at a step whose update is skipped."""
+    (here / "late.py").write_text(
+        "from llmexp import saving\n"
+        "import time\n"
+        "def write(*arguments):\n"
+        "    time.sleep(0.3)\n"
+        "    raise OSError('no room')\n"
+        "saving.write = write\n"
+        "def hook(event, context): pass\n"
+    )
+    failed = llmexp(
+        "train", *settings, "hydra.run.dir=run", "--allow", "late", "hooks=[late.hook]", "checkpoint.async=true",
+        "checkpoint.max_failures=0", "precision.init_scale=1e30", "train.max_consecutive_skips=100", cwd=here,
+    )  # fmt: skip
+    assert failed.code == 3, failed.out
+    assert "the checkpoint of step 2 could not be saved (no room); checkpoint.max_failures=0 in a row" in failed.err
+    assert "no checkpoint yet" in failed.err
+
+
 def test_a_disk_that_is_full_from_the_start(here, settings):
     with small_disk(here / "full", "100k") as disk:
         (disk / "ballast").write_bytes(b"x" * 100 * 1024)

@@ -1,0 +1,103 @@
+"""What a run comes to: its figures for status.json and the tracker, and its end for its reader."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from typing import Any
+
+from llmexp import folder
+from llmexp.metrics.console import banner, format_duration
+from llmexp.metrics.norms import clip_table
+from llmexp.metrics.plot import plot_losses
+from llmexp.metrics.tracker.local import upload_is_pending
+from llmexp.process import STOP
+from llmexp.train.state import Loop
+
+
+def summarise(loop: Loop) -> dict[str, Any]:
+    """The figures that status.json and the tracker's summary end with; what is not known is absent."""
+    rows = loop.out.rows.rows if loop.out.rows is not None else []
+    last = rows[-1] if rows else {}
+    found: dict[str, Any] = {"steps": loop.p.step}
+    if loop.p.step:
+        found["tokens_seen"] = loop.meter.counts()[0]
+    when = "final" if last.get("step") == loop.p.step else "latest"  # a stop may lie between two rows
+    for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
+        with contextlib.suppress(StopIteration):
+            found[f"{when} {key}"] = next(row[key] for row in reversed(rows) if key in row)
+    if loop.p.best_val_loss is not None:
+        found["best val/loss"] = loop.p.best_val_loss
+    if loop.meter.train_time:
+        found["train_time"] = loop.meter.train_time
+        found["mean tokens_per_sec"] = loop.meter.tokens_per_sec()
+    found |= {k: last[k] for k in ("mfu", "peak_memory_gib", "skipped_steps") if k in last}
+    norms = loop.measured.norms
+    if norms.steps:
+        found["clip_share"] = norms.clipped / norms.steps
+    if loop.s.outliers.sigma is not None:
+        found["outlier_steps"] = loop.p.outlier_count
+    return found | loop.measured.noise.figures()
+
+
+def details(loop: Loop) -> dict[str, Any]:
+    """What status.json holds besides the summary, as far as it was measured: how the run clipped, and the gradient
+    noise scale."""
+    found: dict[str, Any] = {}
+    if clip := loop.measured.norms.summary():
+        found["clip"] = clip
+    noise = loop.measured.noise
+    if noise.measurements:
+        noise_found: dict[str, Any] = {
+            key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
+        }
+        noise_found["measurements"] = noise.measurements
+        noise_found["verdict"] = noise.verdict(loop.s.parts.run.real_batch_size)
+        found["noise"] = noise_found
+    return found
+
+
+def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
+    """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
+    console, path, parts = loop.out.console, loop.out.path, loop.s.parts
+    reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
+    by_plan = loop.p.step == parts.config.train.stop_step
+    cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
+    stopped = f"preempted by {cause} {reached}, checkpoint saved"
+    sections = [
+        ("result", f"finished {reached}" if state == "finished" else stopped),
+        *((key, _figure(key, value)) for key, value in summary.items() if key != "steps"),
+    ]
+    measured = details(loop)
+    if "noise" in measured:
+        sections.append(("noise scale", measured["noise"]["verdict"]))
+    if "clip" in measured:
+        sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
+    to_copy: list[tuple[str, str]] = []
+    try:  # the run is over and recorded: what goes wrong here is only said
+        if text is not None:
+            sections.append(("sample", text))
+        if loop.out.rows is not None and parts.config.metrics.picture:
+            plot_losses(loop.out.rows.rows, path / "loss.png", f"{parts.config.name}/{path.name}")
+            if (path / "loss.png").exists():
+                to_copy.append(("picture", str(path / "loss.png")))
+    except Exception as error:
+        sections.append(("missing", f"the end of this report: {error!r}"))
+    quoted = shlex.quote(str(path))
+    to_copy.append(("folder", str(path)))
+    if upload_is_pending(path):
+        to_copy.append(("upload", f"llmexp sync {quoted}"))
+    look = f'llmexp sample {quoted} --prompt "The "{folder.allowed_again()}'
+    to_copy.append(("next", folder.how_to_resume(path) if state == "preempted" else look))
+    console.line(banner(sections))
+    column = max(len(label) for label, _ in sections) + 2
+    for label, text in to_copy:  # never wrapped: these are for the clipboard
+        console.line(f"{label:<{column}}{text}")
+
+
+def _figure(key: str, value: Any) -> str:
+    if key == "train_time":
+        return format_duration(value)
+    if isinstance(value, int) or "per_sec" in key:
+        return f"{value:,.0f}"
+    return f"{value:,.4f}"
