@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +21,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from tests import forks
+
+settings.register_profile("all", deadline=None)  # of 200 ms an example, which a busy machine exceeds
+settings.load_profile("all")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -49,6 +57,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def _ports() -> Iterator[int]:
+    """Ports below those that the kernel hands out, which any process may get at any moment; others in each process."""
+    try:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        end = 32_768
+    known = range(10_000, max(end, 20_000))
+    for number in itertools.count(os.getpid() * 97):  # the next process's are 97 further
+        yield known[number % len(known)]
+
+
+PORTS = _ports()
+
+
+def free_port() -> int:
+    """One that nobody listens on now and nobody is given by chance before it is used."""
+    for port in itertools.islice(PORTS, 1000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
+    raise OSError("none of 1000 ports is free")
 
 
 @dataclass(frozen=True)

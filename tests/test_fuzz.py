@@ -24,9 +24,7 @@ from llmexp.data.sources import tokens
 from llmexp.sweep import ledger
 from tests.conftest import TINY
 
-FUZZ = settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FEWER = settings(FUZZ, max_examples=40)
 NUMBERS = st.one_of(
     st.integers(), st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400]), st.floats(), st.booleans(), st.none()

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.conftest import ROOT, TINY, Result, environment, llmexp
+from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp
 
 FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
 
@@ -34,6 +33,11 @@ TRAINER = JOB["spec"]["trainer"]
 NODE = JOB["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
 POD = NODE["template"]["spec"]["template"]["spec"]
 KeyPath = tuple[str | int, ...]
+# So slow that it is far from its end however late it is stopped.
+SLOW = """import os, time
+def wait(event, context):
+    time.sleep(float(os.environ["SLOW"]) if event == "step_start" else 0)
+"""
 
 
 def refused(tree: dict[str, Any]) -> str:
@@ -138,13 +142,14 @@ def test_the_page_names_the_schema_version() -> None:
     assert f"(package\nkubeflow-trainer-api {version})" in PAGE or f"(package kubeflow-trainer-api {version})" in PAGE
 
 
-def pods(run: Result, port: int) -> list[subprocess.Popen[str]]:
-    """The manifest's command and variables on two nodes of one rank, with what Trainer adds."""
+def pods(run: Result, port: int, slow: float) -> list[subprocess.Popen[str]]:
+    """The manifest's command and variables on two nodes of one rank, with what Trainer adds; `slow`: seconds a step."""
     own = {e["name"]: e["value"] for e in TRAINER["env"] if "value" in e}
     command = [run.folder if word == TRAINER["command"][-1] else word for word in TRAINER["command"]]
     assert command[0] == "torchrun"
     trainer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": port}
-    here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(map(str, (ROOT, run.folder.parent)))
+    here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "LLMEXP_ALLOW": "slow", "SLOW": str(slow)}
     cache = environment()["LLMEXP_CACHE_DIR"]
     return [
         subprocess.Popen(
@@ -157,24 +162,21 @@ def pods(run: Result, port: int) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
-
-
 def test_a_stopped_pod_stops_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
     steps = 150
+    (tmp_path / "slow.py").write_text(SLOW)
     run = llmexp(
         "train", "--queue", *TINY, "data=synthetic", "data.n_tokens=100000", "parallelism=fsdp", "parallelism.nnodes=2",
         "parallelism.nproc_per_node=1", f"train.max_steps={steps}", "train.log_every=1", "train.eval_every=null",
-        "hydra.run.dir=run", cwd=tmp_path,
+        "--allow", "slow", "hooks=[slow.wait]", "hydra.run.dir=run", cwd=tmp_path,
     )  # fmt: skip
     assert run.code == 0, run.err
-    metrics, both = run.folder / "metrics.jsonl", pods(run, free_port())
+    metrics, both = run.folder / "metrics.jsonl", pods(run, free_port(), slow=0.3)
     try:
-        deadline = time.time() + 60
-        while (not metrics.exists() or len(run.rows()) < 3) and time.time() < deadline:
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or len(run.rows()) < 3:
+            assert time.monotonic() < deadline
+            assert [p.poll() for p in both] == [None, None]
             time.sleep(0.1)
         os.kill(both[1].pid, signal.SIGTERM)  # as the kubelet does: only the container's first process
         errors = [p.communicate(timeout=60)[1] for p in both]
@@ -185,7 +187,7 @@ def test_a_stopped_pod_stops_all_and_the_same_command_goes_on(tmp_path: Path) ->
         assert run.checkpoint(stopped).is_dir()
         assert [p.returncode for p in both] == [1, 1], errors  # not 0: the pods have to be started again
 
-        both = pods(run, free_port())
+        both = pods(run, free_port(), slow=0)
         errors = [p.communicate(timeout=60)[1] for p in both]
         assert [p.returncode for p in both] == [0, 0], errors
     finally:

@@ -23,8 +23,18 @@ SETTINGS = [
     "train.data_digest=true",
 ]  # fmt: skip
 TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
-SLOW = "import time\ndef wait(event, context):\n    time.sleep(0.1 if event == 'step_start' else 0)\n"
-SLOWED = ["--allow", "slow", "hooks=[slow.wait]"]
+# A signal has to find the run under way, however late it comes.
+HOLD = """
+import os, time
+from llmexp.process import STOP
+
+def hold(event, context):
+    if event == "step_start" and context.step == 8:
+        end = time.monotonic() + 120
+        while not os.path.exists("go") and not STOP.requested and time.monotonic() < end:
+            time.sleep(0.02)
+"""
+HELD = ["--allow", "held", "hooks=[held.hold]"]
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +69,10 @@ def rank_process(folder: Path, rank: int) -> int:
 
 
 def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Popen[str], Result]:
-    """A run of two slowed ranks that has written 7 rows."""
-    (cwd / "slow.py").write_text(SLOW)
+    """A run of two ranks that has written 7 rows, and goes on when the file `go` is there or it is told to stop."""
+    (cwd / "held.py").write_text(HOLD)
     run = Result(0, "", "", cwd / "run")
-    process = start("train", *TINY, *settings, *TWO, *SLOWED, f"hydra.run.dir={run.folder}", *more, cwd=cwd)
+    process = start("train", *TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more, cwd=cwd)
     deadline = time.monotonic() + 120
     while not (run.folder / "metrics.jsonl").exists() or len(run.rows()) < 7:
         assert time.monotonic() < deadline
@@ -74,6 +84,7 @@ def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Pope
 def test_a_killed_rank_restarts_the_group_from_the_newest_checkpoint(tmp_path, settings, whole):
     process, run = started(tmp_path, settings, "parallelism.max_restarts=1")
     os.kill(rank_process(run.folder, 1), signal.SIGKILL)
+    (tmp_path / "go").touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "a rank was lost; all start again" in err
@@ -85,6 +96,7 @@ def test_a_killed_rank_restarts_the_group_from_the_newest_checkpoint(tmp_path, s
 def test_a_killed_rank_without_restarts_is_named(tmp_path, settings):
     process, run = started(tmp_path, settings)
     os.kill(rank_process(run.folder, 0), signal.SIGKILL)
+    (tmp_path / "go").touch()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "rank 0 was ended by signal 9 (SIGKILL" in err
@@ -98,6 +110,7 @@ def test_a_hung_rank_ends_the_run_and_is_named(tmp_path, settings, rank):
     process, run = started(tmp_path, settings, "parallelism.timeout_s=4")
     hung = rank_process(run.folder, rank)
     os.kill(hung, signal.SIGSTOP)
+    (tmp_path / "go").touch()
     since = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - since < 4 + 30
@@ -115,7 +128,8 @@ def test_a_killed_parent_leaves_no_orphan_and_the_run_goes_on(tmp_path, settings
     while alive(run.folder):
         assert time.monotonic() < deadline, alive(run.folder)
         time.sleep(0.1)
-    again = llmexp("resume", str(run.folder), "--allow", "slow", cwd=tmp_path)
+    (tmp_path / "go").touch()
+    again = llmexp("resume", str(run.folder), "--allow", "held", cwd=tmp_path)
     assert again.code == 0, again.err
     assert exact(run) == exact(whole)
 
@@ -125,16 +139,17 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
         "import os\n"
         "class Bad(BaseException): pass\n"
         "def hook(event, context):\n"
-        "    if event == 'step_start' and context.step == 3 and os.environ['RANK'] == '1':\n"
-        "        raise Bad('broken on purpose')\n"
+        "    group = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "    if event == 'step_start' and context.step == 3 + int(group) and os.environ['RANK'] == '1':\n"
+        "        raise Bad('broken on purpose by group ' + group)\n"
     )
     overrides = ["--allow", "faulty", "hooks=[faulty.hook]", *settings, *TWO, "parallelism.max_restarts=1"]
     result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
     assert result.code == 3
-    first = result.err.index("Bad: broken on purpose")
+    first = result.err.index("Bad: broken on purpose by group 1")  # the one before it was made good by a restart
     assert "Traceback" in result.err[:first]
     assert "Connection" not in result.err[:first]
-    assert "Bad: broken on purpose (rank 1 on" in result.json("status.json")["error"]
+    assert "Bad: broken on purpose by group 1 (rank 1 on" in result.json("status.json")["error"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, free_port
 
 LLAMA_1B = yaml.safe_load((ROOT / "conf" / "model" / "llama_1b.yaml").read_text(encoding="utf-8"))
 # Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1 MiB) has two buckets.
@@ -346,9 +345,7 @@ def planned(tmp_path_factory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [(REAL, {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     return processes(tmp_path_factory.mktemp("real"), "run", *ranks)
 

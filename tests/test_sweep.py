@@ -370,7 +370,7 @@ ANY = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, data):
     tree = whole_ledger()

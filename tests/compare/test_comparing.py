@@ -217,7 +217,7 @@ def test_more_cells_with_the_same_seeds_do_not_make_an_effect_clearer(tmp_path, 
     assert "one seed" not in said
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     kinds=st.lists(
         st.tuples(

@@ -15,7 +15,7 @@ CURVES = st.lists(
 
 
 @given(values=CURVES, limit=st.integers(4, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_ends_extremes_and_order_are_kept_in_few_points(values, limit):
     y = np.array(values, dtype=float)
     kept = downsample(y, limit)
@@ -31,7 +31,7 @@ def test_ends_extremes_and_order_are_kept_in_few_points(values, limit):
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(50, 2000), limit=st.integers(10, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_stretch_keeps_its_own_extremes(seed, n, limit):
     """Against the buckets cut by a plain loop: n - 2 inner values in (limit - 2) // 2 of them, rounded up."""
     y = np.random.default_rng(seed).standard_normal(n)

@@ -27,7 +27,7 @@ def slow(text: str) -> dict[str, list]:
 numbers = st.floats(-1e6, 1e6) | st.sampled_from([0.0, -0.0, 1e-30, 3.0000000000000004, 1e22])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(
         st.tuples(st.booleans(), st.booleans(), numbers, numbers, numbers), min_size=1, max_size=20

@@ -29,7 +29,7 @@ def t_cdf(t: float, df: float) -> float:
     return 0.5 + constant * float(np.sum((y[1:] + y[:-1]) / 2 * np.diff(a)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(p=st.floats(0.5, 0.9999), df=st.integers(1, 200))
 def test_a_t_quantile_is_the_inverse_of_the_distribution(p, df):
     assert t_cdf(t_quantile(p, df), df) == pytest.approx(p, abs=2e-6)

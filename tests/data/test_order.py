@@ -12,7 +12,7 @@ from llmexp.data.order import sequence_index
 seeds = st.integers(0, 2**64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, n=st.one_of(st.integers(1, 40), st.integers(1, 5000)), epoch=st.integers(0, 10**9))
 def test_each_epoch_visits_each_sequence_once(seed: int, n: int, epoch: int) -> None:
     order = sequence_index(seed, epoch * n + np.arange(n), n, True)
@@ -27,7 +27,7 @@ def test_huge_corpora_stay_injective(n: int) -> None:
     assert len(np.unique(order)) == 20_000
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=seeds, n=st.integers(1, 10**6), ks=st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
 def test_an_index_depends_on_its_position_only(seed: int, n: int, ks: list[int]) -> None:
     together = sequence_index(seed, np.array(ks), n, True)

@@ -36,7 +36,7 @@ _pieces = st.sampled_from(
 texts = st.one_of(st.lists(_pieces, max_size=60).map("".join), st.text(max_size=60))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=texts)
 @example(text="x;\n//y")  # o200k: one match across the line
 @example(text="I don't")  # o200k: one match
@@ -48,7 +48,7 @@ def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> No
         assert bpe.encode_ordinary(text[:at]) + bpe.encode_ordinary(text[at:]) == whole, (text[:at], text[at:])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(blocks=st.lists(texts, max_size=8), size=st.integers(1, 40))
 def test_pieces_are_the_text(blocks: list[str], size: int) -> None:
     pieces = list(cut(iter(blocks), size))
@@ -90,7 +90,7 @@ def _reference(documents: list[bytes], encoding: tiktoken.Encoding) -> list[int]
 documents = st.lists(texts.map(str.encode).filter(bool), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=documents, piece=st.integers(1, 50), most=st.none() | st.integers(0, 80))
 def test_streamed_tokens_equal_whole_documents(
     bpe: tiktoken.Encoding, folder: Path, documents: list[bytes], piece: int, most: int | None

@@ -62,7 +62,7 @@ def _real_rows(window: Window) -> list[tuple[list[int], list[int]]]:
     return rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 30),
     micro=st.integers(1, 3),

@@ -71,7 +71,7 @@ def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> N
     assert (len(corpus.train), len(corpus.val)) == (301_966, 36_059)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.text("aé字🙂\r\n", min_size=1, max_size=12), min_size=1, max_size=5),
     ratio=st.floats(0, 0.99),

@@ -33,7 +33,7 @@ def _stream(folder: str, sizes: list[int]) -> tuple[TokenStream, np.ndarray]:
     return TokenStream(arrays), whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=lengths, data=st.data())
 def test_reads_across_borders_like_one_array(sizes: list[int], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

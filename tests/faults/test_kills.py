@@ -25,6 +25,10 @@ def slow(event, context):
     if event == "step_start":
         time.sleep(0.02)
 
+def slow_disk(event, context, fsync=os.fsync):
+    """A save takes 0.2 s, over all its stages, so that it can be met."""
+    os.fsync = lambda file: (time.sleep(0.04), fsync(file))[1]
+
 def hungry(event, context):
     """From step 7 on the model asks for 400 MiB, under what `ulimit -v` sets, or in a memory cgroup of 100 MiB."""
     where = os.environ.get("FAULT_MEMORY")
@@ -39,6 +43,7 @@ def hungry(event, context):
     context.model.register_forward_pre_hook(lambda module, inputs: [torch.ones(100 * 2**20), None][1])
 '''
 HOOKED = ["--allow", "faulty"]
+SLOW_DISK = "hooks=[faulty.slow,faulty.slow_disk]"
 
 
 @pytest.fixture
@@ -84,16 +89,17 @@ def kill_in_a_row(here: Path, settings: list[str], whole: Result, kills: list[tu
     rng, left, number = random.Random(seed), list(kills), 0
     while left:
         run = Result(0, "", "", here / f"run{number}")
-        command = ["train", *settings, f"hydra.run.dir=run{number}", "hooks=[faulty.slow]", "checkpoint.resume=auto"]
+        command = ["train", *settings, f"hydra.run.dir=run{number}", "checkpoint.resume=auto"]
         before = rows_of(run.folder)
         again = rng.choice([command, ["resume", f"run{number}"]]) if before else command
-        process = start(*again, *HOOKED, cwd=here)
         whom, when = left[0]
+        hooks = SLOW_DISK if when == "save" else "hooks=[faulty.slow]"
+        process = start(*again, hooks, *HOOKED, cwd=here)
         seen = min(LAST, before + rng.randint(1, 4))
         alive = wait_for(process, lambda run=run, seen=seen: rows_of(run.folder) >= seen)
         if when == "save":
             alive = alive and wait_for(process, lambda run=run: is_saving(run.folder))
-        time.sleep(rng.uniform(0, 0.005 if when == "save" else 0.06))
+        time.sleep(rng.uniform(0, 0.2 if when == "save" else 0.06))
         for pid in tree_of(process.pid) if alive else []:
             if whom == "tree" or (pid == process.pid) == (whom == "launcher"):
                 with contextlib.suppress(ProcessLookupError):
@@ -156,9 +162,8 @@ def test_told_to_stop_twice_while_it_saves(here, settings, whole):
     (here / "steps").mkdir()
     for number, more in ((signal.SIGTERM, "checkpoint.async=true"), (signal.SIGINT, "checkpoint.async=false")):
         before = rows_of(run.folder)
-        hooks = "hooks=[faulty.slow]"
         command = ["resume", "run"] if before else ["train", *settings, "hydra.run.dir=run"]
-        process = start(*command, hooks, *HOOKED, more, cwd=here)
+        process = start(*command, SLOW_DISK, *HOOKED, more, cwd=here)
         assert wait_for(process, lambda before=before: rows_of(run.folder) > before + 2 and is_saving(run.folder))
         process.send_signal(number)
         time.sleep(1.1)  # one that comes sooner is taken for the same one

@@ -146,6 +146,8 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
     run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
     status = run.folder / "status.json"
     status.unlink()
+    for name in ("metrics.jsonl", "train.log"):
+        (run.folder / name).touch()  # the copy has the times of a run that may have been made long ago
     assert state_shown(run.folder, capsys) == "cut"
     assert not status.exists()  # it may be alive on another host
     for name in ("metrics.jsonl", "train.log"):

@@ -93,7 +93,7 @@ def test_logits_and_gradients_equal_transformers(implementation: str) -> None:
         assert_close(parameters[name].grad, at_place(gradients, name, place))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(length=st.integers(2, 24), data=st.data())
 def test_a_token_changes_no_earlier_logit(length: int, data: st.DataObject) -> None:
     torch.manual_seed(1)

@@ -54,7 +54,7 @@ def relative_error(got: Tensor, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got.double().numpy() - expected) / np.linalg.norm(expected))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 40),
     d=st.integers(1, 9),
@@ -336,7 +336,7 @@ class Threads:
             return list(pool.map(work, range(self.ranks)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     ranks=st.integers(1, 4),
     part=st.integers(1, 15),

@@ -186,19 +186,38 @@ def test_a_run_that_fails_is_named_with_its_words(tmp_path):
 
 def test_ctrl_c_counts_although_the_run_came_to_its_end(tmp_path, monkeypatch):
     """A worker that heeds the signal too late, or not at all, ends with 0."""
-    program = "import time; print('here', flush=True); time.sleep(0.5)"
+    program = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: os._exit(0))\n"
+        "print('here', flush=True)\n"
+        "time.sleep(60)"
+    )
+    before, done = signal.getsignal(signal.SIGINT), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def interrupt() -> None:  # not sooner than it is handled, and not in a later test
+        while signal.getsignal(signal.SIGINT) is before:
+            if done.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
 
     def begin(path: Path, config: object, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", f"import signal; signal.signal(2, signal.SIG_IGN); {program}"]
+        command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
         assert process.stdout is not None
         process.stdout.readline()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threads.append(threading.Thread(target=interrupt))
+        threads[0].start()
         return process
 
     monkeypatch.setattr(runs, "start", begin)
-    with pytest.raises(KeyboardInterrupt):
-        runs.train(tmp_path, None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runs.train(tmp_path, None)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 def children(pid: int) -> list[int]:

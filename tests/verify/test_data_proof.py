@@ -166,7 +166,7 @@ def test_both_parts_of_one_map_are_read(tmp_path: Path) -> None:
     assert not (tmp_path / "sha256.txt").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ids=st.lists(st.integers(-3, 12), min_size=1, max_size=60),
     kind=st.sampled_from([np.int8, np.int32, np.int64, np.uint16, np.uint64]),
@@ -271,7 +271,7 @@ def split_up(ids: list[int], end: int, most: int) -> list[tuple[int, tuple[int, 
 streams = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     arrays=streams,
     most=st.integers(1, 6),
@@ -290,10 +290,12 @@ def test_documents_do_not_depend_on_blocks_and_files(arrays: list[list[int]], mo
         assert of_part.setdefault(part, key) == key  # equal documents have one key, wherever they stand
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(train=streams, val=streams)
 def test_the_share_agrees_with_a_comparison_of_all_documents(train: list[list[int]], val: list[list[int]]) -> None:
     ids = [[i for a in arrays for i in a] for arrays in (train, val)]
+    if not (0 in ids[0] and 0 in ids[1]):  # one of them has no documents: the next test
+        return
     sides = [TokenStream([np.array(a, np.uint16) for a in arrays]) for arrays in (train, val)]
     parts = [split_up(i, 0, overlap.DOCUMENT_TOKENS) for i in ids]
     known = {part for _, part in parts[0]}
@@ -301,12 +303,20 @@ def test_the_share_agrees_with_a_comparison_of_all_documents(train: list[list[in
     check = overlap.check_overlap(sides[0], sides[1], 0)
     if every == 0:
         assert check.passed is None
-    elif 0 in ids[1]:  # else there are no documents: the next test
+    else:
         assert check.found == twice / every
         assert check.passed is (twice / every <= overlap.OVERLAP_LIMIT)
 
 
-@settings(max_examples=300, deadline=None)
+def test_slices_of_a_train_text_without_ends_of_documents_are_found() -> None:
+    text = np.random.default_rng(0).integers(1, 256, 20_000).astype(np.uint16)
+    val = np.concatenate([[0], text[3_000:5_000], [0], text[9_001:12_000]]).astype(np.uint16)
+    check = overlap.check_overlap(TokenStream([text]), TokenStream([val]), 0)
+    assert check.passed is False
+    assert float(check.found) > 0.5  # but for the parts that a document's end goes through
+
+
+@settings(max_examples=300)
 @given(train=streams, val=streams, part=st.integers(1, 8), block=st.integers(1, 9))
 def test_parts_are_found_at_every_position(train: list[list[int]], val: list[list[int]], part: int, block: int) -> None:
     ids = [[i for a in arrays for i in a] for arrays in (train, val)]

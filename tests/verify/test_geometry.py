@@ -258,13 +258,13 @@ def test_the_reference_is_what_another_one_computes(tokens):
         assert torch.allclose(p, want.weights[name], rtol=0, atol=1e-11), name
 
 
-@given(st.sampled_from(["bf16", "fp16"]), st.integers(0, 100), st.integers(4, 64))
+@given(st.sampled_from(["bf16", "fp16"]), st.integers(0, 100), st.integers(16, 64))
 def test_drawn_rounding_is_as_large_as_real_rounding(kind, seed, width):
     """A product of rounded matrices, rounded, against the exact one: the drawn error is the real one's size.
 
     Real: each operand and the result are off by a relative error that is uniform within u / m for a significand m in
     [1, 2), so its rms is u / sqrt(3) times the rms of 1 / m, which is 0.71 to 0.72 for smooth data; the drawn one
-    leaves that factor out. Their ratio is 1.4, and each rms is over at least 16 entries, good to about 30 %.
+    leaves that factor out. Their ratio is 1.4, and each rms is over at least 256 entries, good to about 15 %.
     """
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
@@ -273,7 +273,7 @@ def test_drawn_rounding_is_as_large_as_real_rounding(kind, seed, width):
     real = (a.to(dtype).double() @ b.to(dtype).double()).to(dtype).double() - exact
     with Roundoff(errors(kind, 1), seed):
         drawn = a @ b - exact
-    assert 0.7 < float(drawn.square().mean().sqrt() / real.square().mean().sqrt()) < 2.8
+    assert 1.0 < float(drawn.square().mean().sqrt() / real.square().mean().sqrt()) < 2.0
 
 
 def test_views_and_updates_in_place_are_not_disturbed():

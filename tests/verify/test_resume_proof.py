@@ -29,10 +29,12 @@ STEPS = 6
 RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100", "batch.micro_batch_size=4",
        "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "precision=fp16"]  # fmt: skip
 
-# What a resume may lose: hooks that are honest until their process starts in the middle of the run.
+# A disk so slow that a save can be met, and what a resume may lose: hooks that are honest until their process starts in
+# the middle of the run.
 PLANT = """
 import os
 import random
+import time
 import torch
 from llmexp.train import loop
 
@@ -44,6 +46,10 @@ def resumed(event, context):
         return False
     started.append(context.step)
     return context.step > 1
+
+
+def slow_disk(event, context, fsync=os.fsync):
+    os.fsync = lambda file: (time.sleep(0.04), fsync(file))[1]
 
 
 def rng(event, context):
@@ -69,7 +75,7 @@ def checks(result: Result) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    result = prove(tmp_path_factory.mktemp("resume"))
+    result = prove(tmp_path_factory.mktemp("resume"), "--allow", "plant", "hooks=[plant.slow_disk]")
     assert result.code == 0, result.out + result.err
     return result
 
@@ -82,7 +88,7 @@ def test_a_run_with_dropout_and_fp16_is_killed_and_ends_the_same(proof):
     found = checks(proof)
     assert all(check["passed"] for check in found.values()), found
     assert found["killed with SIGKILL"]["found"] >= 3
-    assert re.search("step [1-9]", found["resumed from a checkpoint after step 0"]["note"])
+    assert re.search("step [1-9]", found["resumed from its newest checkpoint, one after step 0"]["note"])
     assert "in the save of step" in found["killed with SIGKILL"]["note"]
     assert proof.json("verify.json")["passed"]
     # It has not only compared two runs that nobody touched: its worker came back, and recorded each step once.
@@ -232,21 +238,25 @@ def test_a_kill_that_missed_its_save_is_no_hit():
 
 
 def unseen(kills: list[resume.Kill], wanted: tuple[str, ...]) -> list[str]:
-    return [c.what for c in resume.hits(kills, wanted) if c.passed is None]
+    return [c.what for c in resume.hits(kills, wanted, []) if c.passed is None]
 
 
 def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
     """Runs that nobody touched, or that began anew each time, are equal whatever a resume loses."""
     wanted = ("step", "rank", "save")
-    resumed = resume.Kill("step", 5, None, saved=3)
-    assert failed(resume.hits([], wanted)).keys() == {"killed with SIGKILL"}
-    anew = failed(resume.hits([resume.Kill("step", 1, None), resume.Kill("save", 1, 1)], wanted))
-    assert anew.keys() == {"resumed from a checkpoint after step 0"}
-    assert "it began anew each time" in anew["resumed from a checkpoint after step 0"]
-    assert failed(resume.hits([resume.Kill("step", 1, None), resumed], wanted)) == {}
-    lone = [resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3) for alone in (True, False)]
-    assert failed(resume.hits(lone[:1], wanted)) == {}
-    assert failed(resume.hits([*lone, resumed], wanted)).keys() == {
+    what = "resumed from its newest checkpoint, one after step 0"
+    resumed = resume.Kill("step", 5, None, saved=3, starts=2)
+    assert failed(resume.hits([], wanted, [1])).keys() == {"killed with SIGKILL"}
+    first = resume.Kill("step", 1, None, starts=1)
+    anew = failed(resume.hits([first, resume.Kill("save", 1, 1, starts=2)], wanted, [1, 1, 1]))
+    assert anew.keys() == {what}
+    assert "it began anew each time" in anew[what]
+    assert failed(resume.hits([first, resumed], wanted, [1, 1, 4])) == {}
+    for starts in ([1, 1, 1], [1, 1, 3], [1, 1]):  # the checkpoint of step 3 was there, and was not taken
+        assert failed(resume.hits([first, resumed], wanted, starts)).keys() == {what}
+    lone = [resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3, starts=1) for alone in (True, False)]
+    assert failed(resume.hits(lone[:1], wanted, [1, 4])) == {}
+    assert failed(resume.hits([*lone, resumed], wanted, [1, 4, 4])).keys() == {
         "the other ranks end by themselves when one is killed"
     }
 
@@ -280,6 +290,26 @@ def test_several_hosts_are_refused(proof):
     several = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, nnodes=2))
     with pytest.raises(ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"):
         resume.planned(several, 6, shrink=False)
+
+
+FORGETFUL = """
+from llmexp import checkpoint
+
+checkpoint.latest = lambda *arguments: None  # begins anew each time, and so comes to the same end
+
+
+def forgets(event, context):
+    pass
+"""
+
+
+def test_a_run_that_never_resumes_fails(tmp_path):
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    result = prove(tmp_path, "--allow", "forgetful", "hooks=[forgetful.forgets]")
+    assert result.code == 1, result.out + result.err
+    found = {what: check for what, check in checks(result).items() if check["passed"] is False}
+    assert found.keys() == {"resumed from its newest checkpoint, one after step 0"}
+    assert "but there was a checkpoint of step" in found.popitem()[1]["note"]
 
 
 @pytest.mark.slow
