@@ -154,7 +154,7 @@ def grew(loop: Loop) -> str:
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     if len(losses) < 2 and loop.p.step < 100:  # too soon for rows to tell
-        return "; where it comes of too large a step, a smaller optimizer.lr or a longer schedule.warmup_steps helps"
+        return "; if the steps are too large, a smaller optimizer.lr or a longer schedule.warmup_steps helps"
     if not losses or losses[-1] < min(losses) + 1:
         return ""
     return (
