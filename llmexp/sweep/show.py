@@ -135,6 +135,8 @@ def counts(points: Sequence[Entry]) -> str:
 def latest_row(path: Path) -> dict[str, Any]:
     """The last whole row of a run's metrics; empty where there is none yet."""
     try:
+        if not (path / folder.METRICS).is_file():  # a pipe would hold us up
+            return {}
         with open(path / folder.METRICS, "rb") as f:
             f.seek(0, 2)
             f.seek(max(0, f.tell() - TAIL_BYTES))
