@@ -1,4 +1,4 @@
-"""How much of the validation text train has too: whole documents, or parts of a text without ends of documents."""
+"""How much of the validation text train has too: whole documents, or stretches of a text without ends of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llmexp.data.stream import TokenStream
 from llmexp.verify.checks import Check, at_most
 
 OVERLAP_LIMIT = 0.01  # of the validation tokens: licences, empty modules and templates come twice in honest data
+MOST_SLOTS = 1 << 24
 DOCUMENT_TOKENS = 1 << 16  # longer documents are compared in parts of so many tokens
 PROBES = 8  # ids of a document that are looked at before it is hashed
-PART_TOKENS = 512  # of a validation text without ends of documents; looked up at every position of train
-WINDOW_BLOCK = 1 << 16  # tokens that are hashed at a time: what is made of them stays in the core's cache
+STRETCH_TOKENS = 256  # of a text without ends of documents
+HASH_BLOCK = 1 << 16  # tokens that are hashed at a time: what is made of them stays in the core's cache
 BASE = 0x9E3779B97F4A7C15  # of the polynomial; odd, so that it has an inverse
-MOST_SLOTS = 1 << 24
 BLOCK_TOKENS = 1 << 20
 
 
@@ -87,14 +87,14 @@ def _like(pieces: Pieces, keys: np.ndarray) -> Pieces:
 
 def check_overlap(train: TokenStream, val: TokenStream, end_id: int | None) -> Check:
     """How much of the validation text train has too, token for token: whole documents, which end at `end_id`, or where
-    one of the two has no such id parts of PART_TOKENS, wherever they stand in train."""
+    one of the two has no such id stretches of STRETCH_TOKENS."""
     what = "share of the validation tokens that train has too"
     if not len(val):
         return Check(what, None, note="there is no validation text")
     if end_id is not None and _holds(val, end_id) and _holds(train, end_id):
         share, note = documents_in_train(train, val, end_id)
     else:
-        share, note = parts_in_train(train, val)
+        share, note = stretches_in_train(train, val)
     if share is None:
         return Check(what, None, note="there is no validation text")
     return at_most(what, share, OVERLAP_LIMIT, note)
@@ -120,53 +120,59 @@ def documents_in_train(train: TokenStream, val: TokenStream, end_id: int) -> tup
     return float(likely.lengths[twice].sum() / of_val.lengths.sum()), note
 
 
-def parts_in_train(
-    train: TokenStream, val: TokenStream, part_tokens: int = PART_TOKENS, block_tokens: int = WINDOW_BLOCK
+def stretches_in_train(
+    train: TokenStream, val: TokenStream, most: int = STRETCH_TOKENS, block_tokens: int = HASH_BLOCK
 ) -> tuple[float, str]:
-    """(share of the validation tokens in parts of `part_tokens` that train has too, at any position, in words).
+    """(share of the validation tokens that stand in a stretch equal to one of train's, in words).
 
-    What is left behind the last whole part is looked up as the end of the last `part_tokens`.
+    Train is cut into stretches of `most` tokens, which are looked for at every position of `val` (as rsync does,
+    Tridgell and Mackerras 1996): whatever the two have in common is found where it has 2 `most` - 1 tokens or more. Of
+    a shorter `val` that is one copied whole.
     """
-    length = min(part_tokens, len(val))
-    starts = np.minimum(np.arange(0, len(val), length), len(val) - length)
-    counts = np.diff(np.append(np.arange(0, len(val), length), len(val)))  # tokens that each part stands for
-    powers = _powers(BASE, length)
-    keys = np.concatenate(
-        [  # 8 MB at a time
-            (val.gather(some, length).astype(np.uint64) * powers).sum(1, dtype=np.uint64)
-            for some in np.array_split(starts, -(-len(starts) * length // BLOCK_TOKENS))
-        ]
-    )
-    wanted, part = np.unique(keys, return_inverse=True)
-    places = _places(train, wanted, length, block_tokens)[part]
-    twice = [
-        i for i in np.flatnonzero(places >= 0).tolist()
-        if np.array_equal(val.read(int(starts[i]), length), train.read(int(places[i]), length))
-    ]  # fmt: skip
-    note = f"{len(twice):,} of {len(starts):,} parts of {length:,} tokens"
-    if twice:
-        note += _example(length, starts[twice[0]], places[twice[0]])
-    return float(counts[twice].sum() / len(val)), note
+    length = min(most, (len(val) + 1) // 2)
+    hashes = _stretch_hashes(train, length, block_tokens)
+    places = np.argsort(hashes)
+    hashes = hashes[places]
+    # Nearly every position is told apart by a look into a small table; the upper bits of a hash are its best ones.
+    bits = min(MOST_SLOTS, 64 * len(hashes)).bit_length()
+    shift = np.uint64(64 - bits)
+    table = np.zeros(1 << bits, np.bool_)
+    table[hashes >> shift] = True
+    covered, reached, note = 0, 0, ""
+    for at, here in windows(val, length, block_tokens):
+        likely = np.flatnonzero(np.take(table, (here >> shift).view(np.int64), mode="wrap"))  # without a look at bounds
+        near = np.minimum(np.searchsorted(hashes, here[likely]), len(hashes) - 1)
+        hits = np.flatnonzero(hashes[near] == here[likely])
+        for some in np.array_split(hits, 1 + len(hits) // 4096):
+            starts = at + likely[some]
+            of_train = np.minimum(places[near[some]] * length, len(train) - length)
+            same = (val.gather(starts, length) == train.gather(of_train, length)).all(1)
+            starts, of_train = starts[same], of_train[same]
+            if len(starts):
+                note = note or _example(length, starts[0], of_train[0])
+                stops = np.append(reached, starts + length)  # `reached`: what is covered by now ends there
+                covered += int((stops[1:] - np.maximum(starts, stops[:-1])).sum())
+                reached = int(stops[-1])
+    return covered / len(val), f"{covered:,} of {len(val):,} tokens in stretches of {length}{note}"
 
 
 def _example(length: int, of_val: int, of_train: int) -> str:
     return f"; for example the {length:,} tokens at {of_val:,} of validation and {of_train:,} of train"
 
 
-def _places(stream: TokenStream, wanted: np.ndarray, length: int, block_tokens: int) -> np.ndarray:
-    """int64 [n]: of each of `wanted` (uint64 [n], sorted) the first position of a window with this hash, or -1."""
-    places = np.full(len(wanted), -1, np.int64)
-    # Nearly every position is told apart by a look into a small table; the upper bits of a hash are its best ones.
-    bits = min(MOST_SLOTS, 64 * len(wanted)).bit_length()
-    shift = np.uint64(64 - bits)
-    table = np.zeros(1 << bits, np.bool_)
-    table[wanted >> shift] = True
-    for at, hashes in windows(stream, length, block_tokens):
-        likely = np.flatnonzero(table[hashes >> shift])
-        found = np.minimum(np.searchsorted(wanted, hashes[likely]), len(wanted) - 1)
-        hit = (wanted[found] == hashes[likely]) & (places[found] < 0)
-        places[found[hit][::-1]] = at + likely[hit][::-1]  # of several the first one stays
-    return places
+def _stretch_hashes(stream: TokenStream, length: int, block_tokens: int) -> np.ndarray:
+    """uint64 [n]: the hash, as of `windows`, of each stretch of `length` tokens from the start, and of the last."""
+    powers = _powers(BASE, length)
+    found, kept = [np.empty(0, np.uint64)], np.empty(0, np.uint64)  # the start of a stretch that goes on
+    for _, block in stream.blocks(max(1, block_tokens // length) * length):
+        ids = block.astype(np.uint64)
+        ids = np.concatenate([kept, ids]) if len(kept) else ids
+        count = len(ids) // length
+        found.append(np.einsum("ij,j->i", ids[: count * length].reshape(count, length), powers))
+        kept = ids[count * length :]
+    if len(kept) and len(stream) >= length:
+        found.append(stream.gather(np.array([len(stream) - length]), length).astype(np.uint64) @ powers)
+    return np.concatenate(found)
 
 
 def windows(stream: TokenStream, length: int, block_tokens: int) -> Iterator[tuple[int, np.ndarray]]:

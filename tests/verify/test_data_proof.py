@@ -317,37 +317,53 @@ def test_slices_of_a_train_text_without_ends_of_documents_are_found() -> None:
 
 
 @settings(max_examples=300)
-@given(train=streams, val=streams, part=st.integers(1, 8), block=st.integers(1, 9))
-def test_parts_are_found_at_every_position(train: list[list[int]], val: list[list[int]], part: int, block: int) -> None:
+@given(train=streams, val=streams, most=st.integers(1, 8), block=st.integers(1, 20))
+def test_stretches_of_train_are_found_at_every_position(
+    train: list[list[int]], val: list[list[int]], most: int, block: int
+) -> None:
     ids = [[i for a in arrays for i in a] for arrays in (train, val)]
     sides = [TokenStream([np.array(a, np.uint16) for a in arrays]) for arrays in (train, val)]
     if not ids[1]:
         assert overlap.check_overlap(sides[0], sides[1], None).passed is None
         return
-    length = min(part, len(ids[1]))
-    there = {tuple(ids[0][at : at + length]) for at in range(len(ids[0]) - length + 1)}
-    twice = 0
-    for start in range(0, len(ids[1]), length):
-        whole = ids[1][start : start + length]
-        if len(whole) < length:  # what is left: as the end of as many ids as a part has
-            twice += len(whole) * (tuple(ids[1][-length:]) in there)
-        else:
-            twice += length * (tuple(whole) in there)
-    assert overlap.parts_in_train(sides[0], sides[1], part, block)[0] == twice / len(ids[1])
+    length = min(most, (len(ids[1]) + 1) // 2)
+    there = {tuple(ids[0][at : at + length]) for at in range(0, len(ids[0]) - length + 1, length)}
+    there |= {tuple(ids[0][-length:])} if len(ids[0]) >= length else set()
+    starts = [at for at in range(len(ids[1]) - length + 1) if tuple(ids[1][at : at + length]) in there]
+    covered = {at + i for at in starts for i in range(length)}
+    share, note = overlap.stretches_in_train(sides[0], sides[1], most, block)
+    assert share == len(covered) / len(ids[1])
+    assert note.startswith(f"{len(covered)} of {len(ids[1])} tokens in stretches of {length}")
+
+
+@settings(max_examples=50)
+@given(start=st.integers(0, 2000), count=st.integers(511, 1500), before=st.integers(0, 600))
+def test_nothing_that_is_long_enough_in_both_is_missed(start: int, count: int, before: int) -> None:
+    text, other = (np.random.default_rng(seed).integers(1, 256, 4000).astype(np.uint16) for seed in (0, 1))
+    val = np.concatenate([other[:before], text[start : start + count], other[before : before + 300]])
+    share, _ = overlap.stretches_in_train(TokenStream([text]), TokenStream([val]))
+    found = share * len(val)
+    assert min(count, 4000 - start) - 510 <= found <= min(count, 4000 - start)
+    assert found > 0 or start + 511 > 4000
+
+
+def test_a_text_that_repeats_itself_is_counted_once() -> None:
+    zeros = TokenStream([np.zeros(20_000, np.uint16)])
+    assert overlap.stretches_in_train(zeros, zeros)[0] == 1.0
 
 
 @pytest.mark.parametrize(("start", "fails"), [(1007, True), (None, False)], ids=["copied", "of its own"])
 def test_a_copy_without_ends_of_documents_off_the_grid_fails(here: Path, start: int | None, fails: bool) -> None:
-    """val = train[1007:6007]: no part of it stands at a multiple of 512."""
+    """val = train[1007:6007]: it begins and ends in the middle of a stretch."""
     ids = some_ids(20_000)
     save("train.npy", ids)
     save("val.npy", some_ids(5000, 1) if start is None else ids[start : start + 5000])
     found = verify(*TOKENS)
     assert failures(found) == (["share of the validation tokens that train has too"] if fails else [])
     check = found[1]["share of the validation tokens that train has too"]
-    assert check["found"] == (1.0 if fails else 0.0)
-    example = "; for example the 512 tokens at 0 of validation and 1,007 of train" if fails else ""
-    assert check["note"] == f"{10 if fails else 0} of 10 parts of 512 tokens{example}"
+    assert check["found"] == (0.9728 if fails else 0.0)  # train[1024:5888] in stretches of 256
+    example = "; for example the 256 tokens at 17 of validation and 1,024 of train" if fails else ""
+    assert check["note"] == f"{'4,864' if fails else 0} of 5,000 tokens in stretches of 256{example}"
 
 
 # FAIL: the order
