@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llmexp import folder
 from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, nearest, plain, refuse
 from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, refuse_secrets, variables_kept
-from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died
+from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
 
 CONFIG_NAME = "config"
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
@@ -196,8 +196,8 @@ class Worker:
     def __init__(self) -> None:
         self.stopped = False  # whether a signal was passed on to it
         self._report, self._child_end = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmexp.train", "-"],
+        self._process = start_worker(
+            "-",
             stdin=subprocess.PIPE,
             pass_fds=(self._child_end,),
             process_group=0,  # Ctrl-C reaches the parent, which passes it on once

@@ -10,8 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
 REPEAT_S = 1.0  # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
@@ -36,6 +40,7 @@ class Stop:
     def install(self) -> Stop:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they wait since `signals_held`
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -60,6 +65,25 @@ class Stop:
 STOP = Stop()
 
 
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """A worker that is started meanwhile gets stop signals when it has handlers: Python's own start would end with a
+    failure, or a trace, where one comes in the midst of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_worker(argument: str, **more: Any) -> subprocess.Popen[Any]:
+    """`python -m llmexp.train ARGUMENT`; `more` is for Popen."""
+    import subprocess
+
+    with signals_held():
+        return subprocess.Popen([sys.executable, "-P", "-m", "llmexp.train", argument], **more)
+
+
 def how_it_died(code: int, stopped: bool) -> str:
     """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was passed on to it."""
     if code >= 0:
@@ -78,6 +102,29 @@ def handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameTyp
     finally:
         for number, before in old.items():
             signal.signal(number, before)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started and that still run, by what the kernel shows (Linux); elsewhere none."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return [child for child in found if not ended(child)]
+
+
+def ended(pid: int) -> bool:
+    """Whether the process is no more; it may be left as a zombie until its parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def send(pid: int, number: int) -> None:
+    """A signal, to a process that may have gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def die_with_parent() -> None:

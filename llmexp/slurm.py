@@ -24,7 +24,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, conf_dir, refuse
-from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, handling, leave
+from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, handling, leave, start_worker
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
 SETTLE_S = 10.0  # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
@@ -291,7 +291,7 @@ def run(path: Path) -> int:
         # training takes a third signal for impatience.
         signal.signal(number, lambda number, frame: seen.append(number))
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # else a lost node is told by traces of C++ before the words
-    code = subprocess.Popen([sys.executable, "-P", "-m", "llmexp.train", str(path)], env=env).wait()
+    code: int = start_worker(str(path), env=env).wait()
     first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if seen and first_node and code not in (DONE, REFUSED):
         requeue(os.environ["SLURM_JOB_ID"], warned=signal.SIGUSR2 in seen, saved=code == PREEMPTED)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.__main__ import run
+from llmexp.process import start_worker
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 
 RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.log_every=1", "checkpoint.every=null"]
@@ -23,6 +24,7 @@ RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "trai
 DRIVER = """
 import sys, resource
 from llmexp.__main__ import run
+from llmexp.process import start_worker
 code = run(sys.argv[1:])
 heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition(".")[0] for m in sys.modules}
 used = resource.getrusage(resource.RUSAGE_SELF)
@@ -342,6 +344,17 @@ def numbers():
         time.sleep(0.05)
     return np.arange(2000) % 60, np.arange(200) % 60
 """
+
+
+def test_a_signal_while_a_worker_starts_is_no_failure():
+    """Python itself ends with 1 and a trace where an interrupt comes before there is a handler."""
+    for moment in range(16):
+        worker = start_worker("nowhere", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        time.sleep(0.008 * moment)
+        worker.send_signal(signal.SIGINT)
+        _, err = worker.communicate(timeout=60)
+        assert worker.returncode == 130, (moment, err)
+        assert err == "llmexp: SIGINT: stopped before training\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -9,6 +9,7 @@ import pytest
 
 from llmexp.__main__ import run
 from tests.conftest import TINY, Result, llmexp
+from tests.test_resume import exact
 
 CODE = '''
 import numpy as np
@@ -78,8 +79,6 @@ FILES = {
 }
 BASE = ["--config-dir", "conf", "model=mine", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
         "train.log_every=1", "data=synthetic", "data.n_tokens=5000"]  # fmt: skip
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
-         "peak_memory_gib")  # fmt: skip
 
 
 def write_files(folder: Path) -> None:
@@ -94,10 +93,6 @@ def own(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     write_files(folder)
     return folder
-
-
-def exact(result: Result, without: tuple[str, ...] = ()) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in (*TIMES, *without)} for row in result.rows()]
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +212,8 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         "train", *overrides, "hooks=[mymodel.note]", "--allow=mymodel", "hydra.run.dir=hooked", cwd=own
     )  # fmt: skip
     assert hooked.code == 0, hooked.err
-    assert exact(hooked, without=("mine/weight", "mine/noise")) == exact(bare)
+    mine = ("mine/weight", "mine/noise")
+    assert [{k: v for k, v in row.items() if k not in mine} for row in exact(hooked)] == exact(bare)
     assert all(0 < row["mine/weight"] < 10 for row in hooked.rows())
     seen = [line.split() for line in (own / "events.txt").read_text().splitlines()]
     expected: list[tuple[str, int, bool]] = []

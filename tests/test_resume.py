@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import TINY, Result, llmexp, start, train
+from tests.conftest import ROOT, TINY, Result, llmexp, start, train
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on different beats.
 SETTINGS = [
@@ -225,6 +226,10 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
         assert "Traceback" not in refused.err
         assert json.loads((copy / "status.json").read_text()) == status
         assert (copy / "config.yaml").read_bytes() == config
+        if name == "metrics.jsonl":
+            command = [sys.executable, "-m", "llmexp.train", str(copy)]  # as a job script may start it
+            assert subprocess.run(command, cwd=ROOT).returncode == 2
+            assert json.loads((copy / "status.json").read_text()) == status
         (copy / name).unlink()
         if good:
             metrics.write_bytes(good)

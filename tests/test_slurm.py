@@ -21,6 +21,7 @@ import yaml
 
 from llmexp import slurm
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
+from tests.test_resume import exact
 
 FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
 
@@ -36,8 +37,6 @@ SLOW = [
     "batch.real_batch_size=8", "checkpoint.every=1000", "hooks=[slow.slow]",
 ]  # fmt: skip
 TWO_RANKS = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank",
-         "peak_memory_gib", "eta")  # fmt: skip
 HOOK = """
 import json, os, pathlib, time
 def slow(event, context):
@@ -82,11 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     where = tmp_path_factory.mktemp("undisturbed")
     (where / "slow.py").write_text(HOOK)
     (where / "fast").touch()
-    return untimed(train(where, "run", *SLOW, *TWO_RANKS, "--allow", "slow"))
-
-
-def untimed(result: Result) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+    return exact(train(where, "run", *SLOW, *TWO_RANKS, "--allow", "slow"))
 
 
 def client(cluster: dict[str, str], *command: str, **env: str) -> str:
@@ -181,7 +176,7 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
         assert re.search(rf"^{run.name} +finished +\d", done.stdout, re.M), done.stdout  # in the table
         assert state_of(run) == "finished"
     one, two = (Result(0, "", "", run) for run in runs)
-    assert untimed(one) == undisturbed
+    assert exact(one) == undisturbed
     assert [row["step"] for row in two.rows()] == list(range(1, 61))
     # Four ranks add the same numbers in another order: float32, some thousand terms, 60 steps.
     assert two.rows()[-1]["train/loss"] == pytest.approx(undisturbed[-1]["train/loss"], rel=1e-4)
@@ -270,7 +265,7 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
     until_state(cluster, job, "COMPLETED", 120)
     assert facts(cluster, job)["Restarts"] == "2"
     assert state_of(result.folder) == "finished"
-    assert untimed(result) == undisturbed
+    assert exact(result) == undisturbed
     assert f"step {reached} of 60" in (result.folder / "train.log").read_text().rpartition("resumed from")[2]
     wandb = [re.sub(r".*-", "", p.name) for p in result.folder.glob("wandb/offline-run-*")]
     assert len(wandb) in (2, 3), wandb  # what is killed without grace may go before its tracker came

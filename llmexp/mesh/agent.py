@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmexp.mesh.groups import MEETING
+from llmexp.process import children, send, signals_held
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks
@@ -184,7 +185,8 @@ def attend(work: Callable[[], object], watch: Watch) -> None:
 
     def run() -> None:
         try:
-            work()
+            with signals_held():  # by the ranks, until they have handlers; this process gets its own in another thread
+                work()
         except BaseException as error:
             failure.append(error)
 
@@ -229,28 +231,6 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
     return f"{nnodes - len(there)} more"
 
 
-def children() -> list[int]:
-    """The processes that this one has started and that still run."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return [pid for pid in found if not ended(pid)]
-
-
-def ended(pid: int) -> bool:
-    """Whether the process is no more; it may be left as a zombie while torch's agent hangs in the network."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 @contextlib.contextmanager
 def forwarded_signals() -> Iterator[list[int]]:
     """Passes stop signals on to the ranks, which then save; the agent's own way would kill them after 30 s. Yields the
@@ -259,7 +239,7 @@ def forwarded_signals() -> Iterator[list[int]]:
 
     def forward(number: int, frame: object) -> None:
         came.append(number)
-        for pid in children():
+        for pid in children(os.getpid()):
             send(pid, number)
 
     old = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
@@ -294,7 +274,7 @@ class Watch:
         Raises TimeoutError when no rank has been there for longer than one may take to come, and SystemExit when there
         is none that a signal could stop.
         """
-        now, there, known = time.monotonic(), children(), len(self.seen_at)
+        now, there, known = time.monotonic(), children(os.getpid()), len(self.seen_at)
         if now > self.touched_at + TOUCH_S:
             self.touched_at = now
             with contextlib.suppress(OSError):

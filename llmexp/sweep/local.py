@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError
-from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died
+from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, start_worker
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
@@ -127,8 +126,8 @@ def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[byte
     if slots > 1 and not devices:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)))
     with folder.opened(job.path / STDERR, "ab") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmexp.train", str(job.path)],
+        return start_worker(
+            str(job.path),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError, refuse
-from llmexp.process import FAILED, PASSED_ON, PREEMPTED
+from llmexp.process import FAILED, PASSED_ON, PREEMPTED, start_worker
 from llmexp.sweep.local import STDERR, Job, Stopped, settle
 
 POLL_S, ORPHAN_S = 0.5, 60.0
@@ -56,8 +55,8 @@ def train(path: str, environment: dict[str, str]) -> int:
     ):  # this task was here before, and is still saving
         time.sleep(0.1)
     with folder.opened(Path(path) / STDERR, "ab") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmexp.train", path],
+        child = start_worker(
+            path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

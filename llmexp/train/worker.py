@@ -66,16 +66,16 @@ def main(argument: str) -> int:
             path, fresh = open_folder(parts, request)
             if not fresh and is_finished(path):
                 return DONE
-            if not fresh:
-                before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).exists()}
         else:
-            path = Path(argument)
+            path, fresh = Path(argument), False
             if is_finished(path):
                 return DONE
             parts = assemble(build(folder.read_config(path)), write=True)
             refuse_other_run(path, parts)
             recorded = folder.read_run(path)
             request = {key: recorded.get(key) for key in RECORDED}
+        if not fresh and "RANK" not in os.environ:  # of ranks this is done by their agent
+            before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).is_file()}
         if request.get("queue"):
             with folder.locked(path):
                 record(path, parts, request, "queued")

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, refuse
-from llmexp.process import DONE
+from llmexp.process import DONE, children, ended, send
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 
@@ -129,8 +129,6 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
 
     None when the run came to its end before. Raises Broken or ConfigError when it ended otherwise.
     """
-    from llmexp.mesh.agent import send
-
     steps, (number, of), rng = plan.train.max_steps or 0, part, random.SystemRandom()
     low = 1 + number * steps // of
     high = max(low, min((number + 1) * steps // of, steps - 1))  # the last one is soon over
@@ -332,19 +330,12 @@ def _save_s(unbroken: Path) -> float:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and those under it, by what the kernel shows (Linux); elsewhere only itself."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in task.read_text().split():
-                found += _tree(int(child))
-    return found
+    """A process and those under it."""
+    return [pid, *(under for child in children(pid) for under in _tree(child))]
 
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:
     """The process of each rank, of a worker's tree, that is still there: the first that has its number."""
-    from llmexp.mesh.agent import ended
-
     found: dict[int, int] = {}
     for pid in tree[1:]:
         with contextlib.suppress(OSError):
@@ -357,8 +348,6 @@ def _ranks(tree: Sequence[int]) -> dict[int, int]:
 
 def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
     """SIGKILL for a worker and all under it at once, at first those `known`; returns when they are gone."""
-    from llmexp.mesh.agent import ended, send
-
     if process.poll() is None:
         process.send_signal(signal.SIGSTOP)  # it must not see its ranks die; and its children can now be told for sure
     for pid in known[1:]:

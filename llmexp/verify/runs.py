@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,7 +14,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, plain
-from llmexp.process import DONE, PASSED_ON, handling
+from llmexp.process import DONE, PASSED_ON, handling, start_worker
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
 OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
@@ -62,8 +61,8 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
     """A worker that makes the run folder `path`, or goes on with the run in it, in a process group of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / OUTPUT, "a", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmexp.train", "-"],
+        process = start_worker(
+            "-",
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 from llmexp.data import sources, stream, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream, sample_digest
-from tests.conftest import TINY, Result, llmexp, train
+from tests.conftest import TINY, llmexp, train
+from tests.test_resume import exact
 
 N = 5000
 
@@ -310,12 +311,6 @@ def cut(event, context):
         Path("done").touch()
         os.truncate("train.npy", 1000)
 """
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
-         "peak_memory_gib", "mfu")  # fmt: skip
-
-
-def exact(result: Result) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
 
 
 def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:

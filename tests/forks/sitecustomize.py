@@ -41,6 +41,7 @@ def hand_over(address: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # held back until now by who started this
     ignored = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE) if signal.getsignal(n) == signal.SIG_IGN]
     umask = os.umask(0)
     os.umask(umask)
