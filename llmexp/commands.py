@@ -45,8 +45,7 @@ def resume(arguments: list[str]) -> int:
         return launch.train([*arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
     if not folder.is_run(path) and ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.ANEW}{path}")
-    tree, recorded = folder.read_config(path), folder.read_run(path)
-    build(tree)
+    tree, recorded = plain(folder.built_config(path)), folder.read_run(path)
     micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
     given = [o.partition("=")[0] for o in args.overrides]
     tree["train"]["stop_step"] = None  # it has been there
@@ -172,7 +171,7 @@ def sample(arguments: list[str]) -> int:
     for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
         if not getattr(args, name) >= low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    config = build(folder.read_config(args.run_dir))
+    config = folder.built_config(args.run_dir)
     from llmexp import checkpoint
     from llmexp.assemble import filled
     from llmexp.sample import load_for_sampling

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from llmexp.config import ConfigError, fill
+from llmexp.config import Config, ConfigError, build, fill
 from llmexp.environment import redacted
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
@@ -111,6 +111,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
     return config
+
+
+def built_config(path: Path) -> Config:
+    """The config of a run folder. Raises ConfigError naming its file."""
+    tree = read_config(path)
+    try:
+        return build(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path / CONFIG}: {error}") from None
 
 
 def check_writable(wanted: Path, key: str = "hydra.run.dir") -> None:

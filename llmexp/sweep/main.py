@@ -21,7 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
-from llmexp.config import ConfigError, Sweep, build, build_sweep, refuse
+from llmexp.config import ConfigError, Sweep, build_sweep, refuse
 from llmexp.guard import BY_HAND
 from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
@@ -239,7 +239,7 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
         if ledger.look(entry).get("state") == "finished" or entry.rung is not None:
             continue
         try:
-            config = build(folder.read_config(path))
+            config = folder.built_config(path)
             told = (entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path, ledger.group)
             point = Point(*told)
             (fact,) = current.checker.ask("check", [point])
