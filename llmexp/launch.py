@@ -223,7 +223,8 @@ class Worker:
         with os.fdopen(self._report) as report:
             text = report.read()
         path = Path(text) if text else None
-        if code < 0 or (code > REFUSED and path is not None and folder.read_status(path).get("state") == "running"):
+        running = path is not None and folder.read_status(path).get("state") == "running"
+        if code < 0 or (code not in (DONE, REFUSED) and running):
             return self._died(code, path), path
         return code, path
 

@@ -127,6 +127,21 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def family(pid: int) -> list[int]:
+    """A process and those under it."""
+    return [pid, *(under for child in children(pid) for under in family(child))]
+
+
+def kill_family(pid: int) -> list[int]:
+    """SIGKILL for a process of ours and all under it; who they were. It is stopped first, so that it sees none of them
+    die, and starts no more."""
+    send(pid, signal.SIGSTOP)
+    found = family(pid)
+    for one in reversed(found):
+        send(one, signal.SIGKILL)
+    return found
+
+
 def die_with_parent() -> None:
     """Asks the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
     parent = os.getppid()

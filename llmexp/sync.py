@@ -147,7 +147,7 @@ def say(run: Path, work: Any) -> int:
 
 def plan(run: Path, anew: bool) -> tuple[str, int]:
     """What `send` would do, as far as the folder alone can tell."""
-    if folder.is_locked(run):
+    if in_training(run):
         raise LeftOut("it is in training")
     records = read_records(run, anew)
     fields = records.fields
@@ -201,12 +201,20 @@ def send(run: Path, anew: bool) -> tuple[str, int]:
 @contextlib.contextmanager
 def held(run: Path) -> Iterator[None]:
     """The run's lock, so that no training starts in the folder meanwhile. Raises LeftOut while there is one."""
+    if in_training(run):
+        raise LeftOut("it is in training; sync it when that has ended")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(folder.locked(run))
         except ConfigError:
             raise LeftOut("it is in training; sync it when that has ended") from None
         yield
+
+
+def in_training(run: Path) -> bool:
+    """Whether its lock is held, or it still is at work on another host, whose locks may not be seen here."""
+    status = folder.read_status(run)
+    return folder.is_locked(run) or (status.get("state") == "running" and folder.is_alive(run, status))
 
 
 def read_records(run: Path, anew: bool) -> Records:

@@ -61,6 +61,10 @@ def leaves(event, context):
         raise SystemExit(0)
 
 
+def lost(vocab_size: int, n_tokens: int):
+    raise KeyError("no such corpus")
+
+
 class Spare(Bigram):
     def __init__(self, vocab_size: int, width: int):
         super().__init__(vocab_size, width)
@@ -130,6 +134,23 @@ def test_resume_needs_allow_again(own, all_own):
     assert resumed.code == 0, resumed.err
     assert "resumed from step_00000004" in resumed.out
     assert exact(all_own) == before
+
+
+def test_a_data_function_that_fails_is_told_with_its_trace(own):
+    """In a sweep each point that it makes impossible is named, as for any other reason."""
+    (own / "conf/data/lost.yaml").write_text("_target_: mymodel.lost\nn_tokens: 1\n")
+    failed = llmexp("train", *BASE, "--allow", "mymodel", "data=lost", "hydra.run.dir=lost", cwd=own)
+    assert failed.code == 3
+    assert failed.err.splitlines()[-1] == "llmexp: KeyError: 'no such corpus'"
+    assert 'mymodel.py", line' in failed.err
+    assert not (own / "lost").exists()
+    refused = llmexp(
+        "train", "-m", *BASE, "--allow", "mymodel", "data=lost", "train.seed=1,2", "hydra.sweep.dir=lost", cwd=own
+    )
+    assert refused.code == 2
+    assert "Traceback" not in refused.err
+    assert "0-seed_1, 1-seed_2: KeyError: 'no such corpus'" in refused.err
+    assert not (own / "lost").exists()
 
 
 def test_allowing(own, capsys, monkeypatch):

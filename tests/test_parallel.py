@@ -7,11 +7,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from llmexp import folder
 from llmexp.__main__ import run as command
+from llmexp.mesh.agent import LOCK_HELD, STARTED
+from llmexp.train import group, worker
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.test_invariance import weights
 from tests.test_resume import cut_after, exact
@@ -304,3 +308,22 @@ def test_compiled_parts_compute_the_same(tmp_path, settings):
     for a, b in zip(alone.rows(), compiled.rows(), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
+
+
+def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeypatch):
+    """On several hosts, and where the lock is another's, what is interrupted before it begins is not the run."""
+    for name in ("RANK", "WORLD_SIZE", STARTED, LOCK_HELD):
+        monkeypatch.delenv(name, raising=False)
+    folder.write_status(tmp_path, "running")
+    before = (tmp_path / "status.json").read_bytes()
+
+    def interrupted(*_: object) -> None:
+        raise SystemExit(130)
+
+    parts = SimpleNamespace(run=SimpleNamespace(facts=SimpleNamespace(layout=SimpleNamespace(nnodes=2))))
+    monkeypatch.setattr(group, "supervise", interrupted)
+    monkeypatch.setattr(group, "join", interrupted)
+    for start_of in (worker.supervised, worker.work):
+        with pytest.raises(SystemExit):
+            start_of(tmp_path, parts, {})
+        assert (tmp_path / "status.json").read_bytes() == before

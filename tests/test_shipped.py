@@ -216,6 +216,32 @@ def test_a_search_by_optuna(work):
     assert [p["attempts"] for p in after] == [1, 1]
 
 
+def test_a_trial_that_fails_does_not_end_the_search(work):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    (work / "fails.py").write_text(
+        "import os\n\n"
+        "def once(event, context):\n"
+        "    if event == 'step_end' and (os.path.exists('always') or not os.path.exists('failed')):\n"
+        "        open('failed', 'w').close()\n"
+        "        raise RuntimeError('diverged')\n"
+    )
+    small = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "--allow", "fails",
+             "hooks=[fails.once]", "experiment=lr_optuna"]  # fmt: skip
+    done = llmexp("train", *small, "hydra.sweeper.n_trials=2", "hydra.sweep.dir=fails", cwd=work)
+    assert done.code == 1, done.err + done.out
+    assert "Traceback" not in done.err
+    states = [p["state"] for p in json.loads((work / "fails" / "sweep.json").read_text())["points"]]
+    assert states == ["failed", "finished"]
+    assert (work / "fails" / "optimization_results.yaml").exists()
+    (work / "always").touch()
+    for more in ([], ["hydra.sweeper.max_failure_rate=0"]):
+        none = llmexp("train", *small, "hydra.sweeper.n_trials=1", *more, "hydra.sweep.dir=none", cwd=work)
+        assert none.code == 1, none.err
+        assert "Traceback" not in none.err
+        assert none.out.splitlines()[-1].startswith("not all finished; to go on: llmexp resume none")
+        shutil.rmtree(work / "none")
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, "lr_optuna")])
 def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch):
     text = SHARED / "data" / "tinyshakespeare.txt"

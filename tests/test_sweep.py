@@ -54,6 +54,10 @@ def hook(event, context):
         while once("reached") or not os.path.exists("go"):
             time.sleep(0.02)
 
+def hang_of_two(event, context):
+    if event == "step_start" and context.step == 3 and os.environ["RANK"] == "1" and once("hung"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
 def hang(event, context):
     if event == "step_start" and context.step == 3 and context.run.gradient_accumulation_steps == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -225,6 +229,19 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
     assert [p["state"] for p in sweep_json(tmp_path / "stop")["points"]] == ["failed", "queued"]
 
 
+@pytest.mark.fresh
+def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.silence_s=25", "sweep.max_retries=1"]
+    command = ["-m", *RUN, "--allow", "own", "hooks=[own.hang_of_two]", *two, "hydra.sweep.dir=s"]
+    process = start("train", *command, cwd=tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    assert "no sign of life for 25 s (sweep.silence_s); it was ended" in out
+    assert [p["attempts"] for p in sweep_json(tmp_path / "s")["points"]] == [2]
+    assert all_gone(process.pid, 10)
+
+
 @pytest.mark.parametrize(
     ("first", "keep", "shares"), [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])]
 )
@@ -310,7 +327,7 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
         queued = llmexp("train", "--queue", "--allow", "own", "hooks=[own.tell]", *RUN, "train.max_steps=1",
                         "train.device=cpu", f"hydra.run.dir={folder}", cwd=tmp_path)  # fmt: skip
         assert queued.code == 0, queued.err
-        jobs.append(Job(tmp_path / folder, 1))
+        jobs.append(Job(tmp_path / folder, 1, cuda=True))
     copies = tmp_path / "copies"
     seen: list[tuple[str, bool]] = []
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from llmexp import folder
+from llmexp import folder, slurm
 from llmexp.config import ConfigError
-from llmexp.sweep.local import settle
+from llmexp.sweep import launchers, local
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.local import Job, Stopped, run_all, settle
+from llmexp.sweep.main import conclude
 from llmexp.sweep.points import as_given
 from llmexp.sweep.show import flat
 from tests.conftest import TINY, llmexp
@@ -40,6 +45,76 @@ def test_a_point_that_ends_before_its_last_step_has_a_reason(tmp_path, state, co
     assert status["state"] == after
     assert said is None or said in status["error"]
     assert said is not None or "error" not in status
+
+
+def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
+    folder.write_status(tmp_path, "running", host=socket.gethostname())
+    before = folder.read_status(tmp_path)
+    with folder.locked(tmp_path):
+        assert not settle(tmp_path, 2, "", stopped=False)
+    assert folder.read_status(tmp_path) == before
+    assert settle(tmp_path, 2, "", stopped=False)  # nobody trains there: it was refused for a reason of its own
+
+
+@pytest.mark.parametrize(("ends", "state"), [("finished", "finished"), ("preempted", "queued")])
+def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(tmp_path, monkeypatch, ends, state):
+    """Of two jobs of Slurm one fails; by its status the other is still queued, but it has begun."""
+    paths = [tmp_path / name for name in ("0-a", "1-b")]
+    for path in paths:
+        path.mkdir()
+        (path / "config.yaml").write_text("{}")
+        folder.write_status(path, "queued", started=1.0)
+    ledger = Ledger(tmp_path, "n", "g", "slurm", [], [])
+    ledger.points = [Entry(i, p.name, p.name, None, []) for i, p in enumerate(paths)]
+
+    def wait(jobs, changed, say, tick):
+        folder.write_status(paths[0], "failed", error="of its own", exit_code=3)
+        changed(paths[0], "1", "failed", True)
+        if ends == "finished":
+            folder.write_status(paths[1], "running", started=2.0)
+            folder.write_status(paths[1], "finished", exit_code=0)
+        else:
+            folder.write_status(paths[1], "failed", error="the job is gone", exit_code=3)
+        changed(paths[1], "2", "", True)
+
+    for name, stand_in in (
+        ("submit", lambda jobs, *_, **__: {p: str(i + 1) for i, p in enumerate(jobs)}),
+        ("wait", wait), ("cancel_pending", lambda jobs: None), ("fixed_here", lambda *_: ""),
+    ):  # fmt: skip
+        monkeypatch.setattr(slurm, name, stand_in)
+    monkeypatch.setattr(launchers, "slurm_settings", lambda cfg: None)
+    current = SimpleNamespace(
+        launcher="slurm", knobs={p.name: {"ranks": 1, "devices": 0} for p in paths}, cfg=None, stop=Stopped(),
+        settings=SimpleNamespace(stop_on_failure=True),
+    )  # fmt: skip
+    queued = [(SimpleNamespace(path=p, config=None), e) for p, e in zip(paths, ledger.points, strict=True)]
+    display = SimpleNamespace(line=lambda text: None, tick=lambda: None)
+    launchers.execute(current, ledger, queued, {}, display)
+    assert [e.state for e in ledger.points] == ["failed", state]
+    assert folder.read_status(paths[1])["state"] == state
+
+
+def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
+    """A grid whose points have all finished is done; a search would have asked for more."""
+    for grid, state in ((True, "finished"), (False, "preempted")):
+        ledger = Ledger(tmp_path, "n", "g", "local", [], [])
+        ledger.points = [Entry(0, "a", "0-a", None, [], state="finished")]
+        stop = Stopped()
+        stop.requested = True
+        conclude(SimpleNamespace(ledger=ledger, stop=stop, grid=grid), lambda text: None)
+        assert ledger.state == state
+
+
+def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
+    """Four ranks on a CPU beside two devices, which a run on four could never have."""
+    monkeypatch.setattr(local, "start", lambda job, devices, slots: subprocess.Popen(["true"]))
+    monkeypatch.setattr(local, "settle", lambda *_, **__: False)
+    taken = []
+    run_all(
+        [Job(tmp_path, 4), Job(tmp_path, 2, cuda=True)], ["0", "1"], Stopped(), max_parallel=None, devices_per_run=None,
+        stop_on_failure=False, silence_s=None, begun=taken.append, ended=lambda job: None, tick=lambda: None, say=print,
+    )  # fmt: skip
+    assert [job.ranks for job in taken] == [4, 2]
 
 
 def test_a_point_that_stops_at_its_rung_needs_no_reason(tmp_path):

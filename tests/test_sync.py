@@ -262,6 +262,15 @@ def test_figures_of_a_run_that_could_not_write_its_own() -> None:
     }
 
 
+def test_a_run_that_may_train_on_another_host_is_left_out(tmp_path: Path) -> None:
+    """Whose locks may not be seen here; after half an hour without a sign of life it is as one that was cut."""
+    run = make_run(tmp_path / "0-seed=0", 30, state="running", code=None, host="another")
+    assert llmexp(tmp_path, "sync", "--dry-run", run)[1][0].endswith("left out: it is in training")
+    for file in run.iterdir():
+        os.utime(file, (0, 0))
+    assert "30 rows, cut" in llmexp(tmp_path, "sync", "--dry-run", run)[1][0]
+
+
 def test_a_run_that_lost_its_last_rows_is_never_complete(tmp_path: Path) -> None:
     run = make_run(tmp_path / "0-seed=0", 30, summary={"steps": 30, "final val/loss": 3.97})
     whole = (run / "metrics.jsonl").read_text()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
+OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -20,6 +23,16 @@ def cache_folder(cache_dir: str | None) -> Path:
     if not isinstance(cache_dir, str | None):
         raise ValueError(f"data.cache_dir={cache_dir}: the path of a folder is needed, or null")
     return Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp").expanduser().absolute()
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files for so many that stay open. Raises ValueError where it may not."""
+    soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if count + 64 > hard:
+        text = f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
+        raise ValueError(f"data.train_files: {text}; join them to fewer")
+    if (wanted := min(count + OTHER_FILES, hard)) > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def cpu_count() -> int:

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from llmexp.data.files import cache_folder, files_fingerprint, match_files, remembered, sha256_of, state_of
+from llmexp.data.files import (
+    allow_open_files,
+    cache_folder,
+    files_fingerprint,
+    match_files,
+    remembered,
+    sha256_of,
+    state_of,
+)
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import Segment, prepare, recorded
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
@@ -227,6 +235,7 @@ def tokens(
         raise ValueError(f"data.dtype={dtype}: must be uint16 or uint32")
     train_paths = match_files("data.train_files", train_files)
     val_paths = match_files("data.val_files", val_files) if val_files is not None else []
+    allow_open_files(len(train_paths) + len(val_paths))  # a map keeps its file open
     arrays = {p: _open_tokens("data.train_files", p, dtype) for p in train_paths}
     arrays |= {p: _open_tokens("data.val_files", p, dtype) for p in val_paths if p not in arrays}
     train = TokenStream([arrays[p] for p in train_paths])  # before the scan: from here on a change is noticed

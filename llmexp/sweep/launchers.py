@@ -149,7 +149,7 @@ def execute(
         ledger.update(entry, state="running", attempts=entry.attempts + 1, started=time.time(), ended=None)
 
     facts = current.knobs
-    todo = [Job(point.path, facts[entry.folder]["ranks"]) for point, entry in queued]
+    todo = [Job(p.path, facts[e.folder]["ranks"], cuda=facts[e.folder]["devices"] > 0) for p, e in queued]
     if current.launcher == "local":
         s = current.settings
         devices = visible_devices(max((facts[e.folder]["devices"] for _, e in queued), default=0))
@@ -165,7 +165,7 @@ def execute(
         from llmexp.sweep import ray
 
         ray.run_all(
-            todo, ray_settings(current.cfg), current.stop, cuda=any(facts[e.folder]["devices"] for _, e in queued),
+            todo, ray_settings(current.cfg), current.stop,
             max_parallel=current.settings.max_parallel, stop_on_failure=current.settings.stop_on_failure,
             begun=begun, look=look, tick=display.tick, say=display.line,
         )  # fmt: skip
@@ -181,7 +181,7 @@ def execute(
     display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
     jobs = jobs | submitted
 
-    cancelled: set[Path] = set()
+    cancelled: dict[Path, Any] = {}  # with when their runs were queued; one that begins all the same renews that
     left = set(jobs)
 
     def tick() -> None:
@@ -190,17 +190,20 @@ def execute(
         display.tick()
 
     def changed(path: Path, job: str, text: str, over: bool) -> None:
-        if over and path in cancelled:  # by us, before it started
+        if over and path in cancelled and folder.read_status(path).get("started") == cancelled[path]:
             folder.write_status(path, "queued", error=None, exit_code=None, ended=None)
         if over:
             left.discard(path)
         look(path, alive=not over)
         display.line(f"{job:<12} {by_path[path].folder}  {text}")
         if over and by_path[path].state == "failed" and current.settings.stop_on_failure and not cancelled:
-            cancelled.update(p for p in jobs if folder.read_status(p).get("state") == "queued")
+            found = {p: folder.read_status(p) for p in left}
+            cancelled.update((p, s.get("started")) for p, s in found.items() if s.get("state") == "queued")
             slurm.cancel_pending([jobs[p] for p in cancelled])
 
     try:
+        if current.stop.requested:  # while they were submitted
+            raise KeyboardInterrupt
         slurm.wait(jobs, changed, display.line, tick)
         for path in jobs:
             look(path)

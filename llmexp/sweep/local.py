@@ -15,7 +15,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError
-from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, start_worker
+from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, kill_family, start_worker
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
@@ -24,10 +24,11 @@ STDERR = "stderr.log"  # in the run folder: what its processes said; the console
 
 @dataclass(frozen=True)
 class Job:
-    """A run folder to train in, and the devices (or CPU cores) that it takes."""
+    """A run folder to train in, on so many ranks, each with a device or only with a share of the CPU's cores."""
 
     path: Path
     ranks: int
+    cuda: bool = False
 
 
 @dataclass
@@ -92,7 +93,7 @@ def run_all(
     active = stop.active = []
     while active or (waiting and not stop.requested and not halted):
         while waiting and not (stop.requested or halted) and len(active) < slots:
-            need = (devices_per_run or waiting[0].ranks) if devices else 0
+            need = (devices_per_run or waiting[0].ranks) if waiting[0].cuda else 0
             if need > len(free):
                 break
             job = waiting.pop(0)
@@ -148,13 +149,15 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
         one.sign, one.sign_at = sign, now
     elif now - one.sign_at > silence_s:
         one.cause = f"no sign of life for {silence_s:g} s (sweep.silence_s); it was ended"
-        one.process.kill()  # its ranks die with it
+        kill_family(one.process.pid)  # a rank that hangs heeds nothing less
 
 
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     """Whether the run failed; records a death that it could not record itself."""
     status = folder.read_status(path)
     state, left = status.get("state"), code in (DONE, PREEMPTED)
+    if code == REFUSED and folder.is_alive(path, status):  # another command's process trains there
+        return False
     by_signal = code > 128 or -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     if state == "finished":
         return False

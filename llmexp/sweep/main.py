@@ -62,11 +62,16 @@ class Current:
     knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
     stop: Stopped = field(default_factory=Stopped)
     halted: bool = False  # by sweep.stop_on_failure
+    grid: bool = True  # all points are known beforehand
 
     @property
     def over(self) -> bool:
         """Whether nothing more is started."""
         return self.stop.requested or self.halted
+
+
+class PointFailed(RuntimeError):
+    """What a sweeper gets for the value of a point that failed."""
 
 
 CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here
@@ -86,30 +91,36 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         refuse_secrets(list(arguments), "the command line")
         current = Current(
             settings, where, settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir"), str(cfg.name),
-            check_launcher(cfg), cfg, recordable(arguments), checker, stack,
+            check_launcher(cfg), cfg, recordable(arguments), checker, stack, grid=is_grid(cfg),
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
-        if is_grid(cfg):
+        if current.grid:
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
             run_batch(current, points, refused)
         else:
             here = f"hydra.sweep.dir={quoted(str(where))}"  # what ${now:} says is said once
-            with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
-                hydra.multirun(
-                    CONFIG_NAME,
-                    task_function=lambda _: None,
-                    overrides=[*overrides, here],
-                    with_log_configuration=False,
-                )
+            try:
+                with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
+                    hydra.multirun(
+                        CONFIG_NAME,
+                        task_function=lambda _: None,
+                        overrides=[*overrides, here],
+                        with_log_configuration=False,
+                    )
+            except PointFailed as failure:
+                say(f"the sweeper gives up for a point that failed: {failure}")
+            except ValueError:  # it finds no best one where none has come to its end
+                if current.ledger is None or any(e.state == "finished" for e in current.ledger.points):
+                    raise
         if current.ledger is None:
             raise ConfigError("hydra/sweeper: it asked for no point")
     again = f"to go on: llmexp resume {shlex.quote(str(current.ledger.path))}{kept_back(arguments)}"
+    if current.ledger.state == "finished":
+        return 0
     if current.stop.requested:
         say(f"stopped; {again}")
         return PREEMPTED
-    if current.ledger.state == "finished":
-        return 0
     say(f"not all finished; {again}")
     return 1
 
@@ -177,7 +188,7 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
         summary = folder.read_status(current.ledger.path / entry.folder).get("summary", {}) if entry else {}
         value = summary.get("final val/loss", summary.get("final train/loss"))
         if entry is None or entry.state != "finished" or value is None:
-            result.status, value = JobStatus.FAILED, RuntimeError(entry.error if entry else "this point cannot run")
+            result.status, value = JobStatus.FAILED, PointFailed(entry.error if entry else "this point cannot run")
         result.return_value = value
         results.append(result)
     return results
@@ -360,11 +371,11 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
     from llmexp.sweep import launchers, show
 
     at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
-    new = []
+    new, deadline = [], time.monotonic() + ORPHAN_S
     for point, entry, stop_step in todo:
         if point.path in at_work:
             continue
-        if not is_free(point.path):
+        if not is_free(point.path, current, deadline):
             say(f"{entry.folder}  left alone: another process is training there")
             continue
         config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
@@ -386,11 +397,10 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
     current.halted |= current.settings.stop_on_failure and any(e.state == "failed" for _, e, _ in todo)
 
 
-def is_free(path: Path) -> bool:
-    """Whether nobody trains there. A run whose sweep was killed has some time to save and leave."""
-    deadline = time.monotonic() + ORPHAN_S
-    while folder.is_locked(path):
-        if time.monotonic() > deadline:
+def is_free(path: Path, current: Current, deadline: float) -> bool:
+    """Whether nobody trains there. A run whose sweep was killed has until the deadline to save and leave."""
+    while folder.is_locked(path) or folder.is_locked(path, ".lock-ranks"):
+        if time.monotonic() > deadline or current.over:
             return False
         time.sleep(0.2)
     return True
@@ -405,7 +415,8 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     if (ledger := current.ledger) is None:
         return
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
-    ledger.state = "preempted" if current.stop.requested else "finished" if states <= {"finished"} else "failed"
+    all_done = states <= {"finished"} and (current.grid or not current.stop.requested)
+    ledger.state = "finished" if all_done else "preempted" if current.stop.requested else "failed"
     ledger.save()
     say("")
     say(show.results_table(ledger))

@@ -302,6 +302,8 @@ def serve() -> None:
                     found.append(answer(purpose, request))
                 except ConfigError as error:
                     found.append({"refused": redacted(str(error))})
+                except Exception as error:  # of a function of the user's, or of the disk
+                    found.append({"refused": redacted(f"{type(error).__name__}: {error}")})
             print(json.dumps(found), file=answers, flush=True)
 
 

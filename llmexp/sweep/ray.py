@@ -79,7 +79,6 @@ def run_all(
     s: Settings,
     stop: Stopped,
     *,
-    cuda: bool,
     max_parallel: int | None,
     stop_on_failure: bool,
     begun: Callable[[Path], None],
@@ -113,7 +112,7 @@ def run_all(
     environment = {k: os.environ[k] for k in keep if k in os.environ}
     environment |= {k: v for k, v in os.environ.items() if k.startswith("WANDB_")} | {"PWD": os.getcwd()}
     try:
-        refuse_impossible(ray.nodes(), jobs, s, cuda)
+        refuse_impossible(ray.nodes(), jobs, s)
         waiting, left = list(jobs), dict[Any, Job]()
         running: set[Path] = set()
         told = False
@@ -122,7 +121,7 @@ def run_all(
                 job = waiting.pop(0)
                 options = {
                     "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
-                    "num_gpus": (job.ranks if cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
+                    "num_gpus": (job.ranks if job.cuda else 0) if s.gpus_per_run is None else s.gpus_per_run,
                     "name": job.path.name,
                 }
                 left[ray.remote(train).options(**options).remote(str(job.path.absolute()), environment)] = job
@@ -151,12 +150,10 @@ def run_all(
         ray.shutdown()
 
 
-def refuse_impossible(nodes: Sequence[dict[str, Any]], jobs: Sequence[Job], s: Settings, cuda: bool) -> None:
+def refuse_impossible(nodes: Sequence[dict[str, Any]], jobs: Sequence[Job], s: Settings) -> None:
     """Raises ConfigError for a run that would wait for ever: it has to fit on one node."""
     for key, given, name in (("cpus_per_run", s.cpus_per_run, "CPU"), ("gpus_per_run", s.gpus_per_run, "GPU")):
-        most = max((job.ranks for job in jobs), default=0) if given is None else given
-        if name == "GPU" and given is None and not cuda:
-            continue
+        most = max((job.ranks for job in jobs if name == "CPU" or job.cuda), default=0) if given is None else given
         largest = max((node["Resources"].get(name, 0.0) for node in nodes if node.get("Alive")), default=0.0)
         if most > largest:
             text = f"the largest node of the cluster has {largest:g} {name}s"

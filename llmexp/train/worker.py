@@ -34,6 +34,7 @@ from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
 from llmexp.train import group
 from llmexp.train.loop import measuring, resume, sample_text, train
+from llmexp.train.save import leave_saving
 from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import TrainingFailed, set_up
 from llmexp.train.summary import details, say_the_end, summarise
@@ -41,7 +42,7 @@ from llmexp.train.summary import details, say_the_end, summarise
 # What may differ when a run is resumed in its folder: nothing here changes what is computed.
 EXECUTION_KEYS = (
     "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
-    "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every", "train.eval_tokens",
+    "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every",
     "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.stop_step",
     "train.profile_start", "train.profile_steps", "metrics.noise_scale_every", "metrics.picture",
     "train.max_consecutive_skips", "data.cache_dir",
@@ -66,16 +67,16 @@ def main(argument: str) -> int:
             path, fresh = open_folder(parts, request)
             if not fresh and is_finished(path):
                 return DONE
+            if not fresh:
+                before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).is_file()}
         else:
-            path, fresh = Path(argument), False
+            path = Path(argument)
             if is_finished(path):
                 return DONE
             parts = assemble(folder.built_config(path), write=True)
             refuse_other_run(path, parts)
             recorded = folder.read_run(path)
             request = {key: recorded.get(key) for key in RECORDED}
-        if not fresh and "RANK" not in os.environ:  # of ranks this is done by their agent
-            before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).is_file()}
         if request.get("queue"):
             with folder.locked(path):
                 record(path, parts, request, "queued")
@@ -86,18 +87,40 @@ def main(argument: str) -> int:
             put_back(path, before)
         return code
     except ConfigError as error:
-        print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
-        return REFUSED
+        return never_began(path if argument != "-" else None, REFUSED, str(error))
     except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
         return cast(int, stopped.code)
+    except OSError as error:
+        return never_began(path, FAILED, str(error))
+    except Exception as error:  # of a function of the user's, such as that of the data
+        return never_began(path, FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int:
+    """Says why the run at `path` was not begun, and records it there if nobody is at work in it. Returns `code`."""
+    if path is not None and STARTED in os.environ:
+        return failed(path, code, text, trace)
+    ours = path is not None and (code == FAILED or folder.is_run(path))
+    with contextlib.ExitStack() as locks:
+        try:
+            for name in (".lock", ".lock-ranks") if ours else ():
+                locks.enter_context(folder.locked(cast(Path, path), name))
+        except ConfigError:
+            ours = False
+        except OSError:  # the disk may be what failed
+            pass
+        if ours:
+            fail(cast(Path, path), code, text, trace)
+        else:
+            print(f"{redacted(trace)}llmexp: {redacted(text)}", file=sys.stderr)
+    return code
 
 
 def put_back(path: Path, before: dict[str, bytes]) -> None:
     """After a refusal to go on with a run: its folder is what it was."""
-    now = folder.read_status(path)
-    by_refusal = (now.get("state"), now.get("exit_code")) == ("failed", REFUSED)
-    if by_refusal:
-        with contextlib.suppress(OSError, ValueError):  # the disk may be full
+    with contextlib.suppress(ConfigError, OSError, ValueError), folder.locked(path):  # the disk may be full
+        now = folder.read_status(path)
+        if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
                 folder.write_whole(path / name, content.decode())
 
@@ -192,9 +215,9 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         try:
             code, text = group.supervise(path, parts)
         except SystemExit as stopped:
-            code = cast(int, stopped.code)
-            error = "stopped before the first step"
-            folder.write_status(path, "preempted", exit_code=code, error=error, ended=time.time())
+            if LOCK_HELD in os.environ:  # else the run may be another start's
+                error = "stopped before the first step"
+                folder.write_status(path, "preempted", exit_code=stopped.code, error=error, ended=time.time())
             raise
         if code == REFUSED:
             print(f"llmexp: {text}", file=sys.stderr)
@@ -213,9 +236,8 @@ def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     with contextlib.suppress(OSError, ConfigError), folder.opened(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
-        if (
-            "RANK" not in os.environ or folder.read_status(path).get("state") != "failed"
-        ):  # the first rank names the cause
+        # Of several ranks the first one names the cause.
+        if "RANK" not in os.environ or folder.read_status(path).get("state") != "failed":
             folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
 
 
@@ -225,9 +247,10 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         return FAILED
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it
-    try:
-        joined = group.join(path, parts)
-        with group.held(path, joined) as alone:
+    with contextlib.ExitStack() as locks:  # held until the last word is written
+        try:
+            joined = group.join(path, parts)
+            alone = locks.enter_context(group.held(path, joined))
             ours = True
             if joined.rank == 0:
                 if alone:
@@ -235,34 +258,40 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 else:  # again, after a restart
                     folder.write_status(path, "running", error=None, exit_code=None, final=None, ended=None)
             code = run_training(path, parts, joined)
-        gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
-        mesh.leave(joined)
-        return DONE if code == PREEMPTED and STARTED in os.environ else code  # else the agent would start them again
-    except SystemExit as stopped:
-        folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
-        raise
-    except (ConfigError, checkpoint.CheckpointError) as error:
-        return failed(path, REFUSED, str(error)) if ours else refused(path, str(error))
-    except (TrainingFailed, OSError) as error:
-        return failed(path, FAILED, str(error))
-    except BaseException as error:
-        text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
-            run = parts.run
-            text = (
-                f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
-                f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
-            )
-        elif unused := re.search(r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text):
-            numbers = ", ".join(unused[1].split())
-            text = (
-                "the model has parameters without a part in the loss of a step, which torch's DDP refuses; "
-                f"parallelism=fsdp takes them, or leave them out (number {numbers} in the model's order, from 0)"
-            )
-            trace = ""
-        elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
-            text, trace = absent, ""
-        return failed(path, FAILED, text, trace, final=False)
+            locks.close()
+            gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
+            mesh.leave(joined)
+            # Of ranks that stop as they were told the agent must not think that they failed.
+            return DONE if code == PREEMPTED and STARTED in os.environ else code
+        except SystemExit as stopped:
+            if ours:
+                folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+            raise
+        except (ConfigError, checkpoint.CheckpointError) as error:
+            return failed(path, REFUSED, str(error)) if ours else refused(path, str(error))
+        except (TrainingFailed, OSError) as error:
+            return failed(path, FAILED, str(error))
+        except BaseException as error:
+            return failed(path, FAILED, *in_words(error, path, parts, joined), final=False)
+
+
+def in_words(error: BaseException, path: Path, parts: Parts, joined: mesh.Mesh | None) -> tuple[str, str]:
+    """(what an exception means for the user, its trace where that says more)."""
+    text, run = f"{type(error).__name__}: {error}", parts.run
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
+        text = (
+            f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
+            f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
+        )
+    elif unused := re.search(r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text):
+        numbers = ", ".join(unused[1].split())
+        return (
+            "the model has parameters without a part in the loss of a step, which torch's DDP refuses; "
+            f"parallelism=fsdp takes them, or leave them out (number {numbers} in the model's order, from 0)"
+        ), ""
+    elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
+        return absent, ""
+    return text, traceback.format_exc()
 
 
 def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
@@ -349,7 +378,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         fixed={"config": fixed_config, "data": data},
         byte_lengths=torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64)),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
-        saved_step=p.step if loaded else None,
+        saved=[p.step] if loaded else [],
     )
     # A split model speaks with all its ranks; rank 0 says what came out.
     says_more = config.train.sample_tokens and (main_rank or joined.sharded)
@@ -361,6 +390,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         state = train(loop)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
+        leave_saving(loop)
         summary = summarise(loop)
         if rows is not None:
             rows.close()

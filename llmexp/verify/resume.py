@@ -17,7 +17,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import Config, ConfigError, refuse
-from llmexp.process import DONE, children, ended, send
+from llmexp.process import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 
@@ -143,8 +143,8 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
     with _nothing_left(process):
         there = _wait(process, started) and _wait(process, lambda: _last(path) >= target - 1)
         if kind == "rank":
-            there = there and _wait(process, lambda: bool(_ranks(_tree(process.pid))))
-        tree, rank = _tree(process.pid), None  # now: a save may be over in a few milliseconds
+            there = there and _wait(process, lambda: bool(_ranks(family(process.pid))))
+        tree, rank = family(process.pid), None  # now: a save may be over in a few milliseconds
         ranks = _ranks(tree) if kind == "rank" else {}
         if there and kind == "save":
             there = _wait(process, lambda: _saving(root) is not None, pause_s=0.0002)
@@ -329,11 +329,6 @@ def _save_s(unbroken: Path) -> float:
     return max(times) - min(times)
 
 
-def _tree(pid: int) -> list[int]:
-    """A process and those under it."""
-    return [pid, *(under for child in children(pid) for under in _tree(child))]
-
-
 def _ranks(tree: Sequence[int]) -> dict[int, int]:
     """The process of each rank, of a worker's tree, that is still there: the first that has its number."""
     found: dict[int, int] = {}
@@ -349,15 +344,12 @@ def _ranks(tree: Sequence[int]) -> dict[int, int]:
 def _kill_all(process: subprocess.Popen[str], known: Sequence[int]) -> None:
     """SIGKILL for a worker and all under it at once, at first those `known`; returns when they are gone."""
     if process.poll() is None:
-        process.send_signal(signal.SIGSTOP)  # it must not see its ranks die; and its children can now be told for sure
+        send(process.pid, signal.SIGSTOP)  # it must not see its ranks die
     for pid in known[1:]:
         send(pid, signal.SIGKILL)
-    tree = {*known[1:], *_tree(process.pid)[1:]}
-    for pid in tree:
-        send(pid, signal.SIGKILL)
-    process.kill()
+    gone = {*known[1:], *(kill_family(process.pid)[1:] if process.poll() is None else ())}
     process.wait()
-    for pid in tree:
+    for pid in gone:
         while not ended(pid):
             time.sleep(0.001)
 
@@ -371,6 +363,6 @@ def _nothing_left(process: subprocess.Popen[str]) -> Iterator[None]:
             yield
         finally:
             if process.poll() is None:
-                _kill_all(process, _tree(process.pid))
+                _kill_all(process, family(process.pid))
             if stopped_by:
                 raise KeyboardInterrupt

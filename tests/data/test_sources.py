@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -443,3 +444,19 @@ def test_each_yaml_lists_every_knob_of_its_function(path: Path) -> None:
     assert set(inspect.signature(function).parameters) - offered == set(knobs)
     for line in path.read_text().splitlines():
         assert line.startswith(("#", "_target_", "name:")) or "  # " in line, line
+
+
+def test_more_token_files_than_may_be_open_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a map, which keeps its file open."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(300):
+        np.save(f"{i:03}.npy", np.arange(20, dtype=np.uint16))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        assert len(_tokens("*.npy", val_ratio=0.1).train) == 5400
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 350))
+        with pytest.raises(ValueError, match="300 token files are more than this process may open"):
+            _tokens("*.npy", val_ratio=0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -143,11 +143,14 @@ def test_a_save_that_fails_while_steps_overflow_is_not_passed_over(here, setting
     assert "no checkpoint yet" in failed.err
 
 
-def test_a_disk_that_is_full_from_the_start(here, settings):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_full_from_the_start(here, settings, ranks):
+    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
     with small_disk(here / "full", "100k") as disk:
         (disk / "ballast").write_bytes(b"x" * 100 * 1024)
-        failed = llmexp("train", *settings, "hydra.run.dir=full/run", cwd=here)
+        failed = llmexp("train", *settings, *(two if ranks == 2 else ()), "hydra.run.dir=full/run", cwd=here)
         assert failed.code == 3, failed.err
+        assert "Traceback" not in failed.err
         assert_says(
             failed.err,
             what="No space left on device",
