@@ -244,6 +244,8 @@ def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[
     how = f"ended as {state}" if state else "is gone from the queue"
     if own == "preempted":
         return f"preempted; the job {how}", True
+    if own == "running" and folder.is_locked(path):
+        return f"left alone: another process is training there; the job {how}", True
     when = "while the run was under way" if own == "running" else "before the run started"
     error = f"the Slurm job {job} {how} {when}"
     folder.write_status(path, "failed", error=error, exit_code=FAILED, ended=time.time())
