@@ -190,6 +190,8 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         if not whole:
             raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+    if STATE not in manifest["files"]:
+        raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
     try:
         _refuse_packed(path / STATE)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)

@@ -181,10 +181,14 @@ def sample(arguments: list[str]) -> int:
         loaded = checkpoint.latest(args.run_dir / folder.CHECKPOINTS, lambda text: print(text, file=sys.stderr))
         if loaded is None:
             raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
-        tokenizer, model, length = load_for_sampling(filled(config), folder.read_run(args.run_dir), loaded)
+        tokenizer, model = load_for_sampling(filled(config), loaded)
     except checkpoint.CheckpointError as error:
         raise ConfigError(str(error)) from None
     knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    text = sample_text(tokenizer, model, length, config.precision.kind, args.prompt, args.tokens, **knobs)
+    length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
+    try:
+        text = sample_text(tokenizer, model, length, kind, args.prompt, args.tokens, **knobs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     print(re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text) if sys.stdout.isatty() else text)
     return 0

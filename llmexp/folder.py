@@ -30,16 +30,18 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 )
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
+FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
 CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run that `mend_status` found
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes under a temporary name, flushes to disk, renames."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")  # pids repeat on other hosts
+    # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as it is.
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
-        # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as it is.
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as f:
-            f.write(text)
+        with open(temporary, "xb") as f:
+            f.write(data)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -81,7 +83,7 @@ def read_json(path: Path) -> Any:
     """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
     try:
         return json.loads(content(path).decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
 
@@ -203,11 +205,13 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
-    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest. A run that has
-    finished stays so, whatever goes wrong after that."""
+    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest, but for the
+    figures of an end when the run goes on. A run that has finished stays so, whatever goes wrong after that."""
     before = read_status(path)
     if state == "failed" and before.get("state") == "finished":
         return before
+    if state == "running":
+        before = {key: value for key, value in before.items() if key not in FIGURES}
     status = {**before, "state": state, "updated": time.time(), **more}
     try:
         write_json(path / STATUS, status)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -45,9 +46,12 @@ def guard(loader: Any) -> None:
 
     def looked_at(config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any) -> DictConfig:
         cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
-        refuse_code(cfg)
-        if len(cfg.hydra.overrides.hydra) + len(cfg.hydra.overrides.task) != len(overrides):
+        said: dict[str, list[str]] = {"task": [], "hydra": []}
+        for override in overrides:
+            said["hydra" if override.lstrip("+~").startswith(("hydra.", "hydra/")) else "task"].append(override)
+        if OmegaConf.to_container(cfg.hydra, resolve=False)["overrides"] != said:  # type: ignore[index,call-overload]
             raise ConfigError("hydra.overrides: is what a command line says; a config file must not set it")
+        refuse_code(cfg)
         return cfg
 
     loader.load_configuration = looked_at
@@ -72,14 +76,36 @@ def refuse_code(cfg: DictConfig) -> None:
         if (found := _factory(seen.get(key))) is not None:
             raise ConfigError(f"hydra.{key}: {found} would be called; a config file must not run code")
     _refuse_sweeper(seen.get("sweeper") or {})
-    given = [str(o).lstrip("+~") for o in (own.get("overrides") or {}).get("hydra") or []]
-    for key in BY_HAND:
-        if (seen.get("launcher") or {}).get(key) and not any(o.startswith(f"hydra.launcher.{key}") for o in given):
-            raise ConfigError(
-                f"hydra.launcher.{key}: runs what it says elsewhere, so it is taken from a command line, not from a "
-                f"config file: hydra.launcher.{key}=..."
-            )
     refuse_calls("hydra.launcher", {k: v for k, v in (seen.get("launcher") or {}).items() if k != "_target_"})
+    if any((own.get("launcher") or {}).get(key) for key in BY_HAND):
+        typed = _typed((own.get("overrides") or {}).get("hydra") or [])
+        for key in BY_HAND:
+            if (value := own["launcher"].get(key)) and (name := _not_typed(value, typed.get(key), key)):
+                raise ConfigError(
+                    f"hydra.launcher.{name}: runs what it says elsewhere, so it is taken from a command line, not from "
+                    f"a config file or a sweep.json: hydra.launcher.{name}=..."
+                )
+
+
+def _typed(overrides: Sequence[str]) -> dict[str, Any]:
+    """What a command line says of the parts of `hydra.launcher` that come from there only."""
+    whole = OmegaConf.create({"hydra": {"launcher": {}}})
+    keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
+    said = [override for override in overrides if override.lstrip("+").startswith(keys)]
+    for override in OverridesParser.create().parse_overrides(said):
+        OmegaConf.update(whole, override.key_or_group, override.value(), merge=True, force_add=True)
+    found: Any = OmegaConf.to_container(whole.hydra.launcher, resolve=False)
+    return dict(found)
+
+
+def _not_typed(value: Any, typed: Any, name: str) -> str | None:
+    """The first key in `value` whose own value was not typed. That a section was named says nothing of what is in it:
+    an override adds to what a file has put there."""
+    if not isinstance(value, dict) or not value:
+        return None if value == typed else name
+    below = typed if isinstance(typed, dict) else {}
+    found = (_not_typed(v, below.get(k), f"{name}.{k!s}") for k, v in value.items())
+    return next((name for name in found if name is not None), None)
 
 
 def _resolved(parent: Any, key: Any, name: str) -> Any:
@@ -151,13 +177,13 @@ def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None
             f"--config-dir {config_dir}: {own.name} there would take the place of ours; your own files are "
             "options of the groups: DIR/experiment/mine.yaml, then experiment=mine"
         )
-    for override in overrides:
-        if override.lstrip("+~").startswith("hydra.searchpath"):
-            for package in re.findall(r"pkg://([\w.]*)", override):
-                if not inside_allowed(package):
-                    raise refuse(
-                        "hydra.searchpath", f"pkg://{package}", "is imported; allow it with --allow", "file://conf"
-                    )
+    said = [override for override in overrides if override.lstrip("+~").startswith("hydra.searchpath")]
+    for override in OverridesParser.create().parse_overrides(said):
+        paths = override.value()
+        for path in paths if isinstance(paths, list) else ():
+            scheme, _, package = str(path).partition("://")
+            if scheme == "pkg" and not inside_allowed(package.replace("/", ".")):
+                raise refuse("hydra.searchpath", path, "is imported; allow it with --allow", "file://conf")
 
 
 @contextmanager

@@ -30,6 +30,20 @@ def _decay(key: str, value: float) -> float:
     return float(value)
 
 
+def _flag(key: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"optimizer.{key}={value}: true or false is needed; for example optimizer.{key}=true")
+    return value
+
+
+def _iterations(key: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 99:
+        raise ValueError(
+            f"optimizer.{key}={value}: a whole number from 1 to 99 is needed; for example optimizer.{key}=5"
+        )
+    return value
+
+
 def _fused(parameters: list[nn.Parameter], split: bool = True) -> bool:
     """Whether torch's fused kernel takes them; `split`: whether it takes parameters that are split over ranks."""
     fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
@@ -74,6 +88,8 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if _flag("nesterov", nesterov) and momentum == 0:
+        raise ValueError("optimizer.nesterov=true: there must be momentum; for example optimizer.momentum=0.9")
     return torch.optim.SGD(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
@@ -98,6 +114,7 @@ def muon(
 ) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, head and vectors.
 
+    The head is the model's `head_weight`; of a model without that attribute a head that is an nn.Linear gets Muon too.
     `adjust_lr=match_rms_adamw` (Liu et al. 2025) gives both the same update size, so one `lr` serves both.
     """
     outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -105,6 +122,11 @@ def muon(
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = [p for p in parameters if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in parameters if not (p.ndim == 2 and id(p) not in outer)]
+    if adjust_lr not in ("match_rms_adamw", "original"):
+        raise ValueError(
+            f"optimizer.adjust_lr={adjust_lr}: match_rms_adamw or original is needed; for example "
+            "optimizer.adjust_lr=match_rms_adamw"
+        )
     if not hidden:
         raise ValueError("optimizer=muon: the model has no hidden matrices; for example optimizer=adamw")
     return [
@@ -112,8 +134,8 @@ def muon(
             hidden,
             lr=_rate("lr", lr, zero=False),
             momentum=_decay("momentum", momentum),
-            nesterov=nesterov,
-            ns_steps=ns_steps,
+            nesterov=_flag("nesterov", nesterov),
+            ns_steps=_iterations("ns_steps", ns_steps),
             weight_decay=_rate("weight_decay", weight_decay),
             adjust_lr_fn=adjust_lr,
         ),
@@ -146,7 +168,8 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
 
 def _guards(optimizer: Optimizer) -> bool:
     """Whether the optimizer can be told on the device to leave everything as it is."""
-    if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
+    with_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    if isinstance(optimizer, torch.optim.SGD) and with_momentum and not optimizer.state:
         return False  # a skipped first step would leave torch's fused momentum buffers uninitialised
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

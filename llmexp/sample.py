@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tiktoken
 import torch
 from torch import nn
 
 from llmexp import checkpoint, precision
 from llmexp.config import Config, ConfigError
+from llmexp.data.tokenizers import END_OF_TEXT, has_meaning
 from llmexp.models.sampling import generate
 from llmexp.targets import bind
 
@@ -26,8 +25,16 @@ def sample(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> str:
-    """The prompt and up to `tokens` tokens after it, to the end of the document; uses its own random numbers."""
-    ids = encoding.encode_ordinary(prompt) or [encoding.eot_token]
+    """The prompt and up to `tokens` tokens after it, to the end of the document; uses its own random numbers.
+
+    Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of a document.
+    """
+    end = encoding._special_tokens.get(END_OF_TEXT)
+    ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
+    if not ids:
+        raise ValueError(
+            f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample needs a --prompt"
+        )
     device = next(model.parameters()).device
     new: list[int] = []
     with precision.autocast(precision_kind, device):
@@ -39,18 +46,16 @@ def sample(
             top_k=top_k,
             generator=torch.Generator(device=device).manual_seed(seed),
             context_length=context_length,
-            n_vocab=encoding.n_vocab,
+            allowed_v=torch.from_numpy(has_meaning(encoding)),
         ):
-            if token == encoding.eot_token:
+            if token == end:
                 break
             new.append(token)
     return prompt + encoding.decode(new, errors="replace")
 
 
-def load_for_sampling(
-    config: Config, recorded: dict[str, Any], loaded: checkpoint.Loaded
-) -> tuple[tiktoken.Encoding, nn.Module, int]:
-    """(tokenizer, model with the checkpoint's weights on the CPU, its context length). Raises ConfigError."""
+def load_for_sampling(config: Config, loaded: checkpoint.Loaded) -> tuple[tiktoken.Encoding, nn.Module]:
+    """(tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
     encoding: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
     try:
         with torch.device("meta"):  # a stranger's config may ask for more than there is
@@ -60,4 +65,4 @@ def load_for_sampling(
     model: nn.Module = bind("model", config.model, {})()
     model.to(precision.parameter_dtype(config.precision.kind))
     checkpoint.restore_model(loaded, model)
-    return encoding, model, recorded.get("max_position_embeddings") or config.batch.sequence_length
+    return encoding, model

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,16 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
 
 
 def commit(
-    root: Path, step: int, pieces: Pieces, state: dict[str, Any], meta: dict[str, Any], keep: int | None
+    root: Path,
+    step: int,
+    pieces: Pieces,
+    state: dict[str, Any],
+    meta: dict[str, Any],
+    keep: int | None,
+    whole: Sequence[int] = (),
 ) -> Path:
-    """Makes what all ranks have written checkpoint `step`, then removes all but the newest `keep`.
+    """Makes what all ranks have written checkpoint `step`, then removes those older than the newest `keep` of it and
+    `whole`: the steps of those that this process has loaded or committed. Another on the disk may be damaged.
 
     For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain containers) becomes state.pt,
     with the pieces' optimizers under "optimizers"; `meta` (JSON) goes into the manifest. Raises OSError; the files of
@@ -153,8 +160,9 @@ def commit(
         os.rename(temporary, final)
         _sync(root)
     shutil.rmtree(old, ignore_errors=True)
-    if keep is not None:
-        for found in [p for p in steps(root) if int(p.name[5:]) <= step][:-keep]:  # newer ones are damaged
+    known = sorted({*whole, step})
+    if keep is not None and len(known) >= keep:
+        for found in [p for p in steps(root) if int(p.name[5:]) < known[-keep]]:
             with contextlib.suppress(OSError):
                 (found / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(found)

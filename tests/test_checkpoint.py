@@ -33,11 +33,11 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False):
+def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, whole=()):
     """One process's whole save."""
     pieces = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
     saving.write(root, step, pieces)
-    return saving.commit(root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep)
+    return saving.commit(root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole)
 
 
 def rewrite(path: Path, file: str) -> None:
@@ -58,21 +58,34 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     assert loaded.state["progress"] == {"step": 3}
 
 
+def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
+    """Those of one process, which may have begun from a checkpoint; what is there after them."""
+    whole = [] if loaded is None else [loaded]
+    for step in many:
+        save(root, step, whole=whole)
+        whole.append(step)
+    return [p.name[-3:] for p in checkpoint.steps(root)]
+
+
 def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
-    for step in (100, 200, 300):
-        save(tmp_path, step)
+    saves(tmp_path, 100, 200, 300)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000200", "step_00000300"]
     (tmp_path / "step_00000300" / checkpoint.STATE).write_bytes(b"x")
     warnings: list[str] = []
     assert checkpoint.latest(tmp_path, warnings.append).step == 200
     assert "step_00000300 is damaged" in warnings[0]
     (tmp_path / "step_00000200" / checkpoint.MANIFEST).unlink()  # killed while it was being pruned
-    for step in (210, 220):
-        save(tmp_path, step)
-    assert [p.name[-3:] for p in checkpoint.steps(tmp_path)] == ["210", "220", "300"]
-    save(tmp_path, 300)  # the damaged one's place
+    assert saves(tmp_path, 210, 220, loaded=200) == ["210", "220", "300"]
+    save(tmp_path, 300, whole=[210, 220])  # the damaged one's place
     assert checkpoint.latest(tmp_path, warnings.append).step == 300
     assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["220", "300"]
+
+
+def test_a_damaged_older_one_is_not_one_of_the_kept(tmp_path):
+    assert saves(tmp_path, 100, 137) == ["100", "137"]
+    (tmp_path / "step_00000137" / checkpoint.STATE).write_bytes(b"x")
+    assert saves(tmp_path, 200, loaded=100) == ["100", "137", "200"]  # two that are whole
+    assert saves(tmp_path, 300, 400, loaded=200) == ["300", "400"]
 
 
 def test_leftovers_of_a_killed_save_go_away(tmp_path):

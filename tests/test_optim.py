@@ -13,6 +13,7 @@ from llmexp.models.gpt2 import GPT2
 BUILDERS = {
     "adamw": lambda m: optim.adamw(m, lr=0.1),
     "sgd": lambda m: optim.sgd(m, lr=0.1),
+    "sgd without momentum": lambda m: optim.sgd(m, lr=0.1, momentum=0.0),
     "muon": lambda m: optim.muon(m, lr=0.1),
     "plain": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.1, momentum=0.5),
 }
@@ -101,3 +102,54 @@ def test_adamw_is_adamw():
 def test_bad_rates_are_refused_by_name(name, rate):
     with pytest.raises(ValueError, match=r"optimizer\.lr="):
         getattr(optim, name)(GPT2(32, 8, 1, 2, 8, 8), lr=rate)
+
+
+@pytest.mark.parametrize("steps", [100, 2.5, 0, -1, True, None, "5"])
+def test_bad_numbers_of_iterations_are_refused_by_name(steps):
+    with pytest.raises(ValueError, match=rf"optimizer\.ns_steps={steps}: a whole number from 1 to 99 .*\.ns_steps=5"):
+        optim.muon(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, ns_steps=steps)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+@pytest.mark.parametrize("flag", ["text", 1, None, 0.5])
+def test_bad_flags_are_refused_by_name(name, flag):
+    with pytest.raises(ValueError, match=rf"optimizer\.nesterov={flag}: true or false .* optimizer\.nesterov=true"):
+        getattr(optim, name)(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, nesterov=flag)
+
+
+def test_what_does_not_fit_together_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"optimizer\.nesterov=true: .* optimizer\.momentum=0\.9"):
+        optim.sgd(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, momentum=0.0, nesterov=True)
+    with pytest.raises(ValueError, match=r"optimizer\.adjust_lr=foo: .* optimizer\.adjust_lr=match_rms_adamw"):
+        optim.muon(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, adjust_lr="foo")
+
+
+def test_the_host_waits_for_no_update_of_plain_sgd():
+    """Without momentum there is no state that a skipped first step could leave uninitialised."""
+    model, (plain,) = made("sgd without momentum")
+    give_gradients(model, 0)
+    assert optim._guards(plain)
+    optim.update([plain], torch.tensor(False))
+    assert optim._guards(plain)
+    model, (momentum,) = made("sgd")
+    assert not optim._guards(momentum)
+    give_gradients(model, 0)
+    optim.update([momentum], torch.tensor(False))
+    assert optim._guards(momentum)
+
+
+def test_muon_gives_the_head_to_adamw_where_the_model_names_it():
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 9, bias=False)
+
+    class Named(Linear):
+        @property
+        def head_weight(self) -> torch.Tensor:
+            return self.head.weight
+
+    for model, on_muon in ((Named(), ["mix.weight"]), (Linear(), ["mix.weight", "head.weight"])):
+        muon, _ = optim.muon(model, lr=0.1)
+        hidden = {id(p) for p in muon.param_groups[0]["params"]}
+        assert [name for name, p in model.named_parameters() if id(p) in hidden] == on_muon

@@ -101,6 +101,8 @@ BAD = [
     ("optimizer.lr=inf", "optimizer.lr=inf", "optimizer.lr="),
     ("optimizer.lr=-1", "optimizer.lr=-1", "optimizer.lr="),
     ("optimizer.beta1=1.5", "optimizer", "1.5"),
+    ("optimizer=muon optimizer.ns_steps=100", "optimizer.ns_steps=100", "whole number from 1 to 99"),
+    ("optimizer=muon optimizer.nesterov=text", "optimizer.nesterov=text", "true or false"),
     ("clip.max_norm=0", "clip.max_norm=0", "above 0"),
     ("clip.max_norm=-1", "clip.max_norm=-1", "above 0"),
     ("clip.max_norm=nan", "clip.max_norm=nan", "finite"),

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from llmexp import environment, folder, guard, launch, slurm, targets
 from llmexp.__main__ import run
 from llmexp.config import Config, ConfigError, build, plain
+from llmexp.sweep.main import recordable
 from llmexp.sweep.points import label
 from tests.conftest import TINY, Result, llmexp
 
@@ -411,6 +412,7 @@ HYDRA = [
     (["plan", "-m", "experiment=callbacks,allows"], "hydra.callbacks"),
     (["plan", "hydra.job.env_copy=[NOT_SET]"], "NOT_SET"),
     (["plan", "hydra.searchpath=[pkg://evilpackage]"], "hydra.searchpath=pkg://evilpackage"),
+    (["plan", "hydra.searchpath=[pkg\\://evilpackage/more]"], "hydra.searchpath=pkg://evilpackage/more"),
     (["plan", "--config-dir", "own"], "config.yaml there would take the place"),
 ]  # fmt: skip
 
@@ -483,7 +485,7 @@ def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
     looked_at({
         "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
         "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
-        "overrides": {"hydra": ["hydra.launcher.setup=[...]"]},
+        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
         "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
     })  # fmt: skip
 
@@ -505,6 +507,84 @@ def test_a_config_cannot_say_what_the_command_line_said(home):
     for multirun in (False, True):
         with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what"):
             launch.compose(hydra, arguments, multirun)
+    # As many as there are, with a list that forgets what is put into it.
+    made_up = ", ".join(["'hydra.launcher.setup=[x]'"] * len(arguments))
+    for told in (f"{{task: '${{oc.create:[]}}', hydra: [{made_up}]}}", "'${more}'", "{task: '${more.task}'}"):
+        text = f"# @package _global_\nmore: {{hydra: [], task: []}}\nhydra: {{overrides: {told}}}\n"
+        (home / "conf" / "experiment" / "evil.yaml").write_text(text)
+        with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"):
+            launch.compose(hydra, arguments, multirun=True)
+
+
+CANARY = "[touch canary]"
+SLURM, RAY = "hydra/launcher=slurm", "hydra/launcher=ray"
+MORE = "+hydra.launcher.additional_parameters"
+# Arguments in the sweep.json of a stranger, what the user adds, and the key that is then refused.
+RESUMED: list[tuple[list[str], list[str], str]] = [
+    ([SLURM, "~hydra.launcher.setup", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
+    ([SLURM, "~hydra.launcher.setup", f"++hydra={{launcher:{{setup:{CANARY}}}}}"], [], "setup"),
+    ([SLURM, "++hydra.launcher.setups=1", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
+    ([SLURM, f"{MORE}.a=1", "++hydra.launcher={additional_parameters:{prolog:x}}"], [], "additional_parameters.prolog"),
+    ([SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"], [f"{MORE}.constraint=h100"], "prolog"),
+    ([SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"], [f"{MORE}={{constraint:h100}}"], "prolog"),
+    ([SLURM, "+notes='touch canary'", "++hydra.launcher={setup:['${notes}']}"], [], "setup"),
+    ([RAY, "~hydra.launcher.init", "++hydra.launcher={init:{address:'ray://evil'}}"], [], "init.address"),
+    ([RAY, "~hydra.launcher.address", "++hydra.launcher={address:'ray://evil'}"], [], "address"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "typed", "key"), RESUMED, ids=[" ".join([*a, *t]) for a, t, _ in RESUMED])
+def test_no_shell_line_for_a_cluster_comes_from_a_strangers_sweep(home, capsys, arguments, typed, key):
+    strange_sweep(home / "strange", arguments)
+    assert run(["resume", "strange", *typed]) == 2
+    err = capsys.readouterr().err
+    assert re.search(rf"hydra\.launcher\.(additional_parameters\.)?{key}: .*taken from a command line", err), err
+    assert not (home / "canary").exists()
+
+
+def strange_sweep(path: Path, arguments: list[str]) -> None:
+    path.mkdir()
+    head = {"format": 1, "name": "strange", "group": "g", "launcher": "slurm", "swept": ["train.seed"], "created": 0.0}
+    whole = ["-m", *TINY, "data=synthetic", "train.seed=1,2", *arguments]
+    (path / "sweep.json").write_text(json.dumps({**head, "arguments": whole, "state": "failed", "points": []}))
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+@pytest.mark.parametrize("key", ["setup", "additional_parameters.prolog", "init.address", "address"])
+def test_what_a_command_line_alone_may_say_is_not_recorded(prefix, key):
+    assert recordable(["-m", f"{prefix}hydra.launcher.{key}=x", "name=a", "--allow", "b"]) == ["-m", "name=a"]
+
+
+# What a config file says, how it tries to look like a command line, and what the user typed.
+FILES = [
+    ("hydra: {launcher: {setup: [touch canary]}}", [], "setup"),
+    ("hydra: {launcher: {additional_parameters: {prolog: x}}}", [f"{MORE}.constraint=h100"], "prolog"),
+    ("hydra: {launcher: {additional_parameters: {prolog: x}}}", [f"{MORE}={{constraint:h100}}"], "prolog"),
+    ("hydra: {launcher: {additional_parameters: {a: {prolog: x}}}}", [f"{MORE}.a={{b:1}}"], "a.prolog"),
+    ("hydra: {launcher: {additional_parameters: {prolog: [x]}}}", ["~hydra.launcher.setup"], "prolog"),
+    ("more: {prolog: x}\nhydra: {launcher: {additional_parameters: '${more}'}}", [], "${more}"),
+]
+
+
+@pytest.mark.parametrize(("text", "typed", "key"), FILES, ids=[f"{f} {' '.join(t)}" for f, t, _ in FILES])
+def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed, key):
+    (home / "conf" / "experiment").mkdir(parents=True)
+    (home / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
+    with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
+        launch.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
+
+
+def test_what_is_typed_for_a_launcher_is_taken(home):
+    typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
+             f"{MORE}.exclusive=true", f"{MORE}.none=null", "hydra.launcher.partition=gpu"]  # fmt: skip
+    with launch.hydra_app(None) as hydra:
+        for _ in range(2):
+            cfg, _ = launch.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
+            point = hydra.config_loader.load_sweep_config(cfg, ["train.seed=1"])
+    assert cfg.hydra.launcher == point.hydra.launcher
+    assert cfg.hydra.launcher.setup == ["module load cuda", 'echo "a, b"']
+    wanted = {"constraint": "h100", "a": {"b": [1, {}]}, "exclusive": True, "none": None}
+    assert cfg.hydra.launcher.additional_parameters == wanted
 
 
 @pytest.mark.parametrize("key", ["partition", "account", "qos"])

@@ -17,9 +17,18 @@ from torch import nn
 
 from llmexp import checkpoint, folder, saving
 from llmexp.__main__ import run
+from llmexp.compare.comparing import compare
+from llmexp.compare.picture import write_png
+from llmexp.compare.throughput import heat_maps
 from llmexp.config import ConfigError, plain
 from llmexp.metrics.console import Console
+from llmexp.metrics.plot import plot_losses
+from llmexp.metrics.tracker.local import Position, write_position
+from llmexp.sweep import show
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sync import upload_command
 from llmexp.train import worker
+from llmexp.train.loop import export_trace
 from tests.conftest import TINY, Result, llmexp
 from tests.test_security import composed, home
 
@@ -154,6 +163,9 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path):
     assert not folder.is_locked(tmp_path)
     with pytest.raises(ConfigError, match="is a link or a pipe"):
         folder.opened(tmp_path / "train.log", "a")
+    stream = io.StringIO()
+    Console(tmp_path / "train.log", 3, stream=stream).line("a line")
+    assert "cannot be written (it is a pipe); the run goes on\na line" in stream.getvalue()
 
 
 @pytest.mark.parametrize("more", [{"step": 200, "files": {}}, {}, {"step": "x", "files": ["a"], "pages": 3}])
@@ -211,6 +223,29 @@ def test_nothing_is_written_through_a_link(victim, tmp_path, there):
     )
     worker.fail(path, 3, "text")
     assert victim.read_text() == "mine" if there else not victim.exists()
+
+
+def test_what_is_put_in_place_goes_through_no_link(victim, tmp_path):
+    """Neither the file nor what it is called while it is written, which a stranger may know."""
+    path = tmp_path / "strange"
+    path.mkdir()
+    names = ("tracker.json", "loss.png", "throughput.png", "compare.png", "trace_step_00000001.json")
+    for name in names:
+        made = (f".{name}.tmp", f"{name}.tmp", f".{name}.tmp.png", f".{name}.{os.getpid()}.tmp")
+        for link in (name, *made):
+            (path / link).symlink_to(victim)
+    write_position(path, Position("id", 3, 1))
+    plot_losses([{"tokens_seen": n, "train/loss": 3.0 - n} for n in range(3)], path / "loss.png", "a run")
+    heat_maps([{"tokens/s": 1.0, "micro-batch": 1, "accumulation": 1}], path / "throughput.png")
+    write_png(compare([]), path / "compare.png")
+    with torch.profiler.profile() as done:
+        torch.ones(2).sum()
+    export_trace(done, path / "trace_step_00000001.json")
+    assert victim.read_text() == "mine"
+    for name in names:
+        assert (path / name).stat().st_size > 10, name
+        assert not (path / name).is_symlink(), name
+        assert not [p for p in path.iterdir() if p.name not in names and not p.is_symlink()]
 
 
 @pytest.fixture(scope="module")
@@ -277,12 +312,22 @@ def test_a_strangers_links_and_state_from_the_command_line(stopped, victim, tmp_
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "run.json", "config.yaml", "manifest.json"])
+PLAIN = ["metrics.jsonl", "status.json", "run.json", "config.yaml", "mark.txt", "tracker.json", "sweep.json"]
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "manifest.json", "state.pt"])
 def test_a_file_without_an_end_holds_no_command_up(saved, tmp_path, capsys, name):
     path = saved.parent.parent
-    (path / "config.yaml").write_text("name: x\n")
+    config = plain(composed(*TINY, "data=synthetic", "data.n_tokens=5000"))
+    whole = {"config.yaml": config, "run.json": {}, "status.json": {"state": "finished"}, "metrics.jsonl": {"step": 1}}
+    for other, value in whole.items():
+        (path / other).write_text(json.dumps(value) + "\n")
+    if name == "state.pt":  # which the manifest may leave out
+        rewrite(saved, files={n: checkpoint.fingerprint(saved / n) for n in os.listdir(saved) if n.endswith("tensors")})
+        with pytest.raises(checkpoint.CheckpointError, match=r"state\.pt is missing"):
+            checkpoint.load(saved)
     for pipe in (True, False):
-        file = saved / name if name == "manifest.json" else path / name
+        file = path / name if name in PLAIN else saved / name
         file.unlink(missing_ok=True)
         if pipe:
             os.mkfifo(file)
@@ -290,12 +335,50 @@ def test_a_file_without_an_end_holds_no_command_up(saved, tmp_path, capsys, name
             file.symlink_to("/dev/zero")
         for command in (
             ["runs", str(path)],
+            ["runs", "--remove-checkpoints", str(path)],
             ["compare", str(path)],
             ["sample", str(path)],
             ["sync", "--dry-run", str(path)],
+            ["resume", str(path)] if name == "sweep.json" else ["runs"],
         ):
             assert run(command) in (0, 1, 2)
             assert "Traceback" not in capsys.readouterr().err
+        if name in ("tracker.json", "config.yaml"):  # the end of a sweep
+            assert upload_command(path.parent) is None
+
+
+FACTS = ["{", "[1]", "[" * 200_000, '{"max_steps": "x"}', '{"max_steps": true}', "{}"]
+WRONG = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e309", "true", "null", "-1e308", "9" * 400]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[w[:9] for w in WRONG])
+def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong):
+    """Nor does the live table of a terminal, which shows what failed in an earlier command too."""
+    states = ("queued", "running", "finished", "failed", "preempted", "infeasible")
+    entries = [Entry(n, "x", f"{n}-x", None, [], state=s) for n, s in enumerate([*states, *states, "finished"])]
+    ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=entries)
+    figures = ("final val/loss", "final train/loss", "latest val/loss", "mean tokens_per_sec")
+    for n, entry in enumerate(entries):
+        path = tmp_path / entry.folder
+        path.mkdir()
+        (path / "config.yaml").write_text("name: x\n")
+        (path / "run.json").write_text(FACTS[n % len(FACTS)])
+        summary = wrong if n % 2 else "{" + ", ".join(f'"{name}": {wrong}' for name in figures) + "}"
+        more = f'"summary": {summary}, "started": {wrong}, "ended": {wrong}, "exit_code": {wrong}, "error": {wrong}'
+        (path / "status.json").write_text(f'{{"state": "{entry.state}", {more}}}' if n < 12 else "[" * 200_000)
+        row = f'{{"step": 3, "train/loss": {wrong}, "tokens_per_sec": {wrong}, "eta": {wrong}}}'
+        (path / "metrics.jsonl").write_text((row if n % 3 else "[" * 9_000) + "\n")
+    display = show.Display(ledger)
+    ledger.save()
+    for look in (False, True):
+        for entry in entries:
+            if look:
+                ledger.look(entry, alive=True)
+            assert show.told(entry, tmp_path).startswith(entry.folder)
+        assert "1-x" in str(display._table())
+        assert "1-x" in show.results_table(ledger)
+    display.tick()
+    json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
 
 
 LAUGHS = "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [

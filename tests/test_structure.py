@@ -74,7 +74,7 @@ def test_the_reader_of_imports_sees_all_forms(tmp_path):
 def test_parts_know_neither_config_nor_run_nor_the_loop(name):
     folders = ("llmexp.models", "llmexp.data", "llmexp.metrics", "llmexp.mesh")
     others = [m for m in MODULES if m.count(".") == 1 and m not in folders]
-    others = [m for m in others if m not in PARTS] + ["hydra", "omegaconf"]
+    others = [m for m in others if m not in (*PARTS, "llmexp.process")] + ["hydra", "omegaconf"]
     assert uses(name, *others) == set()
 
 
@@ -87,7 +87,7 @@ def test_parts_do_not_import_each_others_private_names():
 
 
 def test_config_imports_the_standard_library_only_and_run_config_besides():
-    for name, allowed in (("llmexp.config", set()), ("llmexp.run", {"llmexp.config"})):
+    for name, allowed in (("llmexp.config", set()), ("llmexp.process", set()), ("llmexp.run", {"llmexp.config"})):
         for found in imports(MODULES[name]):
             top = found.partition(".")[0]
             assert top in sys.stdlib_module_names or any(found.startswith(a) for a in allowed), f"{name}: {found}"

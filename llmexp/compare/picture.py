@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llmexp import folder
 from llmexp.compare.figures import COLUMNS, positions
 from llmexp.compare.records import Comparison, Entry
 
@@ -52,9 +52,7 @@ def write_png(comparison: Comparison, path: Path) -> None:
         _heat(figure, axes[len(panels)], comparison, *grid)
     out = io.BytesIO()
     figure.savefig(out, format="png")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(out.getvalue())
-    os.replace(temporary, path)
+    folder.write_whole(path, out.getvalue())
 
 
 def _draw(axis: Any, c: Comparison, entry: Entry, key: str, colour: Any, label: str | None) -> None:

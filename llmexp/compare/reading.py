@@ -222,6 +222,8 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 def read_mark(path: Path) -> str:
     try:
+        if not (path / MARK).is_file():  # a pipe would hold us up
+            return ""
         with open(path / MARK, encoding="utf-8", errors="replace") as f:
             return clean(f.read(400))
     except OSError:

@@ -261,10 +261,10 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
 def _is_whole(checkpoint: Path) -> bool:
     """Whether all files that the manifest names are there in their full size; their hashes are not looked at."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files = folder.read_json(checkpoint / "manifest.json")["files"]
         sizes = {name: about["size"] for name, about in files.items()}
         there = {name: (checkpoint / name).stat().st_size for name in sizes if Path(name).name == name}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return bool(sizes) and sizes == there
 

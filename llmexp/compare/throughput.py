@@ -175,6 +175,6 @@ def heat_maps(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8, label="tokens/s, all ranks")
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary)
-    temporary.replace(path)
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    folder.write_whole(path, out.getvalue())

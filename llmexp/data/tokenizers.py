@@ -83,6 +83,13 @@ def token_byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
     return lengths
 
 
+def has_meaning(encoding: tiktoken.Encoding) -> np.ndarray:
+    """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of another."""
+    found = np.zeros(encoding.n_vocab, dtype=bool)
+    found[[*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()]] = True
+    return found
+
+
 def identity(encoding: tiktoken.Encoding) -> str:
     """A digest of all that decides how text becomes ids: the name alone does not."""
     ranks = encoding._mergeable_ranks

@@ -255,12 +255,12 @@ def _epoch(value: float) -> str:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Not through a link: the folder of the log may be a stranger's. Raises OSError."""
+    """Not through a link, nor a pipe that nobody reads: the folder of the log may be a stranger's. Raises OSError."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            error.strerror = "it is a link"
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            error.strerror = "it is a link" if error.errno == errno.ELOOP else "it is a pipe"
         raise
 
 

@@ -17,10 +17,9 @@ class Meter:
         self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)  # exact to 2**53
         self._clipped = torch.tensor(float(clipped), device=device)
         self._steps = steps  # since the last row, as are the clipped ones; a resume may lie in between
-        self._timed_from = self._began_at = tokens_seen
+        self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
-        self.train_time = 0.0
 
     def add(self, target_tokens: Tensor, clipped: Tensor) -> None:
         """Counts one step, without a host wait."""
@@ -34,9 +33,7 @@ class Meter:
         """Around everything that belongs to a training step, its wait for data included."""
         start = time.perf_counter()
         yield
-        elapsed = time.perf_counter() - start
-        self._step_time += elapsed
-        self.train_time += elapsed
+        self._step_time += time.perf_counter() - start
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -48,9 +45,9 @@ class Meter:
         """(tokens seen in all, steps clipped since the last row, steps since the last row); the host waits."""
         return round(float(self._tokens)), round(float(self._clipped)), self._steps
 
-    def tokens_per_sec(self) -> float:
-        """Mean rate over all training steps of this attempt; the host waits."""
-        return (self.counts()[0] - self._began_at) / self.train_time
+    def step_time(self) -> float | None:
+        """Mean seconds of the steps of this attempt since the last row; None where there were none."""
+        return self._step_time / self._timed_steps if self._timed_steps else None
 
     def take(self, ranks: int) -> dict[str, float]:
         """The counts and rates since the last row, and starts over. The host waits."""

@@ -64,11 +64,11 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     bottom.set_xlabel("tokens seen")
     bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
 
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # no name that a link could have
     try:
-        with warnings.catch_warnings():
+        with open(temporary, "xb") as file, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a title in any script is fine
-            figure.savefig(temporary, format="png")
+            figure.savefig(file, format="png")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

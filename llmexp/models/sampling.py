@@ -17,20 +17,20 @@ def generate(
     top_k: int | None,
     generator: torch.Generator,
     context_length: int,
-    n_vocab: int | None = None,
+    allowed_v: Tensor | None = None,
 ) -> Iterator[int]:
     """Yield `max_new_tokens` token ids that continue `prompt_tokens`.
 
     The model sees the last `context_length` tokens, on the generator's device. `temperature` 0 takes the
-    most likely token; `top_k` keeps the k most likely ones (None: all). Ids from `n_vocab` on are rows that
-    only pad the vocabulary and never come out. The generator is the only source of randomness. For each
-    token the model is put into eval mode and back into the mode it was in.
+    most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not true in `allowed_v`
+    (bool; None: all are), such as rows that only pad the vocabulary, never come out. The generator is the
+    only source of randomness. For each token the model is put into eval mode and back into the mode it was in.
     Raises ValueError, at the call, for an empty prompt or a setting out of range.
     """
     if not prompt_tokens:
         raise ValueError("empty prompt: at least one token is needed to continue from")
     minima = {"max_new_tokens": (max_new_tokens, 0), "context_length": (context_length, 1)}
-    minima |= {"top_k": (1 if top_k is None else top_k, 1), "n_vocab": (1 if n_vocab is None else n_vocab, 1)}
+    minima |= {"top_k": (1 if top_k is None else top_k, 1)}
     for name, (value, minimum) in minima.items():
         if value < minimum:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
@@ -39,8 +39,12 @@ def generate(
 
     def continuation() -> Iterator[int]:
         tokens = list(prompt_tokens)
+        barred_v = None if allowed_v is None else ~allowed_v.to(generator.device)
         for _ in range(max_new_tokens):
-            logits_v = _last_logits(model, tokens[-context_length:], generator.device)[:n_vocab]
+            logits_v = _last_logits(model, tokens[-context_length:], generator.device)
+            if barred_v is not None:
+                logits_v = logits_v[: len(barred_v)]
+                logits_v = logits_v.masked_fill(barred_v[: len(logits_v)], -math.inf)
             tokens.append(_draw(logits_v, temperature, top_k, generator))
             yield tokens[-1]
 

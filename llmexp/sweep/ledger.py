@@ -94,13 +94,13 @@ class Ledger:
         if state == "running" and not alive and not folder.is_alive(path, status):
             state = "preempted"  # cut: killed, or its host went down
         if state in STATES:
-            error = status.get("error")
+            error, started, code = (status.get(key) for key in ("error", "started", "exit_code"))
             self.update(
                 entry,
                 state=state,
-                started=status.get("started", entry.started),
-                ended=status.get("ended") if state in ("finished", "failed", "preempted") else None,
-                exit_code=status.get("exit_code"),
+                started=entry.started if figure(started) is None else started,
+                ended=figure(status.get("ended")) if state in ("finished", "failed", "preempted") else None,
+                exit_code=code if type(code) is int and abs(code) < 2**31 else None,
                 error=one_line(error) if error else None,
             )
         return status
@@ -115,6 +115,12 @@ def identity(config: Mapping[str, Any]) -> str:
 
 def _left_out(key: str) -> bool:
     return any(key == k or key.startswith(k + ".") for k in NOT_IDENTITY)
+
+
+def figure(value: Any) -> float | None:
+    """A finite number, or None: what is in a run's files may be damaged, or a stranger's."""
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return value if fits else None
 
 
 def one_line(text: str, width: int = 300) -> str:

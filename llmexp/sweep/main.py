@@ -156,7 +156,7 @@ def recordable(arguments: Sequence[str]) -> list[str]:
     for argument in given:
         if argument == "--allow":
             next(given, None)
-        elif not argument.lstrip("+").startswith(("--allow=", "sweep.resume=", *KEPT_BACK)):
+        elif not argument.lstrip("+~").startswith(("--allow=", "sweep.resume=", *KEPT_BACK)):
             rest.append(argument)
     return rest
 
@@ -186,7 +186,8 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
         result = JobReturn(overrides=overrides, cfg=point.cfg if point else None, status=JobStatus.COMPLETED)
         assert current.ledger is not None
         summary = folder.read_status(current.ledger.path / entry.folder).get("summary", {}) if entry else {}
-        value = summary.get("final val/loss", summary.get("final train/loss"))
+        losses = ("final val/loss", "final train/loss", "latest train/loss")
+        value = next((summary[key] for key in losses if key in summary), None)
         if entry is None or entry.state != "finished" or value is None:
             result.status, value = JobStatus.FAILED, PointFailed(entry.error if entry else "this point cannot run")
         result.return_value = value

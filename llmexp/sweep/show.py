@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import folder
+from llmexp.config import ConfigError
 from llmexp.launch import say
-from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.ledger import Entry, Ledger, figure
 
 REFRESH_S = 0.5
 TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
@@ -79,12 +81,12 @@ class Display:
         left: dict[str, float] = {}
         for entry in sorted(shown, key=lambda e: e.number):
             row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
-            if entry.state == "running" and "eta" in row:
-                left[entry.folder] = row["eta"]
+            if entry.state == "running" and (eta := figure(row.get("eta"))) is not None:
+                left[entry.folder] = eta
             cells = (
                 f"{row['step']:,}/{self._steps(entry):,}" if row else "",
-                f"{row['train/loss']:.4f}" if "train/loss" in row else "",
-                f"{row['tokens_per_sec']:,.0f}" if "tokens_per_sec" in row else "",
+                shown_as(row.get("train/loss"), ".4f"),
+                shown_as(row.get("tokens_per_sec"), ",.0f"),
                 format_duration(left[entry.folder]) if entry.folder in left else "",
             )
             rows.append((entry.folder, entry.state, *cells))
@@ -94,8 +96,10 @@ class Display:
 
     def _steps(self, entry: Entry) -> int:
         if entry.folder not in self._max_steps:
-            run = self._ledger.path / entry.folder / folder.RUN
-            self._max_steps[entry.folder] = folder.read_json(run)["max_steps"] if run.exists() else 0
+            steps = None
+            with contextlib.suppress(ConfigError):  # it may be damaged
+                steps = folder.read_run(self._ledger.path / entry.folder).get("max_steps")
+            self._max_steps[entry.folder] = steps if type(steps) is int else 0
         return self._max_steps[entry.folder]
 
     def _time_left(self, left: dict[str, float]) -> str:
@@ -120,11 +124,22 @@ def told(entry: Entry, where: Path) -> str:
     if entry.state in ("failed", "preempted") and entry.error:
         return f"{text}: {flat(entry.error)}"
     if entry.state == "finished":
-        summary = folder.read_status(where / entry.folder).get("summary", {})
-        loss = summary.get("final val/loss", summary.get("final train/loss"))
+        summary = summary_of(where / entry.folder)
+        loss = shown_as(summary.get("final val/loss", summary.get("final train/loss")), ".4f")
         took = f" in {format_duration(entry.ended - entry.started)}" if entry.ended and entry.started else ""
-        return text + ("" if loss is None else f", loss {loss:.4f}") + took
+        return text + (loss and f", loss {loss}") + took
     return text
+
+
+def summary_of(path: Path) -> dict[str, Any]:
+    """The figures of a run's end; empty where there are none."""
+    summary = folder.read_status(path).get("summary")
+    return summary if isinstance(summary, dict) else {}
+
+
+def shown_as(value: Any, form: str) -> str:
+    """A figure in this form; the empty string where there is none."""
+    return "" if figure(value) is None else format(value, form)
 
 
 def counts(points: Sequence[Entry]) -> str:
@@ -142,7 +157,7 @@ def latest_row(path: Path) -> dict[str, Any]:
             f.seek(max(0, f.tell() - TAIL_BYTES))
             lines = f.read().split(b"\n")
         row = json.loads(lines[-2]) if len(lines) > 1 else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
@@ -153,10 +168,10 @@ def results_table(ledger: Ledger) -> str:
     reasons = []
     for entry in ledger.points:
         path = ledger.path / entry.folder
-        summary = folder.read_status(path).get("summary", {}) if entry.state != "infeasible" else {}
+        summary = summary_of(path) if entry.state != "infeasible" else {}
         losses = [summary.get(f"final {k}", summary.get(f"latest {k}")) for k in ("train/loss", "val/loss")]
-        rate = summary.get("mean tokens_per_sec")
-        figures = (*("" if loss is None else f"{loss:.4f}" for loss in losses), "" if rate is None else f"{rate:,.0f}")
+        rate = shown_as(summary.get("mean tokens_per_sec"), ",.0f")
+        figures = (*(shown_as(loss, ".4f") for loss in losses), rate)
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
             reasons.append(fitted(f"{entry.folder}: {flat(entry.error)}"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +94,7 @@ def train(loop: Loop) -> str:
         if due_save:
             save(loop, wait=last or not config.checkpoint.async_, must=last)
         if due_sample and (loop.out.main or s.mesh.sharded):  # a split model speaks with all its ranks
-            loop.out.console.line(f"sample: {sample_text(loop)}")
+            say_sample(loop)
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
     if p.updates == 0:
@@ -114,18 +117,13 @@ def settle(loop: Loop) -> int:
         p.updates += 1
         p.consecutive_skips = 0
         return p.updates
-    unsaved: OSError | None = None
-    if loop.saving is not None and loop.saving.step < p.step:  # this step may be the run's last
-        try:
-            finish_saving(loop)
-        except OSError as error:  # what is wrong with the step comes first
-            unsaved = error
     what = {EMPTY: "no valid target", SKIPPED_OUTLIER: "an outlier", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[
         code
     ]
     overflowed = code in (BAD_LOSS, BAD_NORM)
     if overflowed and not s.scaler.enabled:
         assert loop.own_nll is not None
+        before_failing(loop)
         ranks = mesh.ranks_where(s.mesh, not bool(loop.own_nll.isfinite()))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         raise TrainingFailed(
@@ -136,17 +134,25 @@ def settle(loop: Loop) -> int:
     p.consecutive_skips += 1
     limit = s.parts.config.train.max_consecutive_skips
     if overflowed and s.scaler.state_dict()["scale"] < 1:
+        before_failing(loop)
         raise TrainingFailed(
             f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16; {diagnosed(loop)}"
         )
     if p.consecutive_skips > limit:
+        before_failing(loop)
         raise TrainingFailed(
             f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} ({what}); "
             f"train.max_consecutive_skips={limit}"
         )
-    if unsaved is not None:
-        raise unsaved
     return p.updates
+
+
+def before_failing(loop: Loop) -> None:
+    """All ranks are here: the checkpoint that is on its way is still finished."""
+    try:
+        finish_saving(loop)
+    except (OSError, TrainingFailed) as error:  # what is wrong with the step comes first
+        loop.out.console.line(f"WARNING: {error}")
 
 
 def grew(loop: Loop) -> str:
@@ -294,10 +300,20 @@ def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
 
 def sample_text(loop: Loop) -> str:
     """A sampled text from the start of a document, on one line."""
-    parts, run = loop.s.parts, loop.s.parts.run
-    length = run.facts.max_position_embeddings or run.sequence_length
-    tokens = parts.config.train.sample_tokens
+    parts = loop.s.parts
+    length, tokens = parts.run.sequence_length, parts.config.train.sample_tokens  # no position that was never trained
     return " ".join(sample(parts.tokenizer, loop.s.loss, length, parts.precision, "", tokens).split())
+
+
+def say_sample(loop: Loop) -> None:
+    """In mid-run, where a sample that fails is only said."""
+    try:
+        text = sample_text(loop)
+    except Exception as error:
+        if loop.s.mesh.sharded and not isinstance(error, (KeyError, ValueError)):
+            raise  # not of the tokenizer: other ranks may be waiting for this one in the model
+        text = f"none: {error!r}"
+    loop.out.console.line(f"sample: {text}")
 
 
 def start_profiler(loop: Loop) -> torch.profiler.profile | None:
@@ -311,7 +327,18 @@ def start_profiler(loop: Loop) -> torch.profiler.profile | None:
         schedule=torch.profiler.schedule(
             wait=first - 1 - loop.p.step, warmup=0, active=train_config.profile_steps, repeat=1
         ),
-        on_trace_ready=lambda done: done.export_chrome_trace(str(target)),
+        on_trace_ready=lambda done: export_trace(done, target),
     )
     profiler.start()
     return profiler
+
+
+def export_trace(done: torch.profiler.profile, path: Path) -> None:
+    """Not through a link in the place of the file."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        done.export_chrome_trace(str(temporary))
+        with contextlib.suppress(FileNotFoundError):  # torch has said why it could not write it
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -44,7 +44,8 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         "scaler": s.scaler.state_dict(),
     }
     pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
-    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep))
+    whole = tuple(loop.saved)
+    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep, whole))
     loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
     if wait:
         finish_saving(loop, must)
@@ -106,7 +107,8 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
         if loop.out.main:
             loop.writer.start(due.commit)
         return
-    loop.saving, loop.saved_step, loop.failed_saves = None, due.step, 0
+    loop.saving, loop.failed_saves = None, 0
+    loop.saved.append(due.step)
     call_hooks(loop, "saved", due.step)
 
 
@@ -119,3 +121,21 @@ def finish_saving(loop: Loop, must: bool = False) -> None:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         go_on_saving(loop, must)
+
+
+def leave_saving(loop: Loop) -> None:
+    """Before a run ends by an exception: the checkpoint that is on its way is finished where no other rank is needed
+    for that, and else said to be lost."""
+    due, loop.saving = loop.saving, None
+    if due is None:
+        return
+    try:
+        if loop.s.mesh.distributed and not due.committing:
+            raise OSError("another rank may not have written its part")
+        loop.writer.wait()
+        if not due.committing:
+            due.commit()
+        loop.saved.append(due.step)
+    except OSError as error:
+        if loop.out.main:
+            loop.out.console.line(f"WARNING: the checkpoint of step {due.step:,} was not finished: {error}")

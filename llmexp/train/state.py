@@ -79,7 +79,12 @@ class Loop:
     own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
     writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
-    saved_step: int | None = None  # of the newest checkpoint
+    saved: list[int] = dataclasses.field(default_factory=list)  # steps of checkpoints loaded or committed here
     failed_saves: int = 0  # since then
     told_of_data: bool = False  # that a data file was replaced
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
+
+    @property
+    def saved_step(self) -> int | None:
+        """Of the newest checkpoint."""
+        return self.saved[-1] if self.saved else None

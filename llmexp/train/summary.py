@@ -20,24 +20,42 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
     found: dict[str, Any] = {"steps": loop.p.step}
+    tokens_seen = loop.meter.counts()[0]
     if loop.p.step:
-        found["tokens_seen"] = loop.meter.counts()[0]
-    when = "final" if last.get("step") == loop.p.step else "latest"  # a stop may lie between two rows
+        found["tokens_seen"] = tokens_seen
     for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
         with contextlib.suppress(StopIteration):
-            found[f"{when} {key}"] = next(row[key] for row in reversed(rows) if key in row)
+            row = next(row for row in reversed(rows) if key in row)
+            when = "final" if row["step"] == loop.p.step else "latest"  # a stop may lie between two of them
+            found[f"{when} {key}"] = row[key]
     if loop.p.best_val_loss is not None:
         found["best val/loss"] = loop.p.best_val_loss
-    if loop.meter.train_time:
-        found["train_time"] = loop.meter.train_time
-        found["mean tokens_per_sec"] = loop.meter.tokens_per_sec()
-    found |= {k: last[k] for k in ("mfu", "peak_memory_gib", "skipped_steps") if k in last}
+    if seconds := training_time(loop, rows):
+        found["train_time"] = seconds
+        found["mean tokens_per_sec"] = tokens_seen / seconds
+    found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
+    if loop.p.step:
+        found["skipped_steps"] = loop.p.skipped_steps
     norms = loop.measured.norms
     if norms.steps:
         found["clip_share"] = norms.clipped / norms.steps
     if loop.s.outliers.sigma is not None:
         found["outlier_steps"] = loop.p.outlier_count
     return found | loop.measured.noise.figures()
+
+
+def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
+    """Seconds of training of the whole run; what a resumed run did twice counts once. None where steps after the last
+    row were not timed."""
+    step, seconds = 0, 0.0
+    for row in rows:
+        if isinstance(mean := row.get("step_time"), float):
+            seconds += (row["step"] - step) * mean
+        step = row["step"]
+    since = loop.meter.step_time()
+    if step < loop.p.step and since is None:
+        return None
+    return seconds + (loop.p.step - step) * (since or 0.0)
 
 
 def details(loop: Loop) -> dict[str, Any]:

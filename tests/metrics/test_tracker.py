@@ -449,10 +449,26 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     assert outcome.exit_s < 8
 
 
+FULL = """
+import builtins
+
+opened = builtins.open
+
+
+def full(file, mode="r", *args, **more):
+    if "tracker.json" in str(file) and mode == "x":
+        return opened("/dev/full", "w", *args, **more)
+    return opened(file, mode, *args, **more)
+
+
+builtins.open = full
+"""
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tracker.json.tmp").symlink_to("/dev/full")
-    outcome = run_worker(tmp_path / "run", make_rows(1, 5))
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(FULL)
+    outcome = run_worker(tmp_path / "run", make_rows(1, 5), env={"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}"})
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
     assert "No space left" in outcome.said[0]
@@ -468,6 +484,21 @@ def test_training_goes_on_when_wandb_core_dies(tmp_path: Path) -> None:
     assert outcome.exit_s < 8
     # What it had written before its end is on disk.
     assert history(tmp_path / "run") == rows[:40]
+
+
+def test_a_position_is_not_written_through_a_link_nor_read_from_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    for name in ("tracker.json.tmp", ".tracker.json.tmp", "tracker.json"):
+        (tmp_path / name).symlink_to("mine")
+    write_position(tmp_path, Position("r", 3, 1))
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert read_position(tmp_path) == Position("r", 3, 1)
+    (tmp_path / "tracker.json").unlink()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_text("[" * 200_000)):
+        (tmp_path / "tracker.json").unlink(missing_ok=True)
+        make(tmp_path / "tracker.json")
+        assert read_position(tmp_path) is None
+        assert not upload_is_pending(tmp_path)
 
 
 def test_finish_twice_and_log_after_it(tmp_path: Path) -> None:

@@ -44,9 +44,11 @@ def test_context_never_exceeds_its_length() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
-def test_padding_rows_never_come_out(temperature: float) -> None:
+def test_ids_that_are_not_allowed_never_come_out(temperature: float) -> None:
     model = Fixed([0.0, 1.0, 2.0, 50.0, 60.0])
-    assert set(generate(model, [0], 200, temperature, None, seeded(), 4, n_vocab=3)) <= {0, 1, 2}
+    allowed_v = torch.tensor([True, False, True])
+    assert set(generate(model, [0], 200, temperature, None, seeded(), 4, allowed_v)) <= {0, 2}
+    assert set(generate(model, [0], 20, temperature, 4, seeded(), 4, torch.arange(9) == 1)) == {1}
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 2), (1.0, 100)])
@@ -91,16 +93,15 @@ def test_modes_are_as_before_between_and_after_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], 1, 1.0, None, 4, None), "empty prompt"),
-        (([0], -1, 1.0, None, 4, None), "max_new_tokens=-1"),
-        (([0], 1, -1.0, None, 4, None), r"temperature=-1\.0"),
-        (([0], 1, math.nan, None, 4, None), "temperature=nan"),
-        (([0], 1, 1.0, 0, 4, None), "top_k=0"),
-        (([0], 1, 1.0, None, 0, None), "context_length=0"),
-        (([0], 1, 1.0, None, 4, 0), "n_vocab=0"),
+        (([], 1, 1.0, None, 4), "empty prompt"),
+        (([0], -1, 1.0, None, 4), "max_new_tokens=-1"),
+        (([0], 1, -1.0, None, 4), r"temperature=-1\.0"),
+        (([0], 1, math.nan, None, 4), "temperature=nan"),
+        (([0], 1, 1.0, 0, 4), "top_k=0"),
+        (([0], 1, 1.0, None, 0), "context_length=0"),
     ],
 )
 def test_bad_settings_are_named_at_the_call(arguments: tuple, message: str) -> None:
-    prompt, count, temperature, top_k, context_length, n_vocab = arguments
+    prompt, count, temperature, top_k, context_length = arguments
     with pytest.raises(ValueError, match=message):
-        generate(Fixed([0.0]), prompt, count, temperature, top_k, seeded(), context_length, n_vocab)
+        generate(Fixed([0.0]), prompt, count, temperature, top_k, seeded(), context_length)

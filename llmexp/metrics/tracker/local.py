@@ -88,8 +88,11 @@ def next_id(run_id: str) -> str:
 
 def read_position(run_dir: Path) -> Position | None:
     """None where there is no position that can be read: the worst that follows is a row twice in an offline mirror."""
-    with contextlib.suppress(OSError, ValueError, OverflowError, KeyError, TypeError):
-        saved = json.loads((run_dir / POSITION_FILE).read_text(encoding="utf-8"))
+    path = run_dir / POSITION_FILE
+    with contextlib.suppress(OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
+        if not path.is_file():  # the folder may be a stranger's, and a pipe or a device has no end
+            return None
+        saved = json.loads(path.read_text(encoding="utf-8"))
         uploaded = saved.get("uploaded") if isinstance(saved, dict) else None
         run_id = saved["run_id"]
         if isinstance(run_id, str) and run_id == safe_id(run_id):
@@ -101,15 +104,18 @@ def read_position(run_dir: Path) -> Position | None:
 def write_position(run_dir: Path, position: Position) -> None:
     """Writes tracker.json whole or not at all. Raises OSError."""
     path = run_dir / POSITION_FILE
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # no name that a link could have
     saved: dict[str, Any] = {"run_id": position.run_id, "tokens_seen": position.tokens_seen, "step": position.step}
     if position.uploaded is not None:
         saved["uploaded"] = position.uploaded
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(saved, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(saved, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def upload_is_pending(run_dir: Path) -> bool:

@@ -1,0 +1,184 @@
+"""What a run says of its end, and what becomes then of a checkpoint that is on its way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llmexp import folder
+from llmexp.metrics.meter import Meter
+from llmexp.metrics.noise import NoiseScale
+from llmexp.metrics.norms import Norms
+from llmexp.train import loop as training
+from llmexp.train.save import leave_saving
+from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
+from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
+from llmexp.train.summary import summarise
+from tests.conftest import TINY, llmexp
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "tokens_seen": 96 * step, "train/loss": 3.0, "step_time": 0.5, "skipped_steps": 0, **more}
+
+
+def made(rows: list[dict] | None = None, *, world_size: int = 1, said: list[str] | None = None, **progress: Any) -> Any:
+    """A loop that stands at a step, without a model."""
+    p = Progress(**progress)
+    return Loop(
+        s=SimpleNamespace(  # type: ignore[arg-type]
+            mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
+            outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
+            scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
+            parts=SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1))),
+        ),
+        out=Outputs(
+            Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),  # type: ignore[arg-type]
+            SimpleNamespace(), SimpleNamespace(rows=rows or []),  # type: ignore[arg-type]
+        ),
+        p=p,
+        meter=Meter(torch.device("cpu"), 96 * p.step, 0, 0),
+        measured=Measured(Norms("none", None), NoiseScale(12)),
+        byte_lengths=torch.ones(1), fixed={}, peak_flops=None,
+    )  # fmt: skip
+
+
+def step_of(loop: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 10.0 + seconds))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with loop.meter.stepping():
+        loop.meter.add(torch.tensor(96), torch.tensor(False))
+    monkeypatch.undo()
+    loop.p.step += 1
+
+
+def test_times_are_of_the_whole_run(monkeypatch):
+    """Also of steps that another attempt made, and of those after the last row."""
+    rows = [row(10), row(20, step_time=0.7)]
+    found = summarise(made(rows, step=20))
+    assert found["train_time"] == pytest.approx(10 * 0.5 + 10 * 0.7)
+    assert found["mean tokens_per_sec"] == pytest.approx(96 * 20 / 12)
+    loop = made(rows, step=23)  # resumed between two rows
+    assert not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()  # of steps 21 to 23 no time is known
+    step_of(loop, 0.25, monkeypatch)
+    found = summarise(loop)
+    assert found["train_time"] == pytest.approx(12 + 4 * 0.25)
+    assert found["mean tokens_per_sec"] == pytest.approx(96 * 24 / 13)
+    assert "train_time" not in summarise(made())
+
+
+def test_final_is_of_the_last_step_and_no_other():
+    rows = [row(4, **{"val/loss": 2.5}), row(5, **{"train/loss": 2.9})]
+    found = summarise(made(rows, step=5, best_val_loss=2.5, skipped_steps=1))
+    assert (found["final train/loss"], found["latest val/loss"]) == (2.9, 2.5)
+    assert not {"latest train/loss", "final val/loss"} & found.keys()
+    found = summarise(made(rows, step=7, best_val_loss=2.5, skipped_steps=3))  # a stop between two rows
+    assert (found["latest train/loss"], found["latest val/loss"], found["skipped_steps"]) == (2.9, 2.5, 3)
+
+
+def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):
+    figures = {"summary": {"steps": 10}, "clip": {"share": 0.5}, "noise": {"measurements": 3}}
+    folder.write_status(tmp_path, "preempted", exit_code=75, **figures)
+    assert folder.write_status(tmp_path, "queued").keys() > figures.keys()
+    folder.write_status(tmp_path, "running", exit_code=None)
+    assert folder.read_status(tmp_path).keys() == {"state", "updated", "exit_code"}
+    folder.write_status(tmp_path, "finished", **figures)
+    assert folder.read_status(tmp_path)["summary"] == {"steps": 10}
+
+
+def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
+    """Step 2 of a loop that is at step 3."""
+
+    def commit() -> Path:
+        (tmp_path / "committed").touch()
+        return tmp_path
+
+    loop.saving = Saving(2, commit, committing)
+    loop.writer.start(commit if committing else (lambda: time.sleep(0.05)))
+
+
+def overflow() -> Any:
+    return SimpleNamespace(read=lambda: Seen(BAD_NORM, 3.0, float("inf"), False, 96.0, None))
+
+
+def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
+    loop = made(step=3)
+    on_its_way(loop, tmp_path)
+    loop.pending = overflow()
+    monkeypatch.setattr(training, "finish_saving", lambda loop: pytest.fail("waited"))
+    assert training.settle(loop) == 0
+    assert loop.saving is not None
+    monkeypatch.undo()
+    monkeypatch.setattr("llmexp.train.save.call_hooks", lambda *arguments: {})
+    loop.pending = overflow()
+    with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
+        training.settle(loop)
+    assert (tmp_path / "committed").exists()  # the run ends here
+
+
+def test_a_save_on_its_way_is_finished_before_a_run_fails(tmp_path):
+    loop = made(step=3)
+    leave_saving(loop)
+    on_its_way(loop, tmp_path)
+    leave_saving(loop)
+    assert (tmp_path / "committed").exists()
+    assert (loop.saving, loop.saved) == (None, [2])
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path, committing):
+    said: list[str] = []
+    loop = made(step=3, world_size=2, said=said)
+    on_its_way(loop, tmp_path, committing=committing)
+    leave_saving(loop)
+    assert (tmp_path / "committed").exists() == committing
+    assert [text.startswith("WARNING: the checkpoint of step 2 was not finished") for text in said] == (
+        [] if committing else [True]
+    )
+
+
+def test_a_save_that_fails_then_is_said(tmp_path):
+    said: list[str] = []
+    loop = made(step=3, said=said)
+    loop.saving = Saving(2, lambda: tmp_path)
+
+    def full() -> None:
+        raise OSError("no room")
+
+    loop.writer.start(full)
+    leave_saving(loop)
+    assert said == ["WARNING: the checkpoint of step 2 was not finished: no room"]
+
+
+LATE = """
+import time
+from llmexp import saving
+
+real = saving.write
+
+def write(*arguments):
+    time.sleep(0.5)
+    real(*arguments)
+
+saving.write = write
+
+def hook(event, context):
+    if (event, context.step) == ("step_start", 4):
+        raise RuntimeError("late")
+"""
+
+
+def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    failed = llmexp(
+        "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=5", "checkpoint.every=2",
+        "checkpoint.async=true", "--allow", "late", "hooks=[late.hook]", "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert failed.code == 3, failed.out
+    assert "the hook late.hook failed at step_start of step 4" in failed.err
+    assert "the last checkpoint is step_00000002" in failed.err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

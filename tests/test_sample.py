@@ -1,0 +1,112 @@
+"""Text from a model: only of ids that have a meaning, at the length that was trained, and never the end of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiktoken
+import torch
+from torch import Tensor, nn
+
+from llmexp.__main__ import run as command
+from llmexp.sample import sample
+from llmexp.train import loop as training
+from tests.conftest import TINY, llmexp
+
+
+class Eager(nn.Module):
+    """Likes the ids with the higher numbers; notes the lengths that it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.lengths: list[int] = []
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        self.lengths.append(tokens_bt.shape[1])
+        return (self.gain * torch.arange(320.0)).expand(*tokens_bt.shape, -1)
+
+
+def holed(**special: int) -> tiktoken.Encoding:
+    """Bytes, the pair `ab` with the id 299, and nothing in between, as some published encodings have it."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"ab": 299}
+    return tiktoken.Encoding(name="holed", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 30.0])
+def test_ids_without_a_meaning_are_never_drawn(temperature):
+    encoding = holed(**{"<|endoftext|>": 280, "<|other|>": 310})
+    found = sample(encoding, Eager(), 12, "fp32", "", 60, temperature=temperature, top_k=None)
+    assert found == "<|other|>" * 60 if temperature == 0 else len(found) > 0
+
+
+def test_a_tokenizer_without_an_end_needs_a_prompt():
+    with pytest.raises(ValueError, match=r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt"):
+        sample(holed(), Eager(), 12, "fp32", "", 5)
+    assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
+
+
+def looped(encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
+    facts = SimpleNamespace(max_position_embeddings=32)
+    parts = SimpleNamespace(
+        run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
+        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
+    )  # fmt: skip
+    s = SimpleNamespace(parts=parts, loss=model, mesh=SimpleNamespace(sharded=sharded))
+    return SimpleNamespace(s=s, out=SimpleNamespace(console=SimpleNamespace(line=said.append)))
+
+
+def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
+    said: list[str] = []
+    model = Eager()
+    training.say_sample(looped(holed(**{"<|endoftext|>": 280}), model, said))
+    assert max(model.lengths) == 12 < len(model.lengths)
+    assert said.pop().startswith("sample: ab")
+    for sharded in (False, True):
+        training.say_sample(looped(holed(), model, said, sharded=sharded))
+        assert said.pop().startswith("sample: none: ValueError")
+    broken = nn.Linear(2, 2)
+    training.say_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said))
+    assert said.pop().startswith("sample: none: ")
+    with pytest.raises(RuntimeError):  # another rank may be in its part of the same pass
+        training.say_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True))
+
+
+OWN = """
+import tiktoken
+
+def endless():
+    ranks = {bytes([b]): b for b in range(256)}
+    return tiktoken.Encoding(name="endless", pat_str=r"[\\s\\S]+", mergeable_ranks=ranks, special_tokens={})
+"""
+
+
+def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_needs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "owntoken.py").write_text(OWN)
+    (tmp_path / "conf" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "conf" / "tokenizer" / "mine.yaml").write_text("_target_: owntoken.endless\n")
+    done = llmexp(
+        "train", "--config-dir", "conf", "--allow", "owntoken", *TINY, "tokenizer=mine", "data=synthetic",
+        "data.n_tokens=4000", "train.max_steps=2", "train.sample_every=1", "train.sample_tokens=5",
+        "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.out.count("sample: none: ValueError") == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LLMEXP_ALLOW", "owntoken")
+    lengths: list[int] = []
+
+    def noted(*given: Any, **knobs: Any) -> str:
+        lengths.append(given[2])
+        return sample(*given, **knobs)
+
+    monkeypatch.setattr("llmexp.sample.sample", noted)
+    assert command(["sample", "run"]) == 2
+    assert "llmexp: tokenizer: endless has no <|endoftext|> token to begin with" in capsys.readouterr().err
+    assert command(["sample", "run", "--temperature", "inf", "--prompt", "x"]) == 2
+    assert "temperature=inf: must be a finite number" in capsys.readouterr().err
+    assert command(["sample", "run", "--prompt", "x", "--tokens", "15"]) == 0
+    assert set(lengths) == {12}
