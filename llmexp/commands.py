@@ -42,7 +42,7 @@ def resume(arguments: list[str]) -> int:
     path = args.run_dir
     if not folder.is_run(path) and ledger.is_sweep(path):
         arguments = recordable(ledger.read(path).arguments)
-        return launch.train([*arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
+        return launch.train(["-m", *arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
     if not folder.is_run(path) and ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.ANEW}{path}")
     tree, recorded = plain(folder.built_config(path)), folder.read_run(path)

@@ -166,7 +166,8 @@ def states() -> dict[str, tuple[str, str]]:
 
 def live_jobs(paths: Sequence[Path]) -> dict[Path, str]:
     """The jobs, submitted earlier for these run folders, that have not ended. Raises ConfigError."""
-    known = {p: str(folder.read_json(p / JOB).get("job_id")) for p in paths if (p / JOB).is_file()}
+    told = {p: folder.read_json(p / JOB) for p in paths if (p / JOB).is_file()}
+    known = {p: str(job.get("job_id")) for p, job in told.items() if isinstance(job, dict)}
     if not known:
         return {}
     try:

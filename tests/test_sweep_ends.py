@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -103,6 +104,20 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
         stop.requested = True
         conclude(SimpleNamespace(ledger=ledger, stop=stop, grid=grid), lambda text: None)
         assert ledger.state == state
+
+
+def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
+    """A pipe is in the place of what its processes print."""
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / local.STDERR)
+    over = []
+    run_all(
+        [Job(tmp_path / "run", 1)], [], Stopped(), max_parallel=None, devices_per_run=None, stop_on_failure=False,
+        silence_s=None, begun=lambda job: None, ended=over.append, tick=lambda: None, say=print,
+    )  # fmt: skip
+    status = folder.read_status(tmp_path / "run")
+    assert (len(over), status["state"], status["exit_code"]) == (1, "failed", 2)
+    assert "is a link or a pipe" in status["error"]
 
 
 def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):

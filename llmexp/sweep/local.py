@@ -99,7 +99,15 @@ def run_all(
             job = waiting.pop(0)
             taken, free = free[:need], free[need:]
             begun(job)
-            active.append(Active(job, start(job, taken, slots), taken, sign_at=time.monotonic()))
+            try:
+                process = start(job, taken, slots)
+            except (ConfigError, OSError) as error:  # something is in the place of its files
+                folder.write_status(job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
+                free += taken
+                halted |= stop_on_failure
+                ended(job)
+                continue
+            active.append(Active(job, process, taken, sign_at=time.monotonic()))
             if stop.requested:  # the signal came before this one was there to get it
                 active[-1].process.send_signal(signal.SIGTERM)
         for one in list(active):

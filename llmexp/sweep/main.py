@@ -173,6 +173,8 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
 
     The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal stopped the sweep.
     """
+    from llmexp.sweep import show
+
     (current,) = CURRENT
     given = list(current.cfg.hydra.overrides.task)
     asked = [as_given(overrides, given) for overrides in job_overrides]
@@ -185,9 +187,9 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
         point, entry = next(((p, e) for p, e in done if p.overrides == list(overrides)), (None, None))
         result = JobReturn(overrides=overrides, cfg=point.cfg if point else None, status=JobStatus.COMPLETED)
         assert current.ledger is not None
-        summary = folder.read_status(current.ledger.path / entry.folder).get("summary", {}) if entry else {}
+        summary = show.summary_of(current.ledger.path / entry.folder) if entry else {}
         losses = ("final val/loss", "final train/loss", "latest train/loss")
-        value = next((summary[key] for key in losses if key in summary), None)
+        value = next((summary[key] for key in losses if ledgers.figure(summary.get(key)) is not None), None)
         if entry is None or entry.state != "finished" or value is None:
             result.status, value = JobStatus.FAILED, PointFailed(entry.error if entry else "this point cannot run")
         result.return_value = value
@@ -333,7 +335,8 @@ def score(path: Path, step: int | None) -> float:
     with contextlib.suppress(ConfigError):
         for row in folder.read_rows(path / folder.METRICS):
             if row["step"] == step:
-                return float(row.get("val/loss", row.get("train/loss", math.inf)))
+                loss = ledgers.figure(row.get("val/loss", row.get("train/loss")))
+                return math.inf if loss is None else loss
     return math.inf
 
 
