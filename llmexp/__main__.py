@@ -33,7 +33,7 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
-    if code == 130:  # Python itself would end by a second SIGINT where the first one met an exec() of a library
+    if code in (75, 130):  # stopped by a signal; another one, while Python shuts down, would make that code its own
         from llmexp.process import leave
 
         leave(code)

@@ -216,7 +216,7 @@ class Worker:
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Sends the request and waits; (exit code, run folder if one was made). Signals are passed on."""
         assert self._process.stdin is not None
-        with handling(PASSED_ON, self._forward):
+        with handling(PASSED_ON, self._forward, stay=lambda: self.stopped):
             with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
             code = self._process.wait()

@@ -93,14 +93,19 @@ def how_it_died(code: int, stopped: bool) -> str:
 
 
 @contextlib.contextmanager
-def handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Handles the signals by `handler` for a while, but for those that are ignored: nohup ignores the hang-up."""
+def handling(
+    numbers: Sequence[signal.Signals],
+    handler: Callable[[int, FrameType | None], Any],
+    stay: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Handles the signals by `handler` for a while, but for those that are ignored: nohup ignores the hang-up. Where
+    `stay` holds in the end it stays: a second request to stop must not take the exit code from the first."""
     wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     old = {n: signal.signal(n, handler) for n in wanted}
     try:
         yield
     finally:
-        for number, before in old.items():
+        for number, before in old.items() if not stay() else ():
             signal.signal(number, before)
 
 

@@ -229,6 +229,7 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
     assert [p["state"] for p in sweep_json(tmp_path / "stop")["points"]] == ["failed", "queued"]
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     (tmp_path / "own.py").write_text(OWN)

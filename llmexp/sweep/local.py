@@ -52,7 +52,7 @@ class Stopped:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        with handling(PASSED_ON, self._pass_on):
+        with handling(PASSED_ON, self._pass_on, stay=lambda: self.requested):
             yield
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
