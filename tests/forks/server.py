@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 
+from llmexp.process import STOP_SIGNALS
+
 PRELOADED = (
     "llmexp.train.worker",
     "llmexp.sweep.points",
@@ -26,6 +28,9 @@ def main(address: str) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
 
+    # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork Python itself runs
+    # code in which an exception is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -101,6 +106,8 @@ def become_worker(request: dict, fds: list[int]) -> None:
         sys.argv[:] = request["argv"][at + 1 :]
         if "-u" in request["argv"][:at]:
             sys.stdout.reconfigure(write_through=True)
+        if sys.argv[0] != "llmexp.train":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as done:
