@@ -33,9 +33,12 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
-    if code in (75, 130):  # stopped by a signal; another one, while Python shuts down, would make that code its own
-        from llmexp.process import leave
+    from llmexp.process import PREEMPTED, leave
 
+    if code in (
+        PREEMPTED,
+        130,
+    ):  # stopped by a signal; another, while Python shuts down, would change the code
         leave(code)
     sys.exit(code)
 

@@ -75,6 +75,16 @@ def content(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def tail(path: Path, most: int) -> bytes:
+    """The last bytes of a file, at most so many; none where it is missing, or a pipe or a device."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with open(path, "rb") as f:
+                f.seek(max(0, f.seek(0, os.SEEK_END) - most))
+                return f.read()
+    return b""
+
+
 def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
@@ -181,10 +191,15 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
     return False
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process holds the run, or ranks that outlived their agent do, as far as this host can see."""
+    return is_locked(path) or is_locked(path, ".lock-ranks")
+
+
 def is_alive(path: Path, status: dict[str, Any]) -> bool:
     """Whether a run that is running by its status still is: somebody holds its lock, or, as locks of other hosts may
     not be seen here, it runs on another one and has written something in the last `SIGN_S` seconds."""
-    if is_locked(path) or is_locked(path, ".lock-ranks"):
+    if is_held(path):
         return True
     if status.get("host") in (None, socket.gethostname()):
         return False

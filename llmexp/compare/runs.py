@@ -95,7 +95,7 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
         status = read_status(path)
     summary = status.get("summary")
     summary = summary if isinstance(summary, dict) else {}
-    row = _last_row(path / folder.METRICS)
+    row = last_row(folder.tail(path / folder.METRICS, _TAIL))
     step = number(row.get("step"))
     most = number(facts.get("max_steps"))
     losses = (summary.get("final val/loss"), row.get("val/loss"), row.get("train/loss"))
@@ -120,17 +120,6 @@ def _changed(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-def _last_row(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file():  # a pipe would hold us up
-            return {}
-        with open(path, "rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - _TAIL))
-            return last_row(f.read())
-    except OSError:
-        return {}
 
 
 def disk_size(path: Path) -> int:

@@ -27,12 +27,13 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 def allow_open_files(count: int) -> None:
     """Raises this process's limit of open files for so many that stay open. Raises ValueError where it may not."""
-    soft, hard = (math.inf if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    if count + 64 > hard:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
+    if count + 64 > most:
         text = f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
         raise ValueError(f"data.train_files: {text}; join them to fewer")
-    if (wanted := min(count + OTHER_FILES, hard)) > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if (wanted := min(count + OTHER_FILES, most)) > enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 
 
 def cpu_count() -> int:

@@ -85,8 +85,8 @@ def token_byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
 
 def has_meaning(encoding: tiktoken.Encoding) -> np.ndarray:
     """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of another."""
-    found = np.zeros(encoding.n_vocab, dtype=bool)
-    found[[*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()]] = True
+    found: np.ndarray = token_byte_lengths(encoding) > 0
+    found[[*encoding._special_tokens.values()]] = True
     return found
 
 

@@ -403,7 +403,7 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:
     """Whether nobody trains there. A run whose sweep was killed has until the deadline to save and leave."""
-    while folder.is_locked(path) or folder.is_locked(path, ".lock-ranks"):
+    while folder.is_held(path):
         if time.monotonic() > deadline or current.over:
             return False
         time.sleep(0.2)

@@ -149,15 +149,10 @@ def counts(points: Sequence[Entry]) -> str:
 
 def latest_row(path: Path) -> dict[str, Any]:
     """The last whole row of a run's metrics; empty where there is none yet."""
+    lines = folder.tail(path / folder.METRICS, TAIL_BYTES).split(b"\n")
     try:
-        if not (path / folder.METRICS).is_file():  # a pipe would hold us up
-            return {}
-        with open(path / folder.METRICS, "rb") as f:
-            f.seek(0, 2)
-            f.seek(max(0, f.tell() - TAIL_BYTES))
-            lines = f.read().split(b"\n")
         row = json.loads(lines[-2]) if len(lines) > 1 else {}
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 

@@ -100,19 +100,14 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
     """Says why the run at `path` was not begun, and records it there if nobody is at work in it. Returns `code`."""
     if path is not None and STARTED in os.environ:
         return failed(path, code, text, trace)
-    ours = path is not None and (code == FAILED or folder.is_run(path))
-    with contextlib.ExitStack() as locks:
-        try:
-            for name in (".lock", ".lock-ranks") if ours else ():
-                locks.enter_context(folder.locked(cast(Path, path), name))
-        except ConfigError:
-            ours = False
-        except OSError:  # the disk may be what failed
-            pass
-        if ours:
-            fail(cast(Path, path), code, text, trace)
-        else:
-            print(f"{redacted(trace)}llmexp: {redacted(text)}", file=sys.stderr)
+    if path is not None and (code == FAILED or folder.is_run(path)):
+        with contextlib.suppress(ConfigError), contextlib.ExitStack() as locks:  # another process may be at work there
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                locks.enter_context(folder.locked(path))
+                locks.enter_context(folder.locked(path, ".lock-ranks"))
+            fail(path, code, text, trace)
+            return code
+    print(f"{redacted(trace)}llmexp: {redacted(text)}", file=sys.stderr)
     return code
 
 
