@@ -197,7 +197,12 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
 @needs_slurm
 def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     """A failed run shows as FAILED in Slurm. A job warned of its time limit comes back. The waiting command may go and
-    come again. What scancel ended stays out, and the command ends too, without a database of ended jobs."""
+    come again. What scancel ended stays out, and the command ends too, without a database of ended jobs. What jobs load
+    is in folders that were made for them, not in one that a stranger has put there."""
+    theirs = work / "theirs"
+    for made in (theirs, work / "sweep"):
+        made.mkdir()
+    (work / "sweep" / "slurm").symlink_to(theirs)
     sweep = ["train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW, "hooks=[slow.slow],[slow.bad]",
              "hydra.sweep.dir=sweep", "train.max_steps=2000"]  # fmt: skip
     good, bad = (work / "sweep" / name for name in ("0-hooks__slow.slow", "1-hooks__slow.bad"))
@@ -227,12 +232,14 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     out, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 1, out + err
     assert "1 jobs submitted before are still there" in out
-    assert "1 jobs submitted; what their processes print" in out
+    assert "1 jobs submitted; what their processes print is in sweep/slurm-3\n" in out
     ledger = json.loads((work / "sweep" / "sweep.json").read_text())
     assert [p["state"] for p in ledger["points"]] == ["preempted", "failed"]
     assert "0-hooks__slow.slow  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")
+    assert list(theirs.iterdir()) == []
+    assert all(any((work / "sweep" / name).glob("*_submitted.pkl")) for name in ("slurm-2", "slurm-3"))
 
 
 @needs_slurm

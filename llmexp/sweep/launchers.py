@@ -172,14 +172,16 @@ def execute(
         return
     from llmexp import slurm
 
-    settings, where = slurm_settings(current.cfg), ledger.path / "slurm"
+    settings = slurm_settings(current.cfg)
     if queued and (note := slurm.fixed_here(queued[0][0].config, queued[0][0].path)):
         display.line(f"note: {note}")
-    submitted = slurm.submit([job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}")
-    for path in submitted:
-        ledger.update(by_path[path], attempts=by_path[path].attempts + 1)
-    display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
-    jobs = jobs | submitted
+    if todo:
+        where = folder.claim(ledger.path / "slurm", False, "hydra.sweep.dir")  # new: jobs unpickle what is there
+        submitted = slurm.submit([job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}")
+        for path in submitted:
+            ledger.update(by_path[path], attempts=by_path[path].attempts + 1)
+        display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
+        jobs = jobs | submitted
 
     cancelled: dict[Path, Any] = {}  # with when their runs were queued; one that begins all the same renews that
     left = set(jobs)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,6 +379,23 @@ def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, Dead
         assert run.outcome.costs["where"].startswith(str(run.run_dir))
     for path in run.run_dir.rglob("*"):
         assert not path.is_file() or FAKE_KEY.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("before", [None, Position("run-1", 3, 1, {"project": "a-project", "step": 1})])
+def test_what_wandb_was_never_given_is_owed_too(tmp_path: Path, before: Position | None) -> None:
+    """wandb takes longer to start than there is time at the end, in a new run and in one that goes on."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if before:
+        write_position(run_dir, before)
+    with dead_server("silent") as url:
+        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
+        outcome = run_worker(run_dir, make_rows(2, 5), env=env, start_timeout_s=60, finish_timeout_s=1)
+    (said,) = outcome.said
+    assert "not done after 1 s" in said
+    assert said.endswith(f"llmexp sync {run_dir}")
+    assert read_position(run_dir) == (replace(before, uploaded=None) if before else Position("run-1"))
+    assert upload_is_pending(run_dir)
 
 
 def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:

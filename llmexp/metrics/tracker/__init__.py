@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,15 @@ from llmexp.metrics.tracker.calls import (
     rows_there,
     start_run,
 )
-from llmexp.metrics.tracker.local import POSITION_FILE, Position, cut_tags, read_position, safe_id, write_position
+from llmexp.metrics.tracker.local import (
+    POSITION_FILE,
+    Position,
+    cut_tags,
+    read_position,
+    safe_id,
+    upload_is_pending,
+    write_position,
+)
 
 POSITION_INTERVAL_S = 1.0
 
@@ -89,9 +97,14 @@ class WandbTracker:
             forget_wandb(kill=False)
 
     def _fail(self, text: str) -> None:
-        """Say what happened, once: whoever reads it needs the first cause, not its echoes."""
+        """Say what happened, once: whoever reads it needs the first cause, not its echoes. From then on rows are owed,
+        which tracker.json says too, also where wandb never came so far as to be given one."""
         if not self._failed:
             self._failed = True
+            with contextlib.suppress(OSError):  # perhaps of a full disk
+                if not upload_is_pending(self._plan.run_dir):
+                    saved = read_position(self._plan.run_dir) or Position(self._plan.run_id)
+                    write_position(self._plan.run_dir, replace(saved, uploaded=None))
             with contextlib.suppress(Exception):
                 again = f"llmexp sync {shlex.quote(str(self._plan.run_dir))}"
                 self._plan.say(f"wandb: {text}; metrics.jsonl has every row, to upload them: {again}")
