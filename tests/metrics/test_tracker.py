@@ -350,15 +350,16 @@ class DeadServerRun:
 def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DeadServerRun]:
     """All kinds at once: most of their time is waiting."""
 
-    def run(kind: str) -> DeadServerRun:
-        run_dir = tmp_path_factory.mktemp("dead", numbered=True) / "run"
+    def run(kind: str, where: Path) -> DeadServerRun:
+        run_dir = where / "run"
         with dead_server(kind) as url:
             env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
             outcome = run_worker(run_dir, make_rows(1, 100), env=env)
         return DeadServerRun(url, run_dir, outcome, history(run_dir))
 
+    folders = [tmp_path_factory.mktemp("dead") for _ in DEAD_SERVERS]  # in threads it would race with itself
     with ThreadPoolExecutor() as pool:
-        return dict(zip(DEAD_SERVERS, pool.map(run, DEAD_SERVERS), strict=True))
+        return dict(zip(DEAD_SERVERS, pool.map(run, DEAD_SERVERS, folders), strict=True))
 
 
 @pytest.mark.parametrize("kind", DEAD_SERVERS)
