@@ -35,10 +35,7 @@ def main() -> None:
         code = 130
     from llmexp.process import PREEMPTED, leave
 
-    if code in (
-        PREEMPTED,
-        130,
-    ):  # stopped by a signal; another, while Python shuts down, would change the code
+    if code in (PREEMPTED, 130):  # stopped by a signal; another, while Python shuts down, would change the code
         leave(code)
     sys.exit(code)
 

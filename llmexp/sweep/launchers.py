@@ -172,10 +172,10 @@ def execute(
         return
     from llmexp import slurm
 
-    settings = slurm_settings(current.cfg)
-    if queued and (note := slurm.fixed_here(queued[0][0].config, queued[0][0].path)):
-        display.line(f"note: {note}")
     if todo:
+        if note := slurm.fixed_here(queued[0][0].config, queued[0][0].path):
+            display.line(f"note: {note}")
+        settings = slurm_settings(current.cfg)
         where = folder.claim(ledger.path / "slurm", False, "hydra.sweep.dir")  # new: jobs unpickle what is there
         submitted = slurm.submit([job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}")
         for path in submitted:

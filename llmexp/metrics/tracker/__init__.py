@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,10 +101,8 @@ class WandbTracker:
         which tracker.json says too, also where wandb never came so far as to be given one."""
         if not self._failed:
             self._failed = True
-            with contextlib.suppress(OSError):  # perhaps of a full disk
-                if not upload_is_pending(self._plan.run_dir):
-                    saved = read_position(self._plan.run_dir) or Position(self._plan.run_id)
-                    write_position(self._plan.run_dir, replace(saved, uploaded=None))
+            if not upload_is_pending(self._plan.run_dir):
+                self._write_position(self._handed_before())
             with contextlib.suppress(Exception):
                 again = f"llmexp sync {shlex.quote(str(self._plan.run_dir))}"
                 self._plan.say(f"wandb: {text}; metrics.jsonl has every row, to upload them: {again}")
@@ -150,10 +148,7 @@ class WandbTracker:
     def _pump(self) -> None:
         """Pass rows on until `finish`; the position file follows at most once a second."""
         plan, run = self._plan, self._run
-        saved = read_position(plan.run_dir)
-        if saved is None or saved.run_id != plan.run_id:
-            saved = Position(plan.run_id)
-        sent_before = (saved.tokens_seen, saved.step)
+        sent_before = self._handed_before()
         position, written, written_at = sent_before, sent_before, time.monotonic()
         earlier = deque(plan.earlier if self._online else ())  # of these, offline, the position tells
         rows, last = 0, -1
@@ -193,6 +188,13 @@ class WandbTracker:
                 mark = {"project": plan.project, "step": last, "exit_code": item.exit_code, "url": self.url_or_path}
                 self._write_position(position, mark)
         wandb.teardown(exit_code=item.exit_code)  # else an exit hook of wandb does it
+
+    def _handed_before(self) -> tuple[int, int]:
+        """How far this run came in the tracker by tracker.json, as `_position` of its last row there."""
+        saved = read_position(self._plan.run_dir)
+        if saved is None or saved.run_id != self._plan.run_id:
+            saved = Position(self._plan.run_id)
+        return (saved.tokens_seen, saved.step)
 
     def _write_position(self, position: tuple[int, int], uploaded: Row | None = None) -> None:
         try:
