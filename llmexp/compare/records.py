@@ -29,6 +29,16 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """How an entry stands to the leading one."""
+
+    mark: str  # best | lowest | highest | same | worse | undecided, or why it is left out: running, too short, ...
+    difference: float | None = None  # of the metric, this entry's minus the leading one's
+    half: float | None = None  # half width of its 95 % interval; None where seeds give none
+    basis: str = ""  # what the interval rests on, such as: 3 seeds
+
+
+@dataclass(frozen=True)
 class Entry:
     """A line of the table: one run, or the runs that differ in nothing but the seed."""
 
@@ -40,6 +50,8 @@ class Entry:
     state: str  # of the worst of the runs
     note: str = ""  # such as: another tokenizer
     run_figures: tuple[dict[str, float], ...] = ()  # of each of the runs
+    label: str = ""  # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
+    standing: Standing = Standing("")
 
 
 @dataclass(frozen=True)
@@ -66,3 +78,6 @@ class Comparison:
     sentences: tuple[str, ...]  # what can be said, in words, the answer first
     problems: tuple[str, ...]  # paths that were no run, damage that was passed over
     factors: tuple[str, ...] = ()  # of `differing`, those that vary of themselves and not as another's consequence
+    headline: str = ""  # the result, in one line
+    notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
+    why: tuple[str, ...] = ()  # what both rest on, for those who ask

@@ -1,0 +1,47 @@
+"""Short names for what a sweep varies, as tables, answers and pages show them: `accum=1 clip=0.5`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+ALIASES = {
+    "batch.gradient_accumulation_steps": "accum",
+    "batch.micro_batch_size": "micro",
+    "batch.real_batch_size": "batch",
+    "batch.sequence_length": "length",
+    "clip.max_norm": "clip",
+    "clip.max_value": "clip_value",
+    "clip.kind": "clip",
+    "optimizer.weight_decay": "wd",
+    "parallelism.kind": "parallelism",
+    "parallelism.nproc_per_node": "ranks",
+    "precision.kind": "precision",
+    "schedule.warmup_ratio": "warmup",
+    "schedule.warmup_steps": "warmup",
+    "train.max_epochs": "epochs",
+    "train.max_steps": "steps",
+    "train.max_tokens": "tokens",
+}
+
+
+def short_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Map each key to its alias or its last part; keys that would share a short name keep their full one."""
+    keys = list(keys)
+    short = {key: ALIASES.get(key, key.rpartition(".")[2]) for key in keys}
+    taken = list(short.values())
+    return {key: name if taken.count(name) == 1 and name else key for key, name in short.items()}
+
+
+def shown(value: Any) -> str:
+    """Return a value of the configuration as YAML has it, numbers with at most six digits."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Return `accum=1 clip=0.5` for {"batch.gradient_accumulation_steps": 1, "clip.max_norm": 0.5}."""
+    names = short_keys(values)
+    return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())
