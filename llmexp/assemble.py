@@ -93,7 +93,9 @@ def assemble(config: Config, *, write: bool) -> Parts:
         model = build_bare()
         if not isinstance(model, nn.Module):
             raise refuse("model._target_", model_config["_target_"], "must return a torch.nn.Module")
-        return model.to(precision.parameter_dtype(kind))
+        model = model.to(precision.parameter_dtype(kind))
+        precision.nudge(model, config.train.seed, config.train.twin)
+        return model
 
     def build_optimizers(model: nn.Module) -> list[Optimizer]:
         built = bind("optimizer", config.optimizer, {})(model)

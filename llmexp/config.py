@@ -60,6 +60,7 @@ class Train:
     max_tokens: int | None = knob("budget in target tokens", 1_000_000, at_least=1)
     tail: str = knob("what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"))
     seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0, at_most=2**63 - 1)
+    twin: int = knob("number of a twin, which differs in the last bits of its initial weights; 0: none", 1, at_least=0)
     device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"))
     log_every: int = knob("optimizer steps between rows", 10, at_least=1)
     eval_every: int | None = knob("optimizer steps between evaluations; null: only at the end", 50, at_least=1)
@@ -199,6 +200,7 @@ class Sweep:
         "successive halving: share of its steps that each point gets at first; null: all", 0.125, above=0, at_most=1
     )
     halving_keep: float = knob("share of the points that goes on after each rung", 0.5, above=0, at_most=1)
+    negligible: float = knob("nats of loss below which a difference is called negligible", 0.002, at_least=0)
     report: str = knob("table at the end", "throughput", choices=("runs", "throughput"))
 
 

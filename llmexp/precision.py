@@ -6,10 +6,12 @@ Master weights, gradients and optimizer state stay fp32 (fp64 in fp64).
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def choose(kind: str, device: torch.device) -> tuple[str, str]:
@@ -45,6 +47,24 @@ def apply(kind: str) -> None:
 
 def parameter_dtype(kind: str) -> torch.dtype:
     return torch.float64 if kind == "fp64" else torch.float32
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int, twin: int) -> None:
+    """Move each entry of the parameters by -1, 0 or +1 unit in the last place, drawn anew for each (seed, twin).
+
+    The draws come from a generator of their own, so the training RNG stays as it is; twin 0 moves nothing.
+    """
+    if twin == 0:
+        return
+    number = int.from_bytes(hashlib.blake2b(f"{seed}/twin {twin}".encode(), digest_size=8).digest())
+    generator = torch.Generator().manual_seed(number)
+    for p in model.parameters():
+        if p.is_meta or not p.is_floating_point():
+            continue
+        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device)
+        towards = directions.to(p.dtype) * math.inf  # nan where the direction is 0
+        p.copy_(torch.where(directions == 0, p, torch.nextafter(p, towards)))
 
 
 def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
