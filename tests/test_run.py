@@ -46,9 +46,9 @@ def test_a_contradiction_shows_the_product():
 
 
 BASE = dict(
-    max_steps=None, max_epochs=None, max_tokens=None, tail="keep", seed=0, device="cpu", log_every=1, eval_every=1,
-    eval_tokens=1, sample_every=None, sample_tokens=0, compile=False, data_digest=False, max_consecutive_skips=1,
-    stop_step=None, profile_start=None, profile_steps=1,
+    max_steps=None, max_epochs=None, max_tokens=None, tail="keep", seed=0, twin=0, device="cpu", log_every=1,
+    eval_every=1, eval_tokens=1, sample_every=None, sample_tokens=0, compile=False, data_digest=False,
+    max_consecutive_skips=1, stop_step=None, profile_start=None, profile_steps=1,
 )  # fmt: skip
 
 
