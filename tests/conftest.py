@@ -25,6 +25,9 @@ from hypothesis import settings
 
 from tests import forks
 
+if forks.PRETEND_BF16:
+    forks.pretend_bf16()
+
 settings.register_profile("all", deadline=None)  # of 200 ms an example, which a busy machine exceeds
 settings.load_profile("all")
 
@@ -35,7 +38,7 @@ SHARED = ROOT.parent / "shared"
 TINY = [
     "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
     "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
-    "metrics.picture=false",
+    "metrics.picture=false", "precision=fp32",  # auto is bf16 on some machines
 ]  # fmt: skip
 
 

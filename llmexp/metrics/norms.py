@@ -59,7 +59,7 @@ class Norms:
         if limit == self.limit:
             return self.clipped / self.steps, self._coefficients / self.steps
         above = inverse = 0.0
-        for number, (count, inverses) in self._bins.items():
+        for number, (count, inverses) in sorted(self._bins.items()):  # sums round by their order; a resume keeps this one
             low, high = 2 ** (number / PER_OCTAVE), 2 ** ((number + 1) / PER_OCTAVE)
             part = min(max((high - limit) / (high - low), 0.0), 1.0)
             if number == HIGHEST and limit < high:

@@ -1,6 +1,8 @@
 """Workers of the tests as forks of one process that has torch imported: that import is most of what a tiny run costs.
 
 See sitecustomize.py for what is the same and what is not. LLMEXP_TEST_FORKS=0 starts every worker afresh.
+LLMEXP_TEST_BF16=1 tests as on a CPU with bf16 units, where precision=auto is bf16 (emulated: slow); fresh workers
+do not take part in that.
 """
 
 from __future__ import annotations
@@ -17,6 +19,15 @@ from tests.forks.sitecustomize import settings
 
 HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
+PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
+
+
+def pretend_bf16() -> None:
+    """Make torch say that this CPU has bf16 units."""
+    import torch
+
+    there = torch.cpu.get_capabilities()
+    torch.cpu.get_capabilities = lambda: {**there, "bf16": True}
 
 
 @functools.cache

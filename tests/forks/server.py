@@ -12,6 +12,7 @@ import sys
 import threading
 
 from llmexp.process import STOP_SIGNALS
+from tests import forks
 
 PRELOADED = (
     "llmexp.train.worker",
@@ -27,6 +28,8 @@ def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
     for name in PRELOADED:
         importlib.import_module(name)
+    if forks.PRETEND_BF16:
+        forks.pretend_bf16()
 
     # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork Python itself runs
     # code in which an exception is lost.

@@ -95,5 +95,12 @@ def test_a_state_in_the_middle_changes_nothing(before, after):
     assert second.summary() == whole.summary()
 
 
+def test_the_order_of_the_norms_changes_no_bit_of_the_table():
+    """A resumed run meets its bins in another order than the unbroken one did."""
+    norms = np.exp(np.random.default_rng(0).standard_normal((20, 60))).tolist()
+    for some in norms:
+        assert all(counted(some).at(limit) == counted(sorted(some)).at(limit) for limit in (0.05, 0.25, 1.0))
+
+
 def test_nothing_counted_is_nothing_said():
     assert Norms("norm", 1.0).summary() == {}
