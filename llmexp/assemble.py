@@ -25,10 +25,11 @@ from llmexp.environment import redacted
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
-from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout
+from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
 from llmexp.targets import bind, locate
 
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
+RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def assemble(config: Config, *, write: bool) -> Parts:
     device = resolve_device(config.train.device)
     layout = resolve_layout(config, device)
     batch = solve_batch(config.batch, layout.dp_size)
+    assert batch.real_batch_size is not None
+    optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [(name, locate("hooks", name)) for name in config.hooks]
     kind, reason = _precision(config, device)
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -98,7 +101,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
         return model
 
     def build_optimizers(model: nn.Module) -> list[Optimizer]:
-        built = bind("optimizer", config.optimizer, {})(model)
+        built = bind("optimizer", {k: v for k, v in optimizer.items() if k not in RATE_RULE}, {})(model)
         try:
             return optim.as_list(built)
         except ValueError as error:
@@ -138,6 +141,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
         device_name=hardware.device_name(device),
         precision=kind,
         precision_reason=reason,
+        rates=rates,
     )
     scheduled = {k: v for k, v in config.schedule.items() if k in ("warmup_steps", "warmup_ratio")}
 
@@ -165,6 +169,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
         saved,
         model=saved.model | vocabulary,
         data=saved.data | {key: config.data[key] for key in DATA_COMMON if key in config.data},
+        optimizer=saved.optimizer | {k: v for k, v in optimizer.items() if v != config.optimizer[k]},
         batch=batch,
         precision=dataclasses.replace(config.precision, kind=kind),
         parallelism=solved_parallelism(config.parallelism, layout),

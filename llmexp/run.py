@@ -6,6 +6,7 @@ This file imports the standard library and `config` only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -58,6 +59,7 @@ class Facts:
     device_name: str
     precision: str
     precision_reason: str
+    rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
     warnings: tuple[str, ...] = ()
 
 
@@ -176,6 +178,37 @@ def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
     micro, real = batch.micro_batch_size or 1, batch.real_batch_size or 1
     fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
     return replace(batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None)
+
+
+RATE_RULES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+def solve_rates(optimizer: dict[str, Any], real_batch_size: int) -> tuple[dict[str, Any], str | None]:
+    """(the optimizer section with its rates scaled to the real batch by `lr_rule`, the equation in words).
+
+    The reference becomes this real batch, so that a solved section is solved again into itself. Raises ConfigError.
+    """
+    rule, reference = optimizer.get("lr_rule", "none"), optimizer.get("reference_batch")
+    if rule not in RATE_RULES:
+        raise refuse("optimizer.lr_rule", rule, f"must be one of {', '.join(RATE_RULES)}", "linear")
+    if rule == "none":
+        if reference is not None:
+            text = "is used by a rule only; choose optimizer.lr_rule=linear or sqrt, or leave it out"
+            raise refuse("optimizer.reference_batch", reference, text, "null")
+        return optimizer, None
+    if isinstance(reference, bool) or not isinstance(reference, int) or reference < 1:
+        text = f"optimizer.lr_rule={rule} needs the real_batch_size that optimizer.lr was chosen for"
+        raise refuse("optimizer.reference_batch", reference, text, 32)
+    factor = RATE_RULES[rule](real_batch_size / reference)
+    keys = [k for k in optimizer if k == "lr" or k.endswith("_lr")]
+    rates = {k: v for k in keys if isinstance(v := optimizer[k], (int, float)) and not isinstance(v, bool)}
+    if not rates:
+        raise refuse("optimizer.lr_rule", rule, "there is no rate `lr` in this section that it could scale", "none")
+    scaled = {k: v * factor for k, v in rates.items()}
+    ratio = f"real_batch_size {real_batch_size} / reference_batch {reference}"
+    by = f"({ratio})" if rule == "linear" else f"sqrt({ratio})"
+    told = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
+    return optimizer | scaled | {"reference_batch": real_batch_size}, f"{told} (lr_rule {rule})"
 
 
 def _divide(real: int, by: int, what: str) -> int:
@@ -337,6 +370,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("model", f"{f.model}, {f.parameters:,} parameters"),
         ("batch", batch_equation(run)),
         ("budget", budget),
+        *([("rate", f.rates)] if f.rates else []),
         ("warm-up", f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}"),
     ]
     if run.total_flops is not None and f.flops_per_token is not None:

@@ -257,8 +257,9 @@ def _factors(entries: Sequence[Entry], differing: tuple[str, ...]) -> tuple[str,
     kept: list[str] = []
     for key in order:
         for other in kept:
-            budget = key.startswith("train.max_") and other.startswith("batch.")
-            if key in swept or not (budget or key.partition(".")[0] == other.partition(".")[0]):
+            scaled = key.startswith("optimizer.") and "optimizer.reference_batch" in keys  # by optimizer.lr_rule
+            follows = (key.startswith("train.max_") or scaled) and other.startswith("batch.")
+            if key in swept or not (follows or key.partition(".")[0] == other.partition(".")[0]):
                 continue
             pairs = {(_text(e.values[other]), _text(e.values[key])) for e in entries}
             if len(pairs) == len({a for a, _ in pairs}):  # `other` decides it
