@@ -58,8 +58,8 @@ class Norms:
         of a bin, else with the bin that it lies in divided in proportion. Needs at least one norm."""
         if limit == self.limit:
             return self.clipped / self.steps, self._coefficients / self.steps
-        above = inverse = 0.0
-        for number, (count, inverses) in sorted(self._bins.items()):  # sums round by their order; a resume keeps this one
+        above = inverse = 0.0  # sums round by their order: one that a resume does not change
+        for number, (count, inverses) in sorted(self._bins.items()):
             low, high = 2 ** (number / PER_OCTAVE), 2 ** ((number + 1) / PER_OCTAVE)
             part = min(max((high - limit) / (high - low), 0.0), 1.0)
             if number == HIGHEST and limit < high:

@@ -1,4 +1,4 @@
-"""What limits a run, by its rates over the micro-batch: planted times of steps, from a device whose limits are known."""
+"""What limits a run, by its rates over the micro-batch: planted times of steps, of a device with known limits."""
 
 from __future__ import annotations
 
