@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
@@ -32,23 +32,24 @@ def knob(
     at_most: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
+    affects: str | None = None,
 ) -> Any:
-    """A documented field: `doc` with its unit, a valid `example`, and the range that is checked."""
-    meta = {
-        "doc": doc,
-        "example": example,
-        "at_least": at_least,
-        "at_most": at_most,
-        "above": above,
-        "choices": choices,
-    }
-    return dataclasses.field(metadata=meta)
+    """A documented field: `doc` with its unit, a valid `example`, and the range that is checked.
+
+    `affects` says what another value changes: the `result`, its last digits (`rounding`), or `nothing` but names,
+    records and time. It is the only place that says so; default: that of the section, else `result`.
+    """
+    return dataclasses.field(metadata=dict(locals()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    micro_batch_size: int | None = knob("sequences in one forward/backward on one rank", 8, at_least=1)
-    gradient_accumulation_steps: int | None = knob("micro-batches per rank per optimizer step", 4, at_least=1)
+    micro_batch_size: int | None = knob(
+        "sequences in one forward/backward on one rank", 8, at_least=1, affects="rounding"
+    )
+    gradient_accumulation_steps: int | None = knob(
+        "micro-batches per rank per optimizer step", 4, at_least=1, affects="rounding"
+    )
     real_batch_size: int | None = knob("sequences per optimizer step over all ranks", 32, at_least=1)
     sequence_length: int = knob("tokens per sequence", 128, at_least=1)
 
@@ -60,25 +61,43 @@ class Train:
     max_tokens: int | None = knob("budget in target tokens", 1_000_000, at_least=1)
     tail: str = knob("what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"))
     seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0, at_most=2**63 - 1)
-    twin: int = knob("number of a twin, which differs in the last bits of its initial weights; 0: none", 1, at_least=0)
-    device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"))
-    log_every: int = knob("optimizer steps between rows", 10, at_least=1)
-    eval_every: int | None = knob("optimizer steps between evaluations; null: only at the end", 50, at_least=1)
+    twin: int = knob(
+        "number of a twin, which differs in the last bits of its initial weights; 0: none",
+        1,
+        at_least=0,
+        affects="rounding",
+    )
+    device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"), affects="rounding")
+    log_every: int = knob("optimizer steps between rows", 10, at_least=1, affects="nothing")
+    eval_every: int | None = knob(
+        "optimizer steps between evaluations; null: only at the end", 50, at_least=1, affects="nothing"
+    )
     eval_tokens: int | None = knob("validation tokens per evaluation; null: all of them", 65536, at_least=1)
-    sample_every: int | None = knob("optimizer steps between text samples; null: only at the end", 100, at_least=1)
-    sample_tokens: int = knob("tokens per text sample; 0: no sample", 120, at_least=0)
-    compile: bool = knob("compile the model with torch.compile", True)
-    data_digest: bool = knob("put a digest of each window's tokens into its row", True)
-    max_consecutive_skips: int = knob("stop after more skipped updates in a row than this", 50, at_least=0)
-    stop_step: int | None = knob("save and stop after this step, as a signal does; null: never", 100, at_least=1)
-    profile_start: int | None = knob("first step of a torch.profiler trace; null: no trace", 10, at_least=1)
-    profile_steps: int = knob("steps in the trace", 3, at_least=1)
+    sample_every: int | None = knob(
+        "optimizer steps between text samples; null: only at the end", 100, at_least=1, affects="nothing"
+    )
+    sample_tokens: int = knob("tokens per text sample; 0: no sample", 120, at_least=0, affects="nothing")
+    compile: bool = knob("compile the model with torch.compile", True, affects="rounding")
+    data_digest: bool = knob("put a digest of each window's tokens into its row", True, affects="nothing")
+    max_consecutive_skips: int = knob(
+        "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"
+    )
+    stop_step: int | None = knob(
+        "save and stop after this step, as a signal does; null: never", 100, at_least=1, affects="nothing"
+    )
+    profile_start: int | None = knob(
+        "first step of a torch.profiler trace; null: no trace", 10, at_least=1, affects="nothing"
+    )
+    profile_steps: int = knob("steps in the trace", 3, at_least=1, affects="nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     noise_scale_every: int | None = knob(
-        "optimizer steps between measurements of the gradient noise scale; null: never", 10, at_least=1
+        "optimizer steps between measurements of the gradient noise scale; null: never",
+        10,
+        at_least=1,
+        affects="nothing",
     )
     outlier_sigma: float | None = knob(
         "an outlier's loss or norm is this many standard deviations off its trailing window; null: no check",
@@ -87,7 +106,7 @@ class Metrics:
     )
     outlier_window: int = knob("steps in the trailing window", 128, at_least=8)
     skip_outliers: bool = knob("skip the update of an outlier step", True)
-    picture: bool = knob("draw the curves into loss.png at the end of the run", False)
+    picture: bool = knob("draw the curves into loss.png at the end of the run", False, affects="nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +129,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
+    AFFECTS: ClassVar[str] = "rounding"
     kind: str = knob("how ranks share the work", "ddp", choices=("single", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp"))
     nproc_per_node: int | None = knob("ranks on each host; null: every CUDA device, or 1 on a CPU", 2, at_least=1)
     nnodes: int = knob("hosts", 2, at_least=1)
@@ -127,16 +147,23 @@ class Parallelism:
         "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "gloo", choices=("nccl", "gloo")
     )
     start_timeout_s: float = knob(
-        "seconds that the hosts and ranks have to come together", 600.0, above=0, at_most=1_000_000
+        "seconds that the hosts and ranks have to come together", 600.0, above=0, at_most=1_000_000, affects="nothing"
     )
     timeout_s: float = knob(
-        "seconds that a rank waits for the others in a step before it gives up", 600.0, above=0, at_most=1_000_000
+        "seconds that a rank waits for the others in a step before it gives up",
+        600.0,
+        above=0,
+        at_most=1_000_000,
+        affects="nothing",
     )
-    max_restarts: int = knob("times that a group which lost a rank starts again from its checkpoint", 3, at_least=0)
+    max_restarts: int = knob(
+        "times that a group which lost a rank starts again from its checkpoint", 3, at_least=0, affects="nothing"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
+    AFFECTS: ClassVar[str] = "nothing"
     kind: str = knob("where rows are mirrored to", "wandb", choices=("wandb", "none"))
     project: str = knob("wandb project", "llmexp")
     name: str | None = knob("name of the run; null: made from the overrides", "my-run")
@@ -152,6 +179,7 @@ class Tracker:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
+    AFFECTS: ClassVar[str] = "nothing"
     every: int | None = knob("optimizer steps between checkpoints; null: only at the end", 100, at_least=1)
     async_: bool = knob("write in the background, after copying the state to host memory", True)
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
@@ -164,7 +192,7 @@ class Checkpoint:
 class Config:
     """Everything a run depends on. The open sections (dicts) name a function in `_target_` and its arguments."""
 
-    name: str = knob("first part of the run folder: outputs/<name>/<stamp>", "default")
+    name: str = knob("first part of the run folder: outputs/<name>/<stamp>", "default", affects="nothing")
     batch: Batch
     train: Train
     metrics: Metrics
@@ -205,6 +233,8 @@ class Sweep:
 
 
 OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule")
+# What of an open section changes no result, whatever the function.
+OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
 MAX_VALUES = 10_000  # in a config; aliases make a short YAML file endless
 
 # Names in the environment.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,12 @@ def concealed(node: Any) -> Any:
     return walk(node)
 
 
-def marks(config: Mapping[str, Any], but: tuple[str, ...]) -> dict[str, str]:
+def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
     """A mark of the value of each variable in a plain config, by which a change is seen; not of secrets, which are
-    renewed, nor in the sections or keys `but`. Four hex digits: too few to find the value by."""
+    renewed, nor in keys of which `but` is true. Four hex digits: too few to find the value by."""
     found = {}
     for key, value in flatten(config).items():
-        if not any(key == k or key.startswith(k + ".") for k in but):
+        if not but(key):
             for name in VARIABLE.findall(str(value)):
                 if not SECRET.search(name):
                     found[name] = hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]

@@ -26,6 +26,7 @@ LIGHT = (
     *HYDRA_SIDE,
     "llmexp.config",
     "llmexp.environment",
+    "llmexp.knobs",
     "llmexp.run",
     "llmexp.folder",
     "llmexp.process",
@@ -87,7 +88,13 @@ def test_parts_do_not_import_each_others_private_names():
 
 
 def test_config_imports_the_standard_library_only_and_run_config_besides():
-    for name, allowed in (("llmexp.config", set()), ("llmexp.process", set()), ("llmexp.run", {"llmexp.config"})):
+    after_config = {"llmexp.config"}
+    for name, allowed in (
+        ("llmexp.config", set()),
+        ("llmexp.process", set()),
+        ("llmexp.knobs", after_config),
+        ("llmexp.run", after_config),
+    ):
         for found in imports(MODULES[name]):
             top = found.partition(".")[0]
             assert top in sys.stdlib_module_names or any(found.startswith(a) for a in allowed), f"{name}: {found}"

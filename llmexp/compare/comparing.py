@@ -17,15 +17,9 @@ from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.statistics import mean_interval
 from llmexp.compare.verdicts import sentences
 from llmexp.config import ConfigError, nearest
+from llmexp.knobs import is_record
 
 ALIGNMENTS = ("tokens", "steps", "time")
-# Keys that name, record or carry out a run; shown only where nothing else differs.
-EXECUTION = (
-    "name", "tracker.", "checkpoint.", "hooks", "data.cache_dir", "train.log_every", "train.sample_every",
-    "train.sample_tokens", "train.data_digest", "train.stop_step", "train.profile_", "train.max_consecutive_skips",
-    "metrics.noise_scale_every", "metrics.picture", "parallelism.backend", "parallelism.start_timeout_s",
-    "parallelism.timeout_s", "parallelism.max_restarts",
-)  # fmt: skip
 _STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
 _PREFERRED = ("batch.gradient_accumulation_steps", "batch.real_batch_size", "batch.micro_batch_size")
 
@@ -79,7 +73,8 @@ def compare_records(
 
 
 def _execution(key: str) -> bool:
-    return any(key == k or (k.endswith((".", "_")) and key.startswith(k)) for k in EXECUTION)
+    """Whether a key names, records or carries out a run; such keys are shown only where nothing else differs."""
+    return is_record(key) or key == "hooks"
 
 
 def _text(value: Any) -> str:

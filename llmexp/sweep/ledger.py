@@ -19,17 +19,11 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
+from llmexp.knobs import is_record
 
 LEDGER, FORMAT = "sweep.json", 1
 ANEW = "the command of the sweep writes it anew from its runs: llmexp train -m ... sweep.resume="
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
-# What cannot change a bit of a run's results: names, paths, the tracker, what is recorded, when it is saved.
-NOT_IDENTITY = (
-    "name", "tracker", "checkpoint", "data.cache_dir", "metrics.noise_scale_every", "metrics.picture",
-    "train.log_every", "train.sample_every", "train.sample_tokens", "train.data_digest", "train.stop_step",
-    "train.profile_start", "train.profile_steps", "train.max_consecutive_skips", "parallelism.backend",
-    "parallelism.start_timeout_s", "parallelism.timeout_s", "parallelism.max_restarts",
-)  # fmt: skip
 
 
 @dataclass
@@ -108,13 +102,9 @@ class Ledger:
 
 def identity(config: Mapping[str, Any]) -> str:
     """Hash of a plain config less what cannot change results; in hex digits."""
-    flat = {key: value for key, value in flatten(config).items() if not _left_out(key)}
+    flat = {key: value for key, value in flatten(config).items() if not is_record(key)}
     text = json.dumps(flat, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _left_out(key: str) -> bool:
-    return any(key == k or key.startswith(k + ".") for k in NOT_IDENTITY)
 
 
 def figure(value: Any) -> float | None:

@@ -24,6 +24,7 @@ from llmexp.assemble import Parts, assemble
 from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.environment import concealed, marks, redacted
+from llmexp.knobs import may_change
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
@@ -38,15 +39,6 @@ from llmexp.train.save import leave_saving
 from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import TrainingFailed, set_up
 from llmexp.train.summary import details, say_the_end, summarise
-
-# What may differ when a run is resumed in its folder: nothing here changes what is computed.
-EXECUTION_KEYS = (
-    "name", "tracker", "checkpoint", "parallelism", "hooks", "batch.micro_batch_size",
-    "batch.gradient_accumulation_steps", "train.device", "train.log_every", "train.eval_every",
-    "train.sample_every", "train.sample_tokens", "train.compile", "train.data_digest", "train.stop_step",
-    "train.profile_start", "train.profile_steps", "metrics.noise_scale_every", "metrics.picture",
-    "train.max_consecutive_skips", "data.cache_dir",
-)  # fmt: skip
 
 REWRITTEN = (folder.CONFIG, folder.RUN, folder.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
@@ -170,8 +162,7 @@ def other_data(path: Path, parts: Parts) -> ConfigError:
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
     """What of a plain config changes results, with dotted keys."""
-    flat = flatten(config)
-    return {k: v for k, v in flat.items() if not any(k == e or k.startswith(e + ".") for e in EXECUTION_KEYS)}
+    return {key: value for key, value in flatten(config).items() if not may_change(key)}
 
 
 def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -183,7 +174,7 @@ def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) ->
 
 
 def environment(parts: Parts) -> dict[str, str]:
-    return marks(plain(parts.config), EXECUTION_KEYS)
+    return marks(plain(parts.config), may_change)
 
 
 def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
