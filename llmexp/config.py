@@ -206,7 +206,7 @@ class Config:
     parallelism: Parallelism
     tracker: Tracker
     checkpoint: Checkpoint
-    hooks: list[str] = knob("your own functions, called at step start and end, after evaluation, after a save", [])
+    hooks: list[str] = knob("your own functions, called at the events of a step (README)", [])
 
 
 @dataclass(frozen=True, kw_only=True)

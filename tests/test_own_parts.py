@@ -239,7 +239,8 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
     seen = [line.split() for line in (own / "events.txt").read_text().splitlines()]
     expected: list[tuple[str, int, bool]] = []
     for step in range(1, 7):
-        expected += [("step_start", step, False), ("step_end", step, step % 2 == 0)]
+        expected += [(event, step, False) for event in ("step_start", "backward_start", "backward_end")]
+        expected += [("step_end", step, step % 2 == 0)]
         expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (step in (3, 6))
     assert [(event, int(step), row != "-") for event, step, row in seen] == expected
 

@@ -26,21 +26,21 @@ class HookContext:
     row: dict[str, Any] | None
 
 
-def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None) -> dict[str, float]:
-    """Calls the user's functions, here and nowhere else; the figures that they return, as floats."""
-    figures: dict[str, float] = {}
+def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False) -> None:
+    """Calls the user's functions, here and nowhere else. Of what they return, finite figures are kept for the row of
+    this step where there will be one (`wanted`)."""
     for name, hook in loop.s.parts.hooks:
         context = HookContext(
             step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
         )
         try:
             found = hook(event, context) or {}
-            if row is not None:  # else there is no row to take them, and reading a tensor makes the host wait
-                figures |= {str(k): float(v) for k, v in found.items()}
+            if wanted:  # else reading a tensor would make the host wait for nothing
+                figures = {str(k): float(v) for k, v in found.items()}
+                loop.figures |= {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{at.filename}:{at.lineno}"
             if loop.s.mesh.distributed:
                 where = f"rank {loop.s.mesh.rank}, {where}"
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
-    return {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -46,8 +47,7 @@ from llmexp.train.step import (
 def train(loop: Loop) -> str:
     """Trains to the end ("finished") or to a signal ("preempted", with a checkpoint). Raises TrainingFailed."""
     s, p, meter, config = loop.s, loop.p, loop.meter, loop.s.parts.config
-    max_steps, log_every, every = s.parts.run.max_steps, config.train.log_every, config.checkpoint.every
-    eval_every, sample_every = config.train.eval_every, config.train.sample_every
+    max_steps = s.parts.run.max_steps
     stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
     if p.step == 0 and config.checkpoint.save_initial:
         save(loop)
@@ -63,23 +63,19 @@ def train(loop: Loop) -> str:
             loop.out.console.line(f"stopping at step {p.step:,}; saving a checkpoint")
             settle(loop)
             save(loop, must=True)
-            if profiler is not None:
-                profiler.stop()
-            return "preempted"
-        call_hooks(loop, "step_start", p.step + 1)
+            break
+        due_row, due_eval, due_save, due_sample = due_at(loop, p.step + 1)
+        hook = functools.partial(call_hooks, loop, step=p.step + 1, wanted=due_row)
+        hook("step_start")
         with meter.stepping():
             with meter.waiting_for_data():
                 window = next(reader)
+            hook("backward_start")  # before the seed: it may draw random numbers
             seed_step(config.train.seed, p.step, s.mesh.dp_rank, s.mesh.device)
-            step = train_step(s, window, lambda: settle(loop))
+            step = train_step(s, window, lambda: settle(loop), functools.partial(hook, "backward_end"))
             p.step += 1
             loop.pending, loop.own_nll = step.verdict, step.own_nll
             meter.add(step.target_tokens, step.clipped)
-            last = p.step == max_steps
-            due_eval = last or p.step == stop_step or (eval_every is not None and p.step % eval_every == 0)
-            due_row = due_eval or p.step % log_every == 0
-            due_save = last or (every is not None and p.step % every == 0)
-            due_sample = sample_every is not None and not last and p.step % sample_every == 0
             if due_row or due_save or due_sample:
                 settle(loop)  # the host waits for the device here, and only here
         if due_row:
@@ -92,17 +88,32 @@ def train(loop: Loop) -> str:
         if profiler is not None:
             profiler.step()
         if due_save:
+            last = p.step == max_steps
             save(loop, wait=last or not config.checkpoint.async_, must=last)
         if due_sample and (loop.out.main or s.mesh.sharded):  # a split model speaks with all its ranks
             say_sample(loop)
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
+    if p.step < max_steps:
+        return "preempted"
     if p.updates == 0:
         raise TrainingFailed(
             f"none of the {p.step:,} steps applied an update: every window had no valid target (as data.ignore_id may "
             "cause), overflowed in fp16, or was skipped as an outlier"
         )
     return "finished"
+
+
+def due_at(loop: Loop, step: int) -> tuple[bool, bool, bool, bool]:
+    """Whether a row, an evaluation, a checkpoint and a text sample are due after this step."""
+    config, last = loop.s.parts.config, step == loop.s.parts.run.max_steps
+
+    def every(steps: int | None) -> bool:
+        return steps is not None and step % steps == 0
+
+    evaluation = last or step == config.train.stop_step or every(config.train.eval_every)
+    row = evaluation or every(config.train.log_every)
+    return row, evaluation, last or every(config.checkpoint.every), not last and every(config.train.sample_every)
 
 
 def settle(loop: Loop) -> int:
@@ -229,12 +240,13 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     )
     row["amp"] = int(s.parts.precision in ("bf16", "fp16"))
     row["eta"] = (run.max_steps - p.step) * row["step_time"]
-    figures = call_hooks(loop, "step_end", p.step, row)
+    call_hooks(loop, "step_end", p.step, row, wanted=True)
     if due_eval:
         row |= evaluate(s, loop.byte_lengths)
         if "val/loss" in row:
             p.best_val_loss = min(row["val/loss"], math.inf if p.best_val_loss is None else p.best_val_loss)
-        figures |= call_hooks(loop, "evaluated", p.step, row)
+        call_hooks(loop, "evaluated", p.step, row, wanted=True)
+    figures, loop.figures = loop.figures, {}
     if clash := sorted(figures.keys() & row.keys()):
         raise TrainingFailed(f"a hook returned {', '.join(clash)}, which the row has already; choose another name")
     row |= figures

@@ -94,12 +94,15 @@ class Verdict:
         return Seen(int(code), loss, norm, bool(clipped), count, (small[0], small[1]) if small else None)
 
 
-def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step:
+def train_step(
+    s: Setup, window: Window, settle_last: Callable[[], int], gradients_ready: Callable[[], None] = lambda: None
+) -> Step:
     """One optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
     The gradient is that of the summed loss of all valid targets of all ranks over their number. `settle_last`
     returns the number of applied updates; it is asked as late as possible, because it needs the verdict on the
-    step before, which by then the device has long passed.
+    step before, which by then the device has long passed. `gradients_ready` is called when the
+    gradients are complete, reduced and of true scale: what it makes of them is measured, clipped and applied.
     """
     device, kind = s.mesh.device, s.parts.precision
     dtype = precision.parameter_dtype(kind)
@@ -121,6 +124,7 @@ def train_step(s: Setup, window: Window, settle_last: Callable[[], int]) -> Step
     gradients = [p.grad for p in s.parameters if p.grad is not None]
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
     s.scaler.unscale(held)
+    gradients_ready()
     norm = mesh.global_norm(s.mesh, gradients)
     code = torch.where(norm.isfinite(), OK, BAD_NORM)
     code = torch.where(loss.isfinite(), code, BAD_LOSS)

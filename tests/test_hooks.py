@@ -1,0 +1,85 @@
+"""Hooks around the backward passes of a window: the gradient that they see is the window's, and is what is applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Result, train
+
+HOOKS = """
+import os
+import torch
+
+
+def look(event, context):
+    gradients = [p.grad for p in context.model.parameters() if p.grad is not None]
+    if event == "backward_start":
+        return {"mine/before": sum(float(g.abs().sum()) for g in gradients)}
+    if event == "backward_end":
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+        flat = torch.cat([g.detach().flatten().double() for g in whole])
+        if os.environ.get("RANK", "0") == "0":
+            torch.save(flat, f"{os.environ['GRADIENTS']}/{context.step}.pt")
+        return {"mine/norm": flat.norm()}
+
+
+def halve(event, context):
+    if event == "backward_end":
+        for p in context.model.parameters():
+            p.grad.mul_(0.5)
+"""
+
+SETTINGS = ["data=synthetic", "data.n_tokens=3000", "batch.real_batch_size=8", "train.max_steps=2", "train.log_every=1",
+            "train.eval_every=null", "checkpoint.every=null", "--allow", "look"]  # fmt: skip
+TWO = ["parallelism.nproc_per_node=2"]
+WAYS = {
+    "whole": ["precision=fp64"],
+    "accumulated": ["precision=fp64", "batch.gradient_accumulation_steps=4"],
+    "two ranks": ["precision=fp64", "batch.gradient_accumulation_steps=2", *TWO, "parallelism=ddp"],
+    "two shards": ["precision=fp64", "batch.gradient_accumulation_steps=2", *TWO, "parallelism=fsdp"],
+    "fp16": ["precision=fp16", "precision.init_scale=1024"],
+}
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory) -> dict[str, tuple[Result, list[torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("hooks")
+    (folder / "look.py").write_text(HOOKS)
+    found = {}
+    for name, overrides in WAYS.items():
+        kept = folder / f"gradients of {name}"
+        kept.mkdir()
+        watched = [*SETTINGS, "clip.max_norm=0.01", "hooks=[look.look]", *overrides]
+        run = train(folder, name.replace(" ", "_"), *watched, GRADIENTS=str(kept))
+        found[name] = run, [torch.load(kept / f"{step}.pt") for step in (1, 2)]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
+    """In fp16 to the precision of fp16: the loss scale of 1024 is not in it."""
+    run, gradients = ways[way]
+    tolerance = 0.02 if way == "fp16" else 1e-10
+    for mine, whole, row in zip(gradients, ways["whole"][1], run.rows(), strict=True):
+        assert float((mine - whole).norm() / whole.norm()) < tolerance
+        assert row["mine/norm"] == pytest.approx(row["grad_norm"], rel=1e-5)  # before clipping
+        assert row["grad_norm_post_clip"] < row["grad_norm"]
+        assert row["mine/before"] == 0  # the gradients of the window before are gone
+
+
+def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(ways, tmp_path):
+    (tmp_path / "look.py").write_text(HOOKS)
+    plain = [*SETTINGS, "precision=fp64", "optimizer=sgd", "optimizer.momentum=0", "clip=none", "train.max_steps=1"]
+    halved = train(tmp_path, "halved", *plain, "hooks=[look.halve]", "optimizer.lr=0.2")
+    as_it_is = train(tmp_path, "plain", *plain, "optimizer.lr=0.1")
+    assert halved.rows()[0]["grad_norm"] == as_it_is.rows()[0]["grad_norm"] / 2
+    assert weights(halved.folder) == weights(as_it_is.folder)
+
+
+def weights(folder: Path) -> bytes:
+    (path,) = (folder / "checkpoints" / "step_00000001").glob("model*.safetensors")
+    return b"".join(tensor.numpy().tobytes() for _, tensor in sorted(load_file(path).items()))
