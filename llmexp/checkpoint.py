@@ -3,7 +3,8 @@
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
               state.pt               plain containers (torch.load(weights_only=True))
-              manifest.json          format version, step, geometry, size and sha256 of each file; written last
+              manifest.json          format version, step, geometry, digest of the tensors, size and sha256 of each
+                                     file; written last
 
 Where tensors are sharded, every rank writes the pieces that it holds (model-00002-of-00004.safetensors). A piece is a
 box of a full tensor; the header of its file tells the full shape and the box's offset, so a reader takes from each

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
+import functools
+import hashlib
 import json
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -102,7 +107,11 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
 
     if root.is_symlink() or temporary.is_symlink():
         raise OSError(f"{temporary} leads elsewhere by a link")
-    with _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo):
+    with (
+        _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo),
+        ThreadPoolExecutor(1) as beside,  # the digests are computed while the disk is busy
+    ):
+        sums = {name: beside.submit(weighted_sum, own) for name, own in pieces.files.items()}
         root.mkdir(exist_ok=True)
         temporary.mkdir(exist_ok=True)
         written: dict[str, Any] = {}
@@ -116,9 +125,66 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
                 temporary / name,
                 metadata={"format": "pt", "step": str(step), "pieces": json.dumps(boxes)},
             )
-            written[name] = fingerprint(temporary / name)
+            _order_header(temporary / name)
+            written[name] = fingerprint(temporary / name) | {"sum": sums[name].result()}
             _sync(temporary / name)
         _write_json(temporary / _note(pieces.rank), written)
+
+
+def weighted_sum(pieces: dict[str, tuple[Tensor, Shape, Shape]]) -> int:
+    """Return the pieces' part of the digest of a state: the sum of all parts modulo 2**64 is the digest.
+
+    Every 4-byte word of a tensor (the whole element where it is smaller) is multiplied by an odd weight of its place in
+    the full tensor; the sum over a tensor by one of its name, dtype and shape. So the digest is the same however the
+    tensors are cut over ranks, and one changed word always changes it. It finds accidents, not forgeries.
+    """
+    total = 0
+    for name, (local, shape, offset) in pieces.items():
+        words = local.detach().contiguous()
+        if not words.numel():
+            continue
+        if words.ndim == 0:
+            words, offset = words[None], (0,)
+        size = words.element_size()
+        words = words.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.uint8)
+        start = (*offset[:-1], offset[-1] * max(1, size // 4))
+        found, most = 0, 2**15 if words.device.type == "cpu" else 2**24  # words at a time: a CPU's cache holds them
+        rows = max(1, most // math.prod(words.shape[1:]))
+        for first in range(0, len(words), rows):
+            found += _box_sum(words[first : first + rows], (start[0] + first, *start[1:]))
+        key = f"{name} {str(local.dtype).removeprefix('torch.')} {tuple(shape)}"
+        weight = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") | 1
+        total += weight * (found + (not any(offset)))  # a tensor of zeros counts too
+    return total % 2**64
+
+
+def _box_sum(words: Tensor, offset: Shape) -> int:
+    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo 2**64."""
+    for dim in reversed(range(words.ndim)):
+        words = (words * _weights(dim, offset[dim], words.shape[dim]).to(words.device)).sum(-1)
+    return int(words) % 2**64
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(dim: int, start: int, count: int) -> Tensor:
+    """Return odd int64 weights of the places start, start + 1, ... of a dimension (splitmix64, Steele et al. 2014)."""
+    x = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+def _order_header(path: Path) -> None:
+    """Put the metadata of a safetensors file, which are in a random order, into that of their names, in place."""
+    with open(path, "r+b") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:  # the same entries in another order
+            f.seek(8)
+            f.write(text.ljust(length))
 
 
 def commit(
@@ -144,14 +210,19 @@ def commit(
             note = temporary / _note(rank)
             files |= json.loads(note.read_text(encoding="utf-8"))
             note.unlink()
+        digest = {"model": 0, "optimizer": 0}
         for name, expected in files.items():
+            kind = "model" if name.startswith("model") else "optimizer"
+            digest[kind] = (digest[kind] + expected.pop("sum")) % 2**64
             if (temporary / name).stat().st_size != expected["size"]:
                 raise OSError(f"{temporary / name} does not have the size that its rank has written")
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
         torch.load(temporary / STATE, weights_only=True)  # what cannot be read again must not look saved
         files[STATE] = fingerprint(temporary / STATE)
         _sync(temporary / STATE)
-        _write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, **meta, "files": files})
+        digests = {kind: f"{total:016x}" for kind, total in digest.items()}
+        about = {"format_version": FORMAT_VERSION, "step": step, **meta, "digest": digests, "files": files}
+        _write_json(temporary / MANIFEST, about)
         _sync(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -56,6 +58,83 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     assert torch.equal(other.head.weight, model.embed.weight)
     assert other.head.weight is other.embed.weight
     assert loaded.state["progress"] == {"step": 3}
+
+
+def sums(tensors: dict[str, Tensor]) -> int:
+    return saving.weighted_sum({name: (t, tuple(t.shape), (0,) * t.ndim) for name, t in tensors.items()})
+
+
+KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 6), max_size=3), st.sampled_from(KINDS), st.randoms(use_true_random=False))
+def test_the_digest_is_the_same_however_a_tensor_is_cut_and_sees_one_changed_bit(shape, dtype, rng):
+    whole = torch.randint(-9, 9, shape).to(dtype)
+    parts, place = [(whole, (0,) * len(shape))], []
+    for _ in range(6):  # cut a part in two, anywhere
+        part, offset = parts.pop(rng.randrange(len(parts)))
+        dim = rng.randrange(part.ndim) if part.ndim else None
+        if dim is None or part.shape[dim] < 2:
+            parts.append((part, offset))
+            continue
+        at = rng.randrange(1, part.shape[dim])
+        ends = part.split([at, part.shape[dim] - at], dim)
+        moved = tuple(o + at * (d == dim) for d, o in enumerate(offset))
+        parts += [(ends[0], offset), (ends[1], moved)]
+    expected = sums({"a": whole})
+    total = sum(saving.weighted_sum({"a": (part, tuple(shape), offset)}) for part, offset in parts)
+    assert total % 2**64 == expected
+    assert sums({"b": whole}) != expected
+    if dtype != torch.float32:
+        assert sums({"a": whole.float()}) != expected
+    if dtype != torch.bool:
+        bits = whole.clone().view(-1).view(torch.int8)
+        place = rng.randrange(len(bits))
+        bits[place] ^= 1 << rng.randrange(7)
+        assert sums({"a": bits.view(dtype).view(shape)}) != expected
+
+
+def test_zeros_signs_and_order_count_in_the_digest():
+    zeros = torch.zeros(4, 3, dtype=torch.float64)
+    flipped = zeros.clone()
+    flipped[0, 0], flipped[2, 1] = -0.0, -0.0
+    ramp = torch.arange(12.0).view(4, 3)
+    different = [
+        {}, {"a": zeros}, {"b": zeros}, {"a": zeros, "b": zeros}, {"a": zeros.view(3, 4)}, {"a": zeros.float()},
+        {"a": flipped}, {"a": ramp}, {"a": ramp.T.contiguous().view(4, 3)}, {"a": ramp.flip(0)}, {"a": ramp.flip(1)},
+    ]  # fmt: skip
+    assert len({sums(tensors) for tensors in different}) == len(different)
+    assert sums({"a": torch.zeros(0, 3)}) == sums({})
+
+
+def test_equal_states_give_equal_files_and_one_ulp_another_digest(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    found = []
+    for number in range(8):
+        path = save(tmp_path / str(number), 1, model=model, optimizers=[optimizer])
+        found.append((path / checkpoint.MANIFEST).read_text())
+    assert len(set(found)) == 1
+    with torch.no_grad():
+        model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
+    path = save(tmp_path / "ulp", 1, model=model, optimizers=[optimizer])
+    before, after = (json.loads(text)["digest"] for text in (found[0], (path / checkpoint.MANIFEST).read_text()))
+    assert before["optimizer"] == after["optimizer"]
+    assert before["model"] != after["model"]
+
+
+def test_a_checkpoint_without_a_digest_is_read(tmp_path):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    del manifest["digest"]
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    loaded = checkpoint.latest(tmp_path, print)
+    assert loaded is not None
+    assert loaded.step == 1
 
 
 def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
@@ -531,3 +610,12 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
         if "sdp" in layout and name != "table" and size:
             size[0] = -(-size[0] // (3 if layout == "fsdp3" else 2))
         assert largest[name] == torch.Size(size).numel(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_digest_is_of_the_state_and_not_of_its_layout(saved_by_all, layout):
+    number = list(LAYOUTS).index(layout) + 1
+    model = {name: value_of(name, tuple(t.shape), number) for name, t in checkpoint.named_tensors(Odd()).items()}
+    optimizer = {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
+    manifest = json.loads((saved_by_all / layout / "step_00000005" / checkpoint.MANIFEST).read_text())
+    assert manifest["digest"] == {"model": f"{sums(model):016x}", "optimizer": f"{sums(optimizer):016x}"}

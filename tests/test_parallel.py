@@ -327,3 +327,14 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
         with pytest.raises(SystemExit):
             start_of(tmp_path, parts, {})
         assert (tmp_path / "status.json").read_bytes() == before
+
+
+def test_one_state_has_one_digest_on_every_layout(tmp_path, settings):
+    """The state before the first update, which all layouts share bit for bit."""
+    found = set()
+    for kind in ("single", "ddp", "fsdp", "tp"):
+        more = [] if kind == "single" else ["parallelism.nproc_per_node=2"]
+        split = [f"parallelism={kind}", *more, "train.max_steps=1", "checkpoint.save_initial=true"]
+        run = train(tmp_path, kind, *settings, *split)
+        found.add(run.json("checkpoints/step_00000000/manifest.json")["digest"]["model"])
+    assert len(found) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -230,8 +231,10 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
         return
     steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir() and not p.is_symlink()]
     steps.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+    if len(steps) < 2:
+        return
     kept = next((p for p in steps if _is_whole(p)), None)
-    if kept is None and steps:
+    if kept is None:
         print(f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr)
     for old in reversed(steps if kept else []):
         if old == kept:
@@ -248,14 +251,22 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether all files that the manifest names are there in their full size; their hashes are not looked at."""
+    """Return whether all files that the manifest names are there and have its sizes and sha256."""
     try:
         files = folder.read_json(checkpoint / "manifest.json")["files"]
-        sizes = {name: about["size"] for name, about in files.items()}
-        there = {name: (checkpoint / name).stat().st_size for name in sizes if Path(name).name == name}
+        named = {name: (about["size"], about["sha256"]) for name, about in files.items()}
+        there = [checkpoint / name for name in named if Path(name).name == name]
+        sizes = {file.name: file.stat().st_size for file in there if file.is_file()}
+        if not named or sizes != {name: size for name, (size, _) in named.items()}:  # before anything is read
+            return False
+        return all(_sha256(file) == named[file.name][1] for file in there)
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    return bool(sizes) and sizes == there
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -158,7 +159,8 @@ def make_checkpoint(run, step):
     where = run / "checkpoints" / f"step_{step:08d}"
     where.mkdir(parents=True)
     (where / "state.pt").write_bytes(b"x" * 9000)
-    (where / "manifest.json").write_text(json.dumps({"files": {"state.pt": {"size": 9000, "sha256": "0"}}}))
+    about = {"size": 9000, "sha256": hashlib.sha256(b"x" * 9000).hexdigest()}
+    (where / "manifest.json").write_text(json.dumps({"files": {"state.pt": about}}))
     return where
 
 
@@ -182,12 +184,14 @@ def test_only_old_checkpoints_of_finished_runs_go_and_only_when_told(sweep, tmp_
     assert len(list((failed / "checkpoints").iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "no manifest", "bad manifest"])
+@pytest.mark.parametrize("damage", ["short", "one byte", "missing", "no manifest", "bad manifest"])
 def test_the_newest_whole_checkpoint_is_kept(tmp_path, capsys, damage):
     run = make_run(tmp_path / "a")
     old, whole, torn = (make_checkpoint(run, step) for step in (5, 50, 100))
     if damage == "short":
         (torn / "state.pt").write_bytes(b"x" * 10)
+    elif damage == "one byte":
+        (torn / "state.pt").write_bytes(b"x" * 8999 + b"y")
     elif damage == "bad manifest":
         (torn / "manifest.json").write_text('{"files": ["state.pt"]}')
     else:
