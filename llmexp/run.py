@@ -355,17 +355,24 @@ def ranks_sentence(run: Run) -> str:
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """(label, text) pairs that say in plain words what is about to happen."""
     f = run.facts
-    budget = f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} epochs"
+    an_epoch = f"{run.train_sequences / run.real_batch_size:,.2f}".rstrip("0").rstrip(".")
+    budget = (
+        f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} epochs "
+        f"({an_epoch} steps per epoch)"
+    )
     if run.tail_sequences:
         budget += f"; the last window has {run.tail_sequences} of {run.real_batch_size} sequences"
     if run.dropped_sequences:
         budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
+    train = f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
+    if rest := f.train_tokens - 1 - run.train_sequences * run.sequence_length:  # 1: a last target
+        train += f"; the last {rest:,} token{' is' if rest == 1 else 's are'} too few for another"
     val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
         val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
     rows = [
         ("data", f"{f.data}; tokenizer {f.tokenizer}"),
-        ("train", f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length}"),
+        ("train", train),
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{f.model}, {f.parameters:,} parameters"),
         ("batch", batch_equation(run)),

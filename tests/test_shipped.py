@@ -250,7 +250,10 @@ def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch
     monkeypatch.chdir(work)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
     assert run(["plan", f"experiment={name}", f"data.train_files=[{text}]"]) == 0
-    assert f"outputs/{name}/" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"outputs/{name}/" in out
+    if name == "gpt2_small_minimal":
+        assert "90,000 tokens, 87 sequences of 1,024; the last 911 tokens are too few for another" in out
 
 
 RATE_HOOK = """
@@ -275,6 +278,7 @@ def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
     )  # fmt: skip
     assert result.code == 0, result.err
     assert "the warm-up of 100 updates is longer than the run of 50" in " ".join(result.out.split())
+    assert yaml.safe_load((result.folder / "config.yaml").read_text())["model"]["dropout"] == 0.1
     rows = {row["step"]: row for row in result.rows()}
     assert sorted(rows) == [10, 20, 30, 40, 50]
     # 3e-4 x (step / 100): one product and one quotient, each rounded once, differ by at most 2 units in the last place.

@@ -314,7 +314,10 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     config, run, main_rank = parts.config, parts.run, joined.rank == 0
     stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
     console = Console(path / folder.LOG if main_rank else None, run.max_steps, stream=stream)
-    console.line(banner(banner_sections(run, str(path))))
+    begun = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on {joined.device}"
+    console.line(banner([*banner_sections(run, str(path)), ("start", begun)]))
+    if not main_rank:
+        log_line(f"start {begun}")
     root = path / folder.CHECKPOINTS
     if main_rank:
         saving.clean(root)
