@@ -159,8 +159,8 @@ class Console:
             _silence(dead)
 
 
-def format_row(row: dict[str, Any], total_steps: int, width: int | None = None) -> str:
-    """One line for a row of metrics.jsonl; keys that are absent or None are left out.
+def format_row(row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None) -> str:
+    """One line for a row of metrics.jsonl; keys that are absent or None are left out, and the epoch of a run of one.
 
     Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual range breaks
     its column rather than lose digits. With `width` the less important cells give way until the line fits.
@@ -170,7 +170,7 @@ def format_row(row: dict[str, Any], total_steps: int, width: int | None = None) 
         return None if row.get(key) is None else show(row[key])
 
     cells = [
-        of("epoch", lambda v: f"epoch {_epoch(v):>6}"),
+        of("epoch", lambda v: f"epoch {_epoch(v):>6}") if total_epochs > 1 else None,
         of("step", lambda v: f"step {v:>{len(str(total_steps))}}/{total_steps}"),
         of("lr", lambda v: f"lr {v:.3e}"),
         of("step_time", lambda v: f"step_time {_significant(v, 3):>7} s"),
@@ -180,11 +180,10 @@ def format_row(row: dict[str, Any], total_steps: int, width: int | None = None) 
         of("val/loss", lambda v: f"val loss {_loss(v):>7}"),
         of("val/ppl", lambda v: f"val ppl {_significant(v, 4):>7}"),
         of("eta", lambda v: f"eta {format_duration(v):>7}"),
-        of("amp", lambda v: f"amp {int(v)}"),
         "skipped" if row.get("skipped") else None,
     ]
     shown = [cell for cell in cells if cell is not None]
-    for word in ("amp", "epoch", "eta", "val ppl", "step_time", "tokens/s", "grad_norm", "lr"):
+    for word in ("epoch", "eta", "val ppl", "step_time", "tokens/s", "grad_norm", "lr"):
         if width is None or len(" | ".join(shown)) <= width:
             break
         shown = [cell for cell in shown if not cell.startswith(word)]

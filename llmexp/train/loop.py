@@ -255,8 +255,8 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     if out.rows is not None:
         out.rows.append(row)
         out.tracker.log(row)
-        columns = shutil.get_terminal_size().columns
-        out.console.line(format_row(row, run.max_steps), format_row(row, run.max_steps, columns))
+        lengths, columns = (run.max_steps, run.max_epochs), shutil.get_terminal_size().columns
+        out.console.line(format_row(row, *lengths), format_row(row, *lengths, columns))
         loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
 
 

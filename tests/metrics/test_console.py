@@ -104,14 +104,20 @@ def screen(text: str) -> list[str]:
 def test_row_has_the_issue_s_order_and_labels() -> None:
     got = re.sub(" +", " ", format_row(ROW, 300))
     assert got == (
-        "epoch 0.12 | step 10/300 | lr 3.000e-05 | step_time 0.123 s | tokens/s 8,312 | grad_norm 1.234 | "
-        "train loss 4.9876 | val loss 5.0123 | val ppl 150.3 | eta 1m 23s | amp 0"
+        "step 10/300 | lr 3.000e-05 | step_time 0.123 s | tokens/s 8,312 | grad_norm 1.234 | "
+        "train loss 4.9876 | val loss 5.0123 | val ppl 150.3 | eta 1m 23s"
     )
+    assert re.sub(" +", " ", format_row(ROW, 300, 1.0)) == got
+    assert re.sub(" +", " ", format_row(ROW, 300, 1.5)) == f"epoch 0.12 | {got}"
+
+
+def test_an_ordinary_row_is_narrower_than_a_log() -> None:
+    assert len(format_row({k: v for k, v in ROW.items() if not k.startswith("val/")}, 12345)) <= 132
 
 
 def test_absent_and_none_are_left_out_and_skipped_is_shown() -> None:
     row = {"step": 1, "epoch": None, "skipped": True, "amp": 1, "mfu": 0.4}
-    assert re.sub(" +", " ", format_row(row, 9)) == "step 1/9 | amp 1 | skipped"
+    assert re.sub(" +", " ", format_row(row, 9)) == "step 1/9 | skipped"
     assert "skipped" not in format_row(ROW | {"skipped": False}, 300)
     assert format_row({}, 300) == ""
 
@@ -145,7 +151,7 @@ any_rows = rows_with(**dict.fromkeys(("grad_norm", "train/loss", "val/loss", "va
 
 @given(usual_rows, usual_rows)
 def test_rows_stand_in_columns(a: dict[str, Any], b: dict[str, Any]) -> None:
-    bars_a, bars_b = ([m.start() for m in re.finditer(r"\|", format_row(row, 12345))] for row in (a, b))
+    bars_a, bars_b = ([m.start() for m in re.finditer(r"\|", format_row(row, 12345, 9))] for row in (a, b))
     assert bars_a == bars_b
 
 
@@ -153,7 +159,7 @@ def test_rows_stand_in_columns(a: dict[str, Any], b: dict[str, Any]) -> None:
 @example({"grad_norm": 9.9996, "val/ppl": 999999.6, "train/loss": 1e-3, "lr": 3e-5, "step_time": 0.09996})
 def test_rounding_hides_nothing(row: dict[str, Any]) -> None:
     shown = {}
-    for cell in format_row(row, 12345).split(" | "):
+    for cell in format_row(row, 12345, 9).split(" | "):
         label, value = re.fullmatch(r"([a-z_/ ]*[a-z_]) +(.*)", cell).groups()  # type: ignore[union-attr]
         shown[label] = value.removesuffix(" s").replace(",", "")
     # Half a unit of the last digit shown: 4 significant digits, 3 for the time, 4 decimals of a loss.
@@ -173,8 +179,8 @@ def test_rounding_hides_nothing(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
 def test_odd_values_are_shown(value: float) -> None:
-    line = format_row(dict.fromkeys(ROW, value) | {"step": 3, "amp": 1}, 10)
-    assert line.count("|") == 10
+    line = format_row(dict.fromkeys(ROW, value) | {"step": 3, "amp": 1}, 10, 9)
+    assert line.count("|") == 9
     if value != 0:
         assert str(value) in line
 
