@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import tiktoken
 import torch
 from torch import nn
 
 from llmexp import checkpoint, precision
 from llmexp.config import Config, ConfigError
+from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, has_meaning
 from llmexp.models.sampling import generate
 from llmexp.targets import bind
@@ -52,6 +55,17 @@ def sample(
                 break
             new.append(token)
     return prompt + encoding.decode(new, errors="replace")
+
+
+def first_words(encoding: tiktoken.Encoding, corpus: Corpus) -> str:
+    """What the samples of a run begin with: nothing, where the start of a document is among the training tokens; else
+    the first words of the validation text. A corpus of one document has no such start, and its token is not trained."""
+    if not corpus.is_text or corpus.train.holds(encoding._special_tokens.get(END_OF_TEXT)):
+        return ""
+    text = corpus.val if corpus.val is not None else corpus.train
+    opening = encoding.decode(text.read(0, min(64, len(text))).tolist(), errors="replace")
+    words = re.match(r"\s*\S+(\s+\S+){0,3}(?=\s)", opening)
+    return words[0] if words else opening
 
 
 def load_for_sampling(config: Config, loaded: checkpoint.Loaded) -> tuple[tiktoken.Encoding, nn.Module]:

@@ -52,7 +52,7 @@ def looped(encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sh
     facts = SimpleNamespace(max_position_embeddings=32)
     parts = SimpleNamespace(
         run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
-        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
+        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)), corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
     s = SimpleNamespace(parts=parts, loss=model, mesh=SimpleNamespace(sharded=sharded))
     return SimpleNamespace(s=s, out=SimpleNamespace(console=SimpleNamespace(line=said.append)))
@@ -72,6 +72,30 @@ def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
     assert said.pop().startswith("sample: none: ")
     with pytest.raises(RuntimeError):  # another rank may be in its part of the same pass
         training.say_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True))
+
+
+@pytest.mark.parametrize(
+    ("files", "begins"),
+    [
+        (["train_files=one.txt", "val_ratio=0.5"], "the second half"),
+        (["train_files=one.txt", "val_files=other.txt"], "Another text stands"),
+        (["train_files=[one.txt,other.txt]", "val_files=other.txt"], ""),
+    ],
+)
+def test_a_sample_begins_with_what_was_trained(tmp_path, files, begins):
+    """The token between two documents is not in a corpus of one document."""
+    first = "First come these words. " * 20
+    (tmp_path / "one.txt").write_text(first + "the second half is left. ".ljust(len(first), "x"))
+    (tmp_path / "other.txt").write_text("Another text stands in this file. " * 20)
+    done = llmexp(
+        "train", *TINY, "data=text", *(f"data.{f}" for f in files), "train.max_steps=1", "train.sample_tokens=3",
+        "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith("sample")]
+    text = line.removeprefix("sample").strip()
+    assert text.startswith(begins)
+    assert begins or not text.startswith(("the second", "Another"))
 
 
 OWN = """

@@ -137,6 +137,12 @@ class TokenStream:
         """int64 [count]: the tokens [start, start + count). Raises IndexError outside the stream."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
 
+    def holds(self, token: int | None, pieces: int = 16, piece_tokens: int = 1 << 16) -> bool:
+        """Whether the id is there: anywhere, or in evenly spread pieces of a stream of more than a million tokens."""
+        count = min(piece_tokens, len(self))
+        starts = np.unique(np.linspace(0, len(self) - count, pieces).astype(np.int64)).tolist()
+        return token is not None and any(bool((self.read(start, count) == token).any()) for start in starts)
+
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """int64 [n, count]: for each of `starts` (int64 [n]) the tokens [start, start + count).
 

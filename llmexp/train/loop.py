@@ -22,7 +22,7 @@ from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.outliers import describe
 from llmexp.process import STOP
-from llmexp.sample import sample
+from llmexp.sample import first_words, sample
 from llmexp.train.diagnose import first_bad
 from llmexp.train.hooks import call_hooks
 from llmexp.train.save import finish_saving, go_on_saving, save
@@ -311,10 +311,11 @@ def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
 
 
 def sample_text(loop: Loop) -> str:
-    """A sampled text from the start of a document, on one line."""
+    """A sampled text from the start of a document, or from the first words of the validation text, on one line."""
     parts = loop.s.parts
     length, tokens = parts.run.sequence_length, parts.config.train.sample_tokens  # no position that was never trained
-    return " ".join(sample(parts.tokenizer, loop.s.loss, length, parts.precision, "", tokens).split())
+    prompt = first_words(parts.tokenizer, parts.corpus)
+    return " ".join(sample(parts.tokenizer, loop.s.loss, length, parts.precision, prompt, tokens).split())
 
 
 def say_sample(loop: Loop) -> None:
