@@ -26,7 +26,7 @@ from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
-from llmexp.targets import bind, locate
+from llmexp.targets import bind, locate, place
 
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
 RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
@@ -94,8 +94,12 @@ def assemble(config: Config, *, write: bool) -> Parts:
     def build_model() -> nn.Module:
         torch.manual_seed(config.train.seed)
         model = build_bare()
+        dotted = model_config["_target_"]
         if not isinstance(model, nn.Module):
-            raise refuse("model._target_", model_config["_target_"], "must return a torch.nn.Module")
+            text = f"returned {type(model).__name__}, not a torch.nn.Module"
+            raise refuse("model._target_", dotted, f"{text}{_place_of(model_config, 'model')}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise refuse("model._target_", dotted, f"has no parameters to train{_place_of(model_config, 'model')}")
         model = model.to(precision.parameter_dtype(kind))
         precision.nudge(model, config.train.seed, config.train.twin)
         return model
@@ -105,7 +109,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
         try:
             return optim.as_list(built)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(f"{error}{_place_of(config.optimizer, 'optimizer')}") from None
 
     with torch.device("meta"):
         model = build_model()
@@ -197,10 +201,15 @@ def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, 
         "write": write,
     }
     knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
+    found = bind("data", knobs, offered)()
     try:
-        return as_corpus(bind("data", knobs, offered)(), vocab_size=vocab_size)
+        return as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{_place_of(data, 'data')}") from None
+
+
+def _place_of(section: dict[str, Any], name: str) -> str:
+    return place(locate(f"{name}._target_", section["_target_"]))
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -52,6 +52,11 @@ def resume(arguments: list[str]) -> int:
     if {micro, accum} & set(given):  # the real batch stays, and its cut is solved anew
         tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
     if folder.read_status(path).get("state") == "finished":
+        if args.overrides:
+            raise ConfigError(
+                f"{path}: this run is finished, so {' '.join(args.overrides)} would change nothing; for another run: "
+                f"llmexp train ... {' '.join(args.overrides)}"
+            )
         launch.say(f"{path}: this run is finished; nothing to do")
         return 0
     parsed = map(OverridesParser.create().parse_override, args.overrides)
@@ -87,11 +92,13 @@ def resume(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
-    from llmexp import folder, launch
+    from llmexp import flags, folder, launch
     from llmexp.sweep.main import settings_of
     from llmexp.sweep.points import expand, is_grid, load_points, twins
 
     args = launch.parse("plan", arguments)
+    if flags.asked(args):
+        return flags.answer(args)
     with launch.hydra_app(args.config_dir) as hydra:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
         if multirun and not is_grid(cfg):
@@ -141,10 +148,15 @@ def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
 
 def prepare(arguments: list[str]) -> int:
     """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
-    from llmexp import launch
-    from llmexp.assemble import build_corpus, build_tokenizer, filled
+    from llmexp import flags, launch
 
     args = launch.parse("prepare", arguments)
+    if flags.asked(args):
+        return flags.answer(args)
+    if args.multirun:
+        raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
+    from llmexp.assemble import build_corpus, build_tokenizer, filled
+
     with launch.hydra_app(args.config_dir) as hydra:
         config = filled(launch.typed(launch.compose(hydra, args.overrides)[0]))
     tokenizer, model_config = build_tokenizer(config)

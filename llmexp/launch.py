@@ -5,8 +5,9 @@ command line + conf/ -> compose -> Config -> request -> `python -m llmexp.train 
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
-import logging
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, ref
 from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
 
 CONFIG_NAME = "config"
+REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
 
 
@@ -265,7 +267,9 @@ def allow(packages: Sequence[str]) -> None:
 
 def take_allowed(arguments: Sequence[str]) -> list[str]:
     """The arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
-    rest, packages, given = [], [os.environ.get("LLMEXP_ALLOW", "")], iter(arguments)
+    rest: list[str] = []
+    named: list[str] = []
+    given = iter(arguments)
     for argument in given:
         flag, equals, package = argument.partition("=")
         if flag != "--allow":
@@ -274,10 +278,31 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
         package = package if equals else next(given, "")
         if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
             raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
-        packages.append(package)
+        named += [part.strip() for part in package.split(",")]
+    packages = [os.environ.get("LLMEXP_ALLOW", ""), *named]
     if any(packages):
         allow(packages)
+    for package in named:
+        if not _is_there(package):
+            raise ConfigError(
+                f"--allow {package}: there is no such module on the path (looked in {os.getcwd()} too); for "
+                f"{package.replace('.', '/')}.py or a folder of this name elsewhere, set PYTHONPATH"
+            )
     return rest
+
+
+def _is_there(package: str) -> bool:
+    """Return whether a module can be found, without importing anything."""
+    name, *below = package.split(".")
+    try:
+        spec = sys.modules[name].__spec__ if name in sys.modules else importlib.util.find_spec(name)
+        for part in below:
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
 
 
 def parse(command: str, arguments: Sequence[str]) -> Any:
@@ -295,7 +320,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         parser.add_argument("--steps", type=int, help="optimizer steps of each run")
         parser.add_argument("--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches")
     args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
-    for flag in ("config_name", "config_path", "experimental_rerun"):
+    for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own files are options of "
@@ -322,8 +347,10 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def train(arguments: list[str]) -> int:
     """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
     args = parse("train", arguments)
-    if args.cfg or args.info is not None or args.hydra_help or args.shell_completion:
-        return pass_to_hydra(args)
+    from llmexp import flags
+
+    if flags.asked(args):
+        return flags.answer(args)
     worker = None if args.multirun else Worker()
     try:
         from llmexp.sweep.main import sweep
@@ -369,27 +396,3 @@ def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
         if isinstance(child, dict) and key != "hydra":
             yield from flat_keys(child, f"{prefix}{key}.")
-
-
-def pass_to_hydra(args: Any) -> int:
-    """--cfg, --info, --hydra-help, --shell-completion: Hydra's own answers."""
-    logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
-    with hydra_app(args.config_dir) as hydra, user_errors(hydra.config_loader, args.overrides), variables_kept():
-        if not args.shell_completion:
-            cfg, _ = compose(hydra, args.overrides, args.multirun)  # refuses what would run code
-            refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])))
-        if args.cfg and args.multirun:
-            from llmexp.sweep.points import expand
-
-            for overrides in expand(hydra, compose(hydra, args.overrides, multirun=True)[0], args.overrides):
-                say(f"# {' '.join(overrides)}")
-                hydra.show_cfg(CONFIG_NAME, overrides, args.cfg, args.package, args.resolve)
-        elif args.cfg:
-            hydra.show_cfg(CONFIG_NAME, args.overrides, args.cfg, args.package, args.resolve)
-        elif args.info is not None:
-            hydra.show_info(args.info, CONFIG_NAME, args.overrides)
-        elif args.hydra_help:
-            hydra.hydra_help(CONFIG_NAME, get_args_parser(), args)
-        else:
-            hydra.shell_completion(CONFIG_NAME, args.overrides)
-    return 0

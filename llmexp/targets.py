@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -26,6 +27,8 @@ OWN = {
     "schedule": "llmexp.schedule",
     "hooks": "llmexp.verify.record",
 }
+MOST_FRAMES = 12  # of the user's code, that an error shows
+EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
 RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's words for calling functions
 
 
@@ -83,20 +86,58 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     if not _inside(module_name, packages):
         raise not_allowed
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigError(f"{key}={dotted}: importing {module_name} failed: {error}") from error
-        raise refuse(
-            key, dotted, f"there is no module {error.name} on the path (looked in the current folder too)"
-        ) from None
-    except AttributeError:
-        known = [n for n in dir(importlib.import_module(module_name)) if not n.startswith("_")]
-        raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}") from None
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
+            text = f"there is no module {absent} on the path (looked in the current folder too)"
+            raise refuse(key, dotted, text) from None
+        raise ConfigError(f"{key}={dotted}: importing {module_name} failed: {described(error)}") from error
+    if not hasattr(module, name):
+        known = [n for n in dir(module) if not n.startswith("_")]
+        raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
+    found = getattr(module, name)
     # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
     if not callable(found) or not _inside(_defined_in(found), packages):
         raise not_allowed
     return cast(Callable[..., Any], found)
+
+
+def described(error: BaseException) -> str:
+    """Return an exception of the user's code in words, and below them the lines of the user's own files that led to
+    it, the last one last."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:  # it has no frame in the file
+        return f"{text}\n" + "".join(traceback.format_exception_only(error)[:-1]).rstrip("\n")
+    frames = _own_frames(error)
+    return f"{text}\n" + "".join(frames.format()).rstrip("\n") if frames else text
+
+
+def own_line(error: BaseException) -> str:
+    """Return FILE:LINE of the user's own code where an exception came from; of any code where none of it was in it."""
+    frames = _own_frames(error) or traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _own_frames(error: BaseException) -> traceback.StackSummary:
+    """Return the frames of an exception, and of the one that it was raised from, that are in allowed packages."""
+    frames = [
+        pair for pair in traceback.walk_tb(error.__traceback__)
+        if inside_allowed(str(pair[0].f_globals.get("__name__")))
+    ]  # fmt: skip
+    if not frames and error.__cause__ is not None:
+        return _own_frames(error.__cause__)
+    return traceback.StackSummary.extract(iter(frames[-MOST_FRAMES:]))
+
+
+def place(found: Any) -> str:
+    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is not known."""
+    found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    try:
+        file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+    except (OSError, TypeError):
+        return ""
+    return f" ({os.path.abspath(file)}:{line})" if file else ""
 
 
 def refuse_calls(key: str, value: Any) -> None:
@@ -112,19 +153,53 @@ def refuse_calls(key: str, value: Any) -> None:
 
 
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
+    """Return a function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
 
     Variables of the environment are filled in before (`llmexp.assemble.filled`).
-    Raises ConfigError for knobs that the signature does not have (with the nearest one) or that are missing.
+    Raise ConfigError for knobs that the signature does not have (with the nearest one) or that are missing; and, when
+    it is called, for an exception of the user's own code (`described`).
     """
+    target, knobs = resolve(section, values, tuple(offered))
+    signature = inspect.signature(target)
+    extra = {k: v for k, v in offered.items() if k in signature.parameters and k not in knobs}
+
+    def call(*args: Any) -> Any:
+        try:
+            signature.bind(*args, **knobs, **extra)
+        except TypeError as error:
+            raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
+        try:
+            return target(*args, **knobs, **extra)
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "OutOfMemoryError":  # torch's
+                raise
+            text = str(error)
+            if isinstance(error, ValueError) and (f"{section}." in text or f"{section}=" in text):
+                raise ConfigError(text) from error
+            if inside_allowed(_defined_in(target)) or _own_frames(error):
+                raise ConfigError(f"{section}: {values['_target_']} failed: {described(error)}") from error
+            if isinstance(error, ValueError):
+                raise ConfigError(f"{section}: {error}") from error
+            raise
+
+    return call
+
+
+def resolve(
+    section: str, values: Mapping[str, Any], offered: tuple[str, ...]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it does not have, with
+    the nearest one; `offered` are arguments that are not knobs."""
     if "_target_" not in values:
         raise ConfigError(
             f"{section}._target_: this key is missing; it names the function, for example "
-            f"{section}._target_=llmexp.optim.adamw"
+            f"{section}._target_={EXAMPLES.get(section.partition('.')[0], 'llmexp.optim.adamw')}"
         )
-    refuse_calls(section, {k: v for k, v in values.items() if k != "_target_"})
+    knobs = {str(k): v for k, v in values.items() if k != "_target_"}
+    refuse_calls(section, knobs)
     target = locate(f"{section}._target_", values["_target_"])
-    knobs = {k: v for k, v in values.items() if k != "_target_"}
     parameters = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in knobs:
@@ -134,19 +209,4 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
                 f"{section}.{name}: {values['_target_']} has no such argument.{nearest(name, names)} "
                 f"Known: {', '.join(names)}"
             )
-    extra = {k: v for k, v in offered.items() if k in parameters and k not in knobs}
-
-    def call(*args: Any) -> Any:
-        try:
-            inspect.signature(target).bind(*args, **knobs, **extra)
-        except TypeError as error:
-            raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
-        try:
-            return target(*args, **knobs, **extra)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            named = f"{section}." in str(error) or f"{section}=" in str(error)
-            raise ConfigError(str(error) if named else f"{section}: {error}") from error
-
-    return call
+    return target, knobs

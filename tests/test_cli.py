@@ -133,6 +133,26 @@ def test_cfg_and_info(capsys):
     assert "LocalLauncher" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "prepare"])
+def test_hydras_flags_answer_and_start_nothing(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert run([command, "--cfg", "job", "model.n_layers=7"]) == 0
+    assert "n_layers: 7" in capsys.readouterr().out
+    assert run([command, "--hydra-help"]) == 0
+    text = capsys.readouterr().out
+    assert "--multirun" in text
+    assert "--config-name" not in text  # it is refused
+    assert run([command, "--resolve"]) == 2
+    assert "--cfg job --resolve" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--shell-completion"], ["-sc"], ["train", "-sc"]])
+def test_completion_without_a_word_says_what_it_takes(capsys, arguments):
+    assert run(arguments) == 2
+    assert "install=SHELL" in capsys.readouterr().err
+
+
 def test_info_into_a_closed_pipe():
     command = f"{sys.executable} -m llmexp train --info | head -1"
     done = subprocess.run(command, shell=True, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True)

@@ -65,6 +65,23 @@ def lost(vocab_size: int, n_tokens: int):
     raise KeyError("no such corpus")
 
 
+def unread(n_tokens: int):
+    return np.load("corpus.npy")
+
+
+class Empty(nn.Module):
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__()
+
+
+def counts(event, context):
+    return 3 if event == "step_start" else None
+
+
+def texts(event, context):
+    return {"mine/name": "x"} if event == "step_end" else None
+
+
 class Spare(Bigram):
     def __init__(self, vocab_size: int, width: int):
         super().__init__(vocab_size, width)
@@ -136,21 +153,48 @@ def test_resume_needs_allow_again(own, all_own):
     assert exact(all_own) == before
 
 
-def test_a_data_function_that_fails_is_told_with_its_trace(own):
-    """In a sweep each point that it makes impossible is named, as for any other reason."""
-    (own / "conf/data/lost.yaml").write_text("_target_: mymodel.lost\nn_tokens: 1\n")
-    failed = llmexp("train", *BASE, "--allow", "mymodel", "data=lost", "hydra.run.dir=lost", cwd=own)
-    assert failed.code == 3
-    assert failed.err.splitlines()[-1] == "llmexp: KeyError: 'no such corpus'"
-    assert 'mymodel.py", line' in failed.err
+def line_of(own: Path, text: str) -> str:
+    """FILE:LINE of the first line of mymodel.py that has the text."""
+    number = next(i for i, line in enumerate((own / "mymodel.py").read_text().splitlines(), 1) if text in line)
+    return f"{own / 'mymodel.py'}:{number}"
+
+
+@pytest.mark.parametrize(
+    ("part", "says", "line"),
+    [
+        ("data=lost", "data: mymodel.lost failed: KeyError: 'no such corpus'", 'raise KeyError("no such corpus")'),
+        ("data=unread", "data: mymodel.unread failed: FileNotFoundError: [Errno 2]", 'np.load("corpus.npy")'),
+        ("model._target_=broken.Model", "model._target_=broken.Model: importing broken failed: SyntaxError", "def ("),
+    ],
+)
+def test_an_error_of_the_users_code_shows_that_code(own, part, says, line):
+    """Its own frames and no others, before anything is written; of a sweep, each point that it makes impossible."""
+    (own / "broken.py").write_text("x = 1\ndef (\n")
+    for name in ("lost", "unread"):
+        (own / f"conf/data/{name}.yaml").write_text(f"_target_: mymodel.{name}\nn_tokens: 1\n")
+    allowed = ["--allow", "mymodel,broken"]
+    failed = llmexp("train", *BASE, *allowed, part, "hydra.run.dir=lost", cwd=own)
+    assert failed.code == 2
+    first, *block = failed.err.splitlines()
+    assert first.startswith(f"llmexp: {says}")
+    files = [text.split('"')[1] for text in block if text.startswith("  File ")]
+    assert files == [str(own / ("broken.py" if "broken" in part else "mymodel.py"))]
+    assert line in "".join(block)
     assert not (own / "lost").exists()
-    refused = llmexp(
-        "train", "-m", *BASE, "--allow", "mymodel", "data=lost", "train.seed=1,2", "hydra.sweep.dir=lost", cwd=own
-    )
+    if part == "data=lost":
+        sweep = llmexp("train", "-m", *BASE, *allowed, part, "train.seed=1,2", "hydra.sweep.dir=lost", cwd=own)
+        assert sweep.code == 2
+        assert "Traceback" not in sweep.err
+        assert f"0-seed_1, 1-seed_2: {says}" in sweep.err
+        assert not (own / "lost").exists()
+
+
+def test_a_model_without_parameters(own):
+    refused = llmexp("plan", *BASE, "--allow", "mymodel", "model._target_=mymodel.Empty", cwd=own)
     assert refused.code == 2
-    assert "Traceback" not in refused.err
-    assert "0-seed_1, 1-seed_2: KeyError: 'no such corpus'" in refused.err
-    assert not (own / "lost").exists()
+    assert refused.err == (
+        f"llmexp: model._target_=mymodel.Empty: has no parameters to train ({line_of(own, 'class Empty')})\n"
+    )
 
 
 def test_allowing(own, capsys, monkeypatch):
@@ -251,6 +295,8 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         ("breaks", "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')"),
         ("leaves", "the hook mymodel.leaves failed at step_start of step 2: SystemExit(0)"),
         ("clashes", "a hook returned lr, which the row has already"),
+        ("counts", "the hook mymodel.counts returned 3 (int) at step_start of step 1; a hook returns None or a dict"),
+        ("texts", "the hook mymodel.texts returned mine/name='x' (str) at step_end of step 2; a hook returns None or"),
     ],
 )
 def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
@@ -264,6 +310,8 @@ def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
     status = json.loads((own / hook / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert says in status["error"]
+    if hook != "clashes":
+        assert f"{own / 'mymodel.py'}:" in status["error"]
 
 
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 3), ("fsdp", 0)])

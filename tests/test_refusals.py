@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def home(tmp_path, monkeypatch) -> Path:
     np.array([1] * 400, np.uint16).tofile(work / "a.bin")
     np.array([1] * 100 + [5000], np.uint16).tofile(work / "b.bin")
     np.save(work / "floats.npy", np.zeros(50))
+    (work / "lines.txt").write_text('\n{"id": 1, "text": "hello"}\n{"id": 2, "text": "world"}\n')
+    (work / "packed.txt").write_bytes(gzip.compress(b"hello world " * 50))
+    (work / "some.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
+    (work / "table").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    os.mkfifo(work / "pipe.txt")
     (work / "bad").mkdir()
     (work / "bad" / "model").mkdir()
     (work / "bad" / "model" / "mine.yaml").write_text("a: [1\nb")
@@ -128,6 +134,13 @@ BAD = [
     ("data=tokens data.train_files=[a.bin,b.bin]", "b.bin", "5000 at position 100"),
     ("data=tokens data.train_files=floats.npy", "data.train_files=floats.npy", "float64"),
     ("data=tokens data.train_files=a.bin data.dtype=int8", "data.dtype=int8", "uint16 or uint32"),
+    ("data=text data.train_files=lines.txt", "lines.txt: is JSON lines", "> lines-plain.txt"),
+    ("data=text data.train_files=good.txt data.val_files=packed.txt", "data.val_files=packed.txt: is compressed",
+     "gzip -dc packed.txt > packed-plain.txt"),
+    ("data=text data.train_files=some.zst", "some.zst: is compressed by zstd", "zstd -dc some.zst -o some.txt"),
+    ("data=text data.train_files=[table,good.txt]", "table: is a Parquet file", "> table.txt"),
+    ("data=text data.train_files=pipe.txt", "pipe.txt is a pipe", "plain file"),
+    ("data=tokens data.train_files=/dev/zero", "/dev/zero is a pipe or a device", "plain file"),
     # the folder
     ("name=../../x", "name='../../x'", "one folder name"),
     ("name=/tmp/x", "name='/tmp/x'", "one folder name"),
@@ -208,6 +221,8 @@ def test_a_broken_yaml_of_the_user(capsys, home):
         (["sample", "nowhere", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["prepare", "data=txt"], "Did you mean text?"),
         (["train", "--allow"], "--allow mypackage"),
+        (["train", "--allow", "mymodle"], "--allow mymodle: there is no such module"),
+        (["resume", "nowhere", "--allow=json,json.nothing"], "--allow json.nothing: there is no such module"),
         (["train", "--config-dir"], "expected one argument"),
     ],
 )

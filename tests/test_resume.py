@@ -156,6 +156,9 @@ def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path)
         done = llmexp(*again, cwd=tmp_path)
         assert done.code == 0
         assert "nothing to do" in done.out
+    changed = llmexp("resume", str(copy), "train.log_every=7", cwd=tmp_path)
+    assert changed.code == 2
+    assert "this run is finished, so train.log_every=7 would change nothing" in changed.err
     assert {p: p.stat().st_mtime_ns for p in copy.rglob("*") if p.is_file()} == before
     refused = llmexp("train", *TINY, *settings, f"hydra.run.dir={copy}", cwd=tmp_path)
     assert refused.code == 2

@@ -21,7 +21,7 @@ PARTS = [
     or name.split(".")[1:2] in [["mesh"], ["precision"], ["optim"], ["schedule"], ["clip"], ["checkpoint"], ["saving"]]
 ]  # fmt: skip
 SWEEP = [name for name in MODULES if name.startswith("llmexp.sweep")]
-HYDRA_SIDE = ("llmexp.launch", "llmexp.guard", *SWEEP, "llmexp.commands", "llmexp.help")
+HYDRA_SIDE = ("llmexp.launch", "llmexp.guard", *SWEEP, "llmexp.commands", "llmexp.flags", "llmexp.help")
 LIGHT = (
     *HYDRA_SIDE,
     "llmexp.config",

@@ -8,13 +8,32 @@ import json
 import math
 import os
 import resource
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
+MOST_LINE = 1 << 24  # bytes of a first line that is looked at
+BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
+PARQUET = b"PAR1"
+# First bytes of files that hold text, or tokens, in another form: what they are, and what to do.
+PACKED = {
+    b"\x1f\x8b": ("compressed by gzip", "unpack it first: gzip -dc {path} > {out}"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it first: zstd -dc {path} -o {out}"),
+    b"BZh91AY&SY": ("compressed by bzip2", "unpack it first: bzip2 -dc {path} > {out}"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "unpack it first: xz -dc {path} > {out}"),
+    b"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
+    PARQUET: (
+        "a Parquet file",
+        "write its texts to a plain file first, for example: python -c "
+        "\"import sys, pyarrow.parquet as p; [print(t) for t in p.read_table(sys.argv[1])['text'].to_pylist()]\" "
+        "{path} > {out}",
+    ),
+    b"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
+}  # fmt: skip
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -62,6 +81,9 @@ def match_files(key: str, patterns: Any) -> list[Path]:
         if not paths:
             raise ValueError(f"{key}={pattern}: {names[0]} is a folder; for its files write {key}={names[0]}/*")
         for path in paths:
+            if path.exists() and not path.is_file():  # to read from it could wait for ever
+                text = "is a pipe or a device, and data files are read more than once"
+                raise ValueError(f"{key}={pattern}: {path} {text}; write what comes out of it to a plain file first")
             try:
                 with open(path, "rb") as file:
                     file.read(1)
@@ -69,6 +91,43 @@ def match_files(key: str, patterns: Any) -> list[Path]:
                 raise ValueError(f"{key}={pattern}: {path} cannot be read: {error.strerror}") from None
             found[path] = None
     return list(found)
+
+
+def refuse_packed(key: str, path: Path) -> None:
+    """Raise ValueError, with a way to plain text, for a file that is not plain text by its first bytes."""
+    bare = path.with_suffix("")
+    plain = bare if bare.suffix and bare != path else path.with_suffix(".txt")
+    plain = plain if plain != path else path.with_name(f"{bare.name}-plain.txt")
+    names = {"path": shlex.quote(str(path)), "out": shlex.quote(str(plain))}
+    with open(path, "rb") as file:
+        head = file.read(16)
+        file.seek(max(0, path.stat().st_size - 4))
+        is_parquet = file.read() == PARQUET  # at both ends
+        file.seek(0)
+        for magic, (kind, way) in PACKED.items():
+            if head.startswith(magic) and (magic != PARQUET or is_parquet):
+                raise ValueError(f"{key}={path}: is {kind}, not plain text; {way.format(**names)}")
+        line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(found, dict):
+        field = next((k for k in ("text", "content", *found) if isinstance(found.get(k), str)), "text")
+        code = f"import json, sys; [print(json.loads(s)[{json.dumps(field)}]) for s in sys.stdin if s.strip()]"
+        raise ValueError(
+            f"{key}={path}: is JSON lines, not plain text (its first line is an object with the keys "
+            f"{', '.join(map(str, list(found)[:5]))}); take the texts out first, for example: "
+            f"python -c {shlex.quote(code)} < {names['path']} > {names['out']}"
+        )
+
+
+def _first_line(file: BinaryIO) -> bytes:
+    """Return the first line that is not blank, cut at MOST_LINE bytes."""
+    while line := file.readline(MOST_LINE):
+        if line.strip(BLANK):
+            return line.strip(BLANK)
+    return b""
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:

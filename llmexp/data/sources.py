@@ -21,6 +21,7 @@ from llmexp.data.files import (
     cache_folder,
     files_fingerprint,
     match_files,
+    refuse_packed,
     remembered,
     sha256_of,
     state_of,
@@ -169,6 +170,7 @@ def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_D
     contents = remembered(cache, "sha256", None, paths, lambda: sha256_of(paths), write)
     documents = []
     for path, state, content in zip(paths, states, contents, strict=True):
+        refuse_packed(key, path)
         with open(path, "rb") as file:
             start = len(BOM) if file.read(len(BOM)) == BOM else 0
         if state[0] > start:

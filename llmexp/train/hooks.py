@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp.run import Run
+from llmexp.targets import own_line, place
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
 
@@ -34,13 +35,33 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
             step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
         )
         try:
-            found = hook(event, context) or {}
-            if wanted:  # else reading a tensor would make the host wait for nothing
-                figures = {str(k): float(v) for k, v in found.items()}
-                loop.figures |= {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
+            found = hook(event, context)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{at.filename}:{at.lineno}"
+            where = own_line(error)
             if loop.s.mesh.distributed:
                 where = f"rank {loop.s.mesh.rank}, {where}"
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
+        try:
+            if found is not None and not isinstance(found, Mapping):
+                raise ValueError(_short(found))
+            if wanted:  # else reading a tensor would make the host wait for nothing
+                figures = {str(k): _float(str(k), v) for k, v in (found or {}).items()}
+                loop.figures |= {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
+        except ValueError as error:
+            raise TrainingFailed(
+                f"the hook {name} returned {error} at {event} of step {step}; a hook returns None or a dict of "
+                f"numbers, for example {{'mine/norm': 1.5}}{place(hook)}"
+            ) from None
+
+
+def _float(key: str, value: Any) -> float:
+    """Return a hook's figure as a float. Raise ValueError for what is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{key}={_short(value)}") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -254,7 +254,8 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
             raise
         except (ConfigError, checkpoint.CheckpointError) as error:
-            return failed(path, REFUSED, str(error)) if ours else refused(path, str(error))
+            code = FAILED if STOP.training else REFUSED  # a function of the user's may fail in any step
+            return failed(path, code, str(error)) if ours else refused(path, str(error))
         except (TrainingFailed, OSError) as error:
             return failed(path, FAILED, str(error))
         except BaseException as error:

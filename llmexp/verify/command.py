@@ -37,10 +37,10 @@ def run(arguments: list[str]) -> int:
         return PASS
     if what not in WHAT:
         raise ConfigError(f"verify {what}: there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}")
-    from llmexp import launch
+    from llmexp import flags, launch
 
     args = launch.parse("verify", rest)
-    if args.cfg or args.info is not None or args.hydra_help or args.shell_completion:
+    if flags.asked(args):
         raise ConfigError("verify: --cfg, --info and --hydra-help are flags of llmexp train")
     if args.steps is not None and args.steps < 2:
         raise ConfigError(f"--steps {args.steps}: at least 2 optimizer steps are needed; for example --steps 8")
