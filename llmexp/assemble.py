@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import mesh, optim, precision, schedule
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Parallelism, fill, refuse
+from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Parallelism, fill, plain, refuse
 from llmexp.data.files import cpu_count
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.environment import redacted
@@ -178,7 +178,25 @@ def assemble(config: Config, *, write: bool) -> Parts:
         precision=dataclasses.replace(config.precision, kind=kind),
         parallelism=solved_parallelism(config.parallelism, layout),
     )
+    if solved.metrics.single_rank_rates is not None:
+        run = dataclasses.replace(run, facts=with_single_rank_rate(solved, run.facts))
     return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
+
+
+def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
+    """The facts with the rate that one rank had at the same work; with a warning where it was not measured."""
+    where = config.metrics.single_rank_rates
+    assert where is not None
+    if config.parallelism.kind == "single":
+        text = "a run with parallelism=single is not held against itself; for several ranks use parallelism=ddp"
+        raise refuse("metrics.single_rank_rates", where, text, "null")
+    from llmexp.compare.throughput import single_rank_rate
+
+    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(facts))
+    text = f"metrics.single_rank_rates={where}: {why}; the rows have no scaling_efficiency"
+    return dataclasses.replace(
+        facts, single_rank_rate=rate, warnings=(*facts.warnings, text) if why else facts.warnings
+    )
 
 
 def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:

@@ -106,6 +106,11 @@ class Metrics:
     )
     outlier_window: int = knob("steps in the trailing window", 128, at_least=8)
     skip_outliers: bool = knob("skip the update of an outlier step", True)
+    single_rank_rates: str | None = knob(
+        "folder of a throughput grid with the rate of one rank, for scaling_efficiency in the rows; null: none",
+        "outputs/throughput_grid/2030-01-01_12-00-00",
+        affects="nothing",
+    )
     picture: bool = knob("draw the curves into loss.png at the end of the run", False, affects="nothing")
 
 

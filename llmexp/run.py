@@ -60,6 +60,7 @@ class Facts:
     precision: str
     precision_reason: str
     rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
+    single_rank_rate: float | None = None  # tokens/s of the same run on one rank, where it was measured
     warnings: tuple[str, ...] = ()
 
 
@@ -385,6 +386,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     rows += [
         ("device", f"{f.device_name} ({f.device})"),
         *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
+        *([("scaling", f"against {f.single_rank_rate:,.0f} tokens/s of one rank")] if f.single_rank_rate else []),
         ("precision", f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision),
         ("folder", folder),
     ]

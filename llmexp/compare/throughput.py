@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from llmexp import folder
+from llmexp.compare import reading
 from llmexp.compare.records import Record
+from llmexp.config import flatten
 
 TITLES = (
     "model", "precision", "ranks", "micro-batch", "accumulation", "length", "it/s", "s/it", "tokens/s",
-    "peak memory (GiB)", "TFLOP/s per rank (6ND)", "TFLOP/s per rank (exact)", "share of peak", "verdict", "state",
+    "scaling efficiency", "peak memory (GiB)", "TFLOP/s per rank (6ND)", "TFLOP/s per rank (exact)", "share of peak",
+    "verdict", "state",
 )  # fmt: skip
 SATURATED = 1.1  # rate over that at half the micro-batch, below which a larger micro-batch brings nothing
 LAUNCH = 1.6  # the same, above which the device was waiting for the host
@@ -70,7 +73,53 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     for row in rows:
         if text := verdict(row, rows):
             row["verdict"] = text
+        if (share := efficiency(row, rows)) is not None:
+            row["scaling efficiency"] = share
     return rows
+
+
+def efficiency(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    """The rate of each rank as a share of that of one rank with the same work, where the grid has one."""
+    same = ("model", "precision", "length", "micro-batch", "accumulation")
+    alone = [r["tokens/s"] for r in rows if r.get("ranks") == 1 and all(r.get(k) == row.get(k) for k in same)
+             and r.get("tokens/s")]  # fmt: skip
+    if row.get("ranks", 1) == 1 or not alone or not row.get("tokens/s"):
+        return None
+    return float(row["tokens/s"] / row["ranks"] / np.median(alone))
+
+
+# What decides the rate of a rank besides the device, by config key or section: its work between two communications.
+WORK = (
+    "model.", "optimizer._target_", "clip.kind", "precision.kind", "train.compile", "batch.micro_batch_size",
+    "batch.gradient_accumulation_steps", "batch.sequence_length", "parallelism.activation_checkpointing",
+)  # fmt: skip
+
+
+def single_rank_rate(where: str, config: dict[str, Any], facts: dict[str, Any]) -> tuple[float | None, str]:
+    """(tokens/s of the finished runs of one rank under the path that do the same work on the same device, what is
+    missing in words). Their median where there are several."""
+    records = [r for r in reading.read(reading.find([where])[0]) if r.facts.get("world_size") == 1]
+    measured = [(r, rate) for r in records if r.state == "finished" and (rate := median(r, "tokens_per_sec"))]
+    if not measured:
+        return None, "no finished run of one rank is there"
+    wanted, differing = _work(flatten(config), facts), list[list[str]]()
+    for record, _ in measured:
+        there = _work(record.config, record.facts)
+        differing.append([f"{k} ({v} there, {wanted.get(k)} here)" for k, v in there.items() if v != wanted.get(k)])
+    fitting = [rate for (_, rate), differs in zip(measured, differing, strict=True) if not differs]
+    if fitting:
+        return float(np.median(fitting)), ""
+    nearest = ", ".join(min(differing, key=len)[:3])
+    return None, f"none of its runs of one rank does the same work; the nearest differs in {nearest}"
+
+
+def _work(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    found = {k: v for k, v in config.items() if k.startswith(WORK)}
+    name = str(facts.get("device_name"))
+    if facts.get("device") == "cpu":  # NAME, N threads
+        found["threads"] = facts.get("threads_per_rank")
+        name = name.rpartition(", ")[0]
+    return found | {"device": name}
 
 
 def verdict(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
@@ -103,7 +152,7 @@ def verdict(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
 def cell(title: str, value: Any) -> str:
     if value is None:
         return ""
-    if title == "share of peak":
+    if title in ("share of peak", "scaling efficiency"):
         return f"{value:.1%}"
     if title == "tokens/s":
         return f"{value:,.0f}"

@@ -228,6 +228,8 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
         digest = int(mesh.total(s.mesh, torch.tensor(window.digest, device=s.mesh.device)))
         row["data_digest"] = f"{digest % 2**63:016x}"
     row |= loop.meter.take(s.mesh.world_size) | loop.measured.norms.take() | loop.measured.noise.figures()
+    if run.facts.single_rank_rate is not None:
+        row["scaling_efficiency"] = row["tokens_per_sec_per_rank"] / run.facts.single_rank_rate
     if s.outliers.sigma is not None:
         row["outlier_steps"] = p.outlier_count
     if run.facts.flops_per_token is not None:
