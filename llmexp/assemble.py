@@ -24,12 +24,15 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.environment import redacted
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
+from llmexp.models.memory import saved_bytes
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
 from llmexp.targets import bind, locate, place
 
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
 RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
+# Of memory: what backward passes need beside what forward passes keep, and the share that may be planned with.
+TEMPORARY, ROOM = 1.25, 0.8
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,36 @@ def assemble(config: Config, *, write: bool) -> Parts:
     if solved.metrics.single_rank_rates is not None:
         run = dataclasses.replace(run, facts=with_single_rank_rate(solved, run.facts))
     return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
+
+
+def larger_micro_batch(parts: Parts) -> str | None:
+    """In words, with its figures: the largest micro-batch that would do with less accumulation and surely fits into
+    memory, by an upper estimate. None without accumulation, where none fits, and where memory is not known."""
+    run, there = parts.run, hardware.memory_bytes(parts.device)
+    if run.gradient_accumulation_steps == 1 or there is None:
+        return None
+    with torch.device("meta"):
+        model = parts.build_model()
+    saved = saved_bytes(model, run.sequence_length, whole_logits=not run.facts.loss_kernel.startswith("chunked"))
+    if not saved:
+        return None
+    held = 4 * precision.parameter_dtype(parts.precision).itemsize  # weight, gradient and two moments
+    ranks = 1 if parts.device.type == "cuda" else run.facts.layout.nproc_per_node
+    cuts = [n for n in range(1, run.gradient_accumulation_steps) if run.gradient_accumulation_steps % n == 0]
+    for accumulation in cuts:
+        micro = run.micro_batch_size * run.gradient_accumulation_steps // accumulation
+        needed = ranks * (held * run.facts.parameters + TEMPORARY * micro * saved)
+        if needed > ROOM * there:
+            continue
+        share = f"{held} bytes x {run.facts.parameters:,} parameters + {TEMPORARY} x {micro} x {saved / 2**20:,.1f} MiB"
+        times = f" x {ranks} ranks" if ranks > 1 else ""
+        cut = f"gradient_accumulation_steps {accumulation}" if accumulation > 1 else "no accumulation"
+        return (
+            f"batch.micro_batch_size={micro} with {cut} computes the same, but for rounding and the random numbers of "
+            f"dropout, and fits: at most about {needed / 2**30:,.3g} of {there / 2**30:,.3g} GiB ({share} that the "
+            f"forward pass of a sequence keeps{times})"
+        )
+    return None
 
 
 def with_single_rank_rate(config: Config, facts: Facts) -> Facts:

@@ -113,11 +113,13 @@ def plan(arguments: list[str]) -> int:
             return plan_sweep([p for p in points if p.name not in {s.name for s in same}], [*refused, *same])
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
     folder.check_writable(wanted)
-    from llmexp.assemble import assemble
+    from llmexp.assemble import assemble, larger_micro_batch
     from llmexp.metrics.console import banner
     from llmexp.run import banner_sections
 
-    print(banner(banner_sections(assemble(config, write=False).run, str(wanted))))
+    parts = assemble(config, write=False)
+    hint = larger_micro_batch(parts)
+    print(banner([*banner_sections(parts.run, str(wanted)), *([("hint", hint)] if hint else [])]))
     return 0
 
 
