@@ -56,7 +56,7 @@ def test_a_model_that_needs_its_own_device_is_not_counted():
     [
         (2**30, 12, "batch.micro_batch_size=24 with no accumulation"),
         (2**30, 1, None),
-        (1_600_000, 12, "batch.micro_batch_size=8 with gradient_accumulation_steps 3"),
+        (1_200_000, 12, "batch.micro_batch_size=8 with gradient_accumulation_steps 3"),
         (100_000, 12, None),
         (None, 12, None),
     ],
