@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import tiktoken
 import torch
@@ -29,6 +30,7 @@ from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
 from llmexp.targets import bind, locate, place
 
+T = TypeVar("T")
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
 RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
 # Of memory: what backward passes need beside what forward passes keep, and the share that may be planned with.
@@ -75,12 +77,27 @@ def filled(config: Config) -> Config:
     return dataclasses.replace(config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS})
 
 
-def assemble(config: Config, *, write: bool) -> Parts:
+class Shared:
+    """What configs that are assembled one after the other have in common, such as the points of a sweep."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def once(self, what: str, deciding: Any, make: Callable[[], T]) -> T:
+        """Return `make()`, or what it made before from the same `deciding` values of a config."""
+        key = json.dumps([what, deciding], sort_keys=True, default=repr)
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+
+def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Parts:
     """Checks everything and looks up every fact; cheap checks come before expensive ones.
 
     With `write` false no token cache is written and the corpus may know its length only. Raises ConfigError.
     """
-    saved, config = config, filled(config)
+    saved, config, once = config, filled(config), (shared or Shared()).once
     device = resolve_device(config.train.device)
     layout = resolve_layout(config, device)
     batch = solve_batch(config.batch, layout.dp_size)
@@ -91,7 +108,7 @@ def assemble(config: Config, *, write: bool) -> Parts:
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise refuse("train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false")
 
-    tokenizer, model_config = build_tokenizer(config)
+    tokenizer, model_config = once("tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config))
     build_bare = bind("model", model_config, {})
 
     def build_model() -> nn.Module:
@@ -115,7 +132,9 @@ def assemble(config: Config, *, write: bool) -> Parts:
             raise ConfigError(f"{error}{_place_of(config.optimizer, 'optimizer')}") from None
 
     with torch.device("meta"):
-        model = build_model()
+        # An optimizer of the user's own may change the model that it is given.
+        own = None if str(optimizer.get("_target_")).startswith("llmexp.") else optimizer
+        model = once("model", [model_config, kind, own], build_model)
         build_optimizers(model)  # refuses bad knobs now
         loss = WindowLoss(model)
     _check_parallel(config, layout, model_config, loss)
@@ -127,7 +146,9 @@ def assemble(config: Config, *, write: bool) -> Parts:
     positions = getattr(model, "max_position_embeddings", None)
     # Before the data are prepared for nothing.
     check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
-    corpus = build_corpus(config, tokenizer, vocab_size or tokenizer.n_vocab, write=write)
+    ids = vocab_size or tokenizer.n_vocab
+    deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
+    corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
     facts = Facts(
         parallelism=config.parallelism.kind,
         layout=layout,
@@ -158,7 +179,8 @@ def assemble(config: Config, *, write: bool) -> Parts:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    run = solve(config, facts, warmup, hardware.versions(), hardware.commit())
+    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
+    run = solve(config, facts, warmup, *software)
     if run.warmup_updates > run.max_steps:
         text = (
             f"the warm-up of {run.warmup_updates} updates is longer than the run of {run.max_steps}: "

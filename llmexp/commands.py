@@ -125,16 +125,19 @@ def plan(arguments: list[str]) -> int:
 
 def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
     """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
-    from llmexp.assemble import assemble
+    from llmexp.assemble import Shared, assemble
     from llmexp.sweep.points import reasons
+    from llmexp.sweep.progress import counted
     from llmexp.sweep.show import table
+
+    shared = Shared()
 
     rows: list[tuple[str, ...]] = [
         ("run", "micro_batch", "accumulation", "dp", "real_batch", "length", "steps", "tokens", "epochs")
     ]
-    for point in points:
+    for point in counted("planning", points):
         try:
-            run = assemble(point.config, write=False).run
+            run = assemble(point.config, write=False, shared=shared).run
         except ConfigError as error:
             refused.append(point.refused(str(error)))
             continue

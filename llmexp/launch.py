@@ -150,7 +150,10 @@ def typed(cfg: DictConfig) -> Config:
     # hydra's own section has values that only a sweep fills; how a sweep is run is no part of a run
     keys = [str(k) for k in cfg if k not in ("hydra", "sweep")]
     with user_errors(), variables_kept():
-        tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True, throw_on_missing=True)
+        tree: dict[str, Any] = {key: cfg[key] for key in keys}
+        for key, node in tree.items():
+            if OmegaConf.is_config(node):
+                tree[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     refuse_secrets(tree)
     fill_names(tree, cfg)
     config = build({str(k): v for k, v in tree.items()})

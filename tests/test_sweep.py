@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from llmexp.config import ConfigError, build_sweep
 from llmexp.sweep import ledger as ledgers
-from llmexp.sweep import main
+from llmexp.sweep import running
+from llmexp.sweep.current import Current
 from llmexp.sweep.local import Job, Stopped, run_all
-from llmexp.sweep.main import rungs
+from llmexp.sweep.running import rungs
 from tests.conftest import ROOT, TINY, Result, llmexp, start, train
 from tests.test_cli import all_gone, wait_for
 from tests.test_resume import exact, same_state
@@ -272,12 +273,12 @@ def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch
                     print(json.dumps({"step": step or 80, "val/loss": losses[entry.number]}), file=f)
             current.stop.requested = calls in stops_at
 
-        monkeypatch.setattr(main, "run_points", run_points)
+        monkeypatch.setattr(running, "run_points", run_points)
         settings_ = build_sweep(defaults | {"halving": 0.125})
         while True:
             stop = Stopped()
-            current = main.Current(settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop)
-            main.run_rungs(current, ledger, [(None, entry) for entry in ledger.points])
+            current = Current(settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop)
+            running.run_rungs(current, ledger, [(None, entry) for entry in ledger.points])
             if not stop.requested:
                 return [entry.rung for entry in ledger.points]
 

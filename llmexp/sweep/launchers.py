@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from llmexp import folder
 from llmexp.config import ConfigError
 from llmexp.sweep import main
+from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Job, run_all, visible_devices
 from llmexp.sweep.points import Point
@@ -119,7 +120,7 @@ def ray_settings(cfg: DictConfig) -> Any:
     return settings
 
 
-def at_work(current: main.Current, points: Sequence[Point], say: Callable[[str], None]) -> dict[Path, str]:
+def at_work(current: Current, points: Sequence[Point], say: Callable[[str], None]) -> dict[Path, str]:
     """Slurm jobs of an earlier command for these points that have not ended."""
     if current.launcher != "slurm":
         return {}
@@ -132,7 +133,7 @@ def at_work(current: main.Current, points: Sequence[Point], say: Callable[[str],
 
 
 def execute(
-    current: main.Current,
+    current: Current,
     ledger: Ledger,
     queued: Sequence[tuple[Point, Entry]],
     jobs: dict[Path, str],

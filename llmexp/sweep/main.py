@@ -6,13 +6,9 @@ points -> check them all -> ledger and run folders -> local | slurm | ray -> tab
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import os
 import shlex
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,12 @@ from llmexp.config import ConfigError, Sweep, build_sweep, refuse
 from llmexp.guard import BY_HAND
 from llmexp.process import PREEMPTED, REFUSED
 from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.checker import Checker
+from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
-from llmexp.sweep.local import Stopped, visible_devices
+from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Pair, match, next_number
 from llmexp.sweep.points import (
-    Checker,
     Point,
     Refused,
     as_given,
@@ -40,34 +37,9 @@ from llmexp.sweep.points import (
     refuse_hosts,
     twins,
 )
+from llmexp.sweep.running import run_rungs
 
 LOCK = ".lock-sweep"
-ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
-
-
-@dataclass
-class Current:
-    """The sweep of this process."""
-
-    settings: Sweep
-    where: Path
-    fixed: bool  # the user named the folder
-    name: str
-    launcher: str  # local | slurm | ray
-    cfg: DictConfig
-    arguments: list[str]
-    checker: Checker
-    stack: contextlib.ExitStack
-    ledger: Ledger | None = None  # once the first points have passed their checks
-    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
-    stop: Stopped = field(default_factory=Stopped)
-    halted: bool = False  # by sweep.stop_on_failure
-    grid: bool = True  # all points are known beforehand
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is started."""
-        return self.stop.requested or self.halted
 
 
 class PointFailed(RuntimeError):
@@ -184,8 +156,8 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
         raise KeyboardInterrupt
     results = []
     for overrides in asked:
-        point, entry = next(((p, e) for p, e in done if p.overrides == list(overrides)), (None, None))
-        result = JobReturn(overrides=overrides, cfg=point.cfg if point else None, status=JobStatus.COMPLETED)
+        entry = next((e for p, e in done if p.overrides == list(overrides)), None)
+        result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
         assert current.ledger is not None
         summary = show.summary_of(current.ledger.path / entry.folder) if entry else {}
         losses = ("final val/loss", "final train/loss", "latest train/loss")
@@ -254,7 +226,7 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
             continue
         try:
             config = folder.built_config(path)
-            told = (entry.number, entry.overrides, ledger.swept, current.cfg, config, entry.label, path, ledger.group)
+            told = (entry.number, entry.overrides, ledger.swept, None, config, entry.label, path, ledger.group)
             point = Point(*told)
             (fact,) = current.checker.ask("check", [point])
             if "refused" in fact:
@@ -291,123 +263,6 @@ def open_ledger(current: Current) -> Ledger:
     current.stack.enter_context(current.stop.installed())
     current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
     return ledger
-
-
-def rungs(settings: Sweep) -> list[float | None]:
-    """Shares of a run's steps at which successive halving compares the points; None is all of them.
-
-    Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
-    """
-    shares: list[float | None] = []
-    share = settings.halving
-    while share is not None and share < 1:
-        shares.append(share)
-        share /= settings.halving_keep
-    return [*shares, None]
-
-
-def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
-    """Runs the points to the end, or from rung to rung with the best of them."""
-    for _, entry in pairs:
-        entry.rung = None  # who goes on follows from the losses at the rungs, whatever was interrupted
-    racing = pairs
-    for share in rungs(current.settings):
-        stops = {}
-        for _, entry in racing:
-            steps = current.knobs[entry.folder]["max_steps"]
-            stops[entry.folder] = None if share is None else max(1, math.ceil(share * steps))
-        run_points(current, ledger, [(p, e, stops[e.folder]) for p, e in racing])
-        if current.over or share is None:
-            return
-        scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
-        ranked = sorted(
-            (pair for pair in racing if scores[pair[1].folder] < math.inf), key=lambda r: scores[r[1].folder]
-        )
-        count = max(1, math.ceil(len(ranked) * current.settings.halving_keep))
-        for _, entry in ranked[count:]:
-            if entry.state != "finished":
-                ledger.update(entry, rung=share)
-        racing = ranked[:count]
-
-
-def score(path: Path, step: int | None) -> float:
-    """The loss of a run at a step, which says whether it goes on; inf for one that did not come so far."""
-    with contextlib.suppress(ConfigError):
-        for row in folder.read_rows(path / folder.METRICS):
-            if row["step"] == step:
-                loss = ledgers.figure(row.get("val/loss", row.get("train/loss")))
-                return math.inf if loss is None else loss
-    return math.inf
-
-
-def reached(path: Path, step: int | None) -> bool:
-    """Whether a run has been at the step where it has to stop; None: it has to go to its end."""
-    return step is not None and score(path, step) < math.inf
-
-
-def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
-    """Runs points up to a step (None: to the end), where they have not been there before; failed ones again."""
-    from llmexp.launch import say
-
-    left = []
-    for point, entry, stop_step in todo:
-        state = ledger.look(entry).get("state")
-        if state != "finished" and not reached(ledger.path / entry.folder, stop_step):
-            left.append((point, entry, stop_step))
-    if 0 < len(left) < len(todo):
-        say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
-    for attempt in range(1 + current.settings.max_retries):
-        if not left or current.over:
-            return
-        if attempt:
-            say(f"{len(left)} failed or broke off, started again: {', '.join(e.folder for _, e, _ in left)}")
-        run_once(current, ledger, left)
-        left = [
-            (p, e, s) for p, e, s in left
-            if (e.state == "failed" and e.exit_code != REFUSED)
-            or (e.state == "preempted" and not reached(ledger.path / e.folder, s))
-        ]  # fmt: skip
-
-
-def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
-    """Queues the points' runs and waits until all have ended, or have been stopped."""
-    from llmexp.launch import say
-    from llmexp.sweep import launchers, show
-
-    at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
-    new, deadline = [], time.monotonic() + ORPHAN_S
-    for point, entry, stop_step in todo:
-        if point.path in at_work:
-            continue
-        if not is_free(point.path, current, deadline):
-            say(f"{entry.folder}  left alone: another process is training there")
-            continue
-        config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
-        new.append((dataclasses.replace(point, config=config), entry))
-    queued = []
-    for (point, entry), fact in zip(new, current.checker.ask("queue", [p for p, _ in new]), strict=True):
-        if "refused" in fact:
-            error = ledgers.one_line(fact["refused"])
-            ledger.update(entry, state="failed", exit_code=REFUSED, error=error)
-            say(f"{entry.folder}  not started: {error}")
-        else:
-            ledger.update(entry, state="queued", error=None, exit_code=None)
-            queued.append((point, entry))
-    if current.over:
-        return
-    with show.Display(ledger, lines=current.launcher != "slurm") as display:  # its jobs are told of with their ids
-        launchers.execute(current, ledger, queued, at_work, display)
-        display.tick()
-    current.halted |= current.settings.stop_on_failure and any(e.state == "failed" for _, e, _ in todo)
-
-
-def is_free(path: Path, current: Current, deadline: float) -> bool:
-    """Whether nobody trains there. A run whose sweep was killed has until the deadline to save and leave."""
-    while folder.is_held(path):
-        if time.monotonic() > deadline or current.over:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:

@@ -1,14 +1,10 @@
-"""The points of a sweep: composing, naming and checking them, all before the first one starts."""
+"""The points of a sweep: composing and naming them, all before the first one starts."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +12,13 @@ from typing import Any
 
 from hydra._internal.hydra import Hydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
-from llmexp.config import Config, ConfigError, Sweep, build, plain, refuse
+from llmexp.config import Config, ConfigError, Sweep, plain, refuse
 from llmexp.environment import redacted
-from llmexp.process import die_with_parent
+from llmexp.sweep.composing import Composer
 from llmexp.sweep.ledger import identity
+from llmexp.sweep.progress import counted
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Point:
     number: int
     overrides: list[str]
     swept: list[str]  # the keys that differ between the points
-    cfg: DictConfig
+    composer: Composer | None  # None for a point that is known by its folder only
     config: Config
     label: str
     path: Path
@@ -82,17 +79,16 @@ class Point:
         }
 
     def renamed(self, text: str, swept: list[str]) -> Point:
-        with open_dict(self.cfg):
-            self.cfg.hydra.job.name = text
         return dataclasses.replace(self, label=text, swept=swept)
 
     def moved(self, number: int, where: Path) -> Point:
         """The same point under another number, in the sweep's folder `where`."""
         from llmexp.launch import chosen_folder
 
-        with open_dict(self.cfg):
-            self.cfg.hydra.job.id, self.cfg.hydra.job.num = str(number), number
-        path = where / chosen_folder(self.cfg, "hydra.sweep.subdir")
+        assert self.composer is not None
+        cfg = self.composer(self.overrides, self.label)
+        cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
+        path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
             raise refuse("hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}")
         return dataclasses.replace(self, number=number, path=path)
@@ -132,17 +128,16 @@ def load_points(
     swept = [k for k in keys if (values[k] - set(fixed) if fixed else len(values[k]) > 1)]
     points: list[Point] = []
     refused: list[Refused] = []
-    for number, overrides in enumerate(job_overrides, first):
+    composer = Composer(loader, base)
+    for number, overrides in enumerate(counted("composing", job_overrides), first):
         name = label(overrides, swept)
         try:
             with user_errors(loader, overrides):
-                cfg = loader.load_sweep_config(base, list(overrides))
-                with open_dict(cfg):
-                    cfg.hydra.job.name = name
+                cfg = composer(overrides, name)
             config = with_devices(typed(cfg), settings)
             if (ranks := config.parallelism.nproc_per_node) is not None:  # else the devices decide, which torch counts
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
-            point = Point(number, list(overrides), swept, cfg, config, name, where).moved(number, where)
+            point = Point(number, list(overrides), swept, composer, config, name, where).moved(number, where)
         except ConfigError as error:
             refused.append(Refused(number, name, list(overrides), redacted(str(error))))
             continue
@@ -163,16 +158,18 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 def twins(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
     """The points that are another one again: the same config but for what cannot change results, or the same folder."""
     found = []
-    for i, point in enumerate(points):
-        for other, identity_ in zip(points[:i], identities, strict=False):
-            if identities[i] == identity_:
-                reason = f"resolves to the same config as {other.name}; what differs cannot change results"
-            elif point.path == other.path:
-                reason = f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
-            else:
-                continue
+    configs: dict[str, Point] = {}
+    folders: dict[Path, Point] = {}
+    for point, known_by in zip(points, identities, strict=True):
+        if other := configs.get(known_by):
+            found.append(
+                point.refused(f"resolves to the same config as {other.name}; what differs cannot change results")
+            )
+        elif other := folders.get(point.path):
+            reason = f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
             found.append(point.refused(reason))
-            break
+        configs.setdefault(known_by, point)
+        folders.setdefault(point.path, point)
     return found
 
 
@@ -228,87 +225,3 @@ def reasons(refused: Sequence[Refused]) -> list[str]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         lines.append(f"{', '.join(names[:3])}{more}: {reason}")
     return lines
-
-
-class Checker:
-    """A process that assembles points (the end of this file), so that torch and the devices stay out of this one. It
-    imports torch while the points are composed."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "llmexp.sweep.points"]
-        pipe = subprocess.PIPE
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)
-
-    def __enter__(self) -> Checker:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._child.kill()
-        self._child.wait()
-        for stream in (self._child.stdin, self._child.stdout):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
-
-    def ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-        """An answer for each point: {"refused": reason}, or what is known of its run. `purpose` check prepares the
-        data, which the runs need anyway; queue also makes the folders of the runs. Raises ConfigError."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        try:
-            print(json.dumps({purpose: [p.request() for p in points]}), file=self._child.stdin, flush=True)
-            answer = self._child.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            code = self._child.wait()
-            raise ConfigError(f"the check of the sweep's points ended with exit code {code}")
-        found: list[dict[str, Any]] = json.loads(answer)
-        return found
-
-
-def answer(purpose: str, request: dict[str, Any]) -> dict[str, Any]:
-    """In the checker's process: what becomes of a point. Raises ConfigError."""
-    from llmexp import folder
-    from llmexp.assemble import assemble
-    from llmexp.train import worker
-
-    parts = assemble(build(request["config"]), write=True)
-    if purpose == "queue":
-        path, fresh = worker.open_folder(parts, request)
-        if fresh or not worker.is_finished(path):
-            with folder.locked(path):
-                worker.record(path, parts, request, "queued")
-    import torch
-
-    run = parts.run
-    return {
-        "solved": identity(plain(parts.config)),  # also what was null
-        "max_steps": run.max_steps,
-        "ranks": run.facts.layout.nproc_per_node,
-        "devices": torch.cuda.device_count() if run.facts.device == "cuda" else 0,
-    }
-
-
-def serve() -> None:
-    """Answers questions until standard input ends."""
-    answers = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        for line in sys.stdin:
-            ((purpose, requests),) = json.loads(line).items()
-            found = []
-            for request in requests:
-                try:
-                    found.append(answer(purpose, request))
-                except ConfigError as error:
-                    found.append({"refused": redacted(str(error))})
-                except Exception as error:  # of a function of the user's, or of the disk
-                    found.append({"refused": redacted(f"{type(error).__name__}: {error}")})
-            print(json.dumps(found), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    import llmexp.train.worker  # noqa: F401 (slow; before there is anything to do)
-
-    serve()

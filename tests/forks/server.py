@@ -16,7 +16,7 @@ from tests import forks
 
 PRELOADED = (
     "llmexp.train.worker",
-    "llmexp.sweep.points",
+    "llmexp.sweep.checker",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

@@ -1,0 +1,79 @@
+"""Whether the points of a sweep train on as many tokens as each other, and the budget that would make them comparable.
+
+Plain figures in, plain text out. Standard library and `labels` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from llmexp.labels import label
+
+BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+CLOSE = 0.01  # share by which budgets may differ, such as by a last window that is left out
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a point of a sweep will train on."""
+
+    values: Mapping[str, Any]  # of the swept keys
+    tokens: int  # in all; the schedule ends there
+    steps: int  # optimizer steps in all
+
+
+def equal(tokens: Iterable[int]) -> bool:
+    """Tell whether budgets are the same but for the last window."""
+    found = list(tokens)
+    return not found or max(found) - min(found) <= CLOSE * max(found)
+
+
+def by_cause(points: Sequence[Spent]) -> dict[str, int]:
+    """Return the tokens by the values that decide them: {"accum=1": 307_200, "accum=2": 614_400}."""
+    keys = list(dict.fromkeys(key for point in points for key in point.values))
+    for size in range(1, len(keys) + 1):
+        for some in combinations(keys, size):
+            found: dict[str, list[int]] = {}
+            for point in points:
+                name = label({key: point.values[key] for key in some if key in point.values})
+                found.setdefault(name, []).append(point.tokens)
+            if all(equal(tokens) for tokens in found.values()):
+                return {name: tokens[0] for name, tokens in found.items()}
+    return {label(point.values): point.tokens for point in points}
+
+
+def common(points: Sequence[Spent]) -> int:
+    """Return the budget in tokens that suits all points: the smallest one, in whole steps of all where that is near."""
+    smallest = min(point.tokens for point in points)
+    whole = math.lcm(*(max(1, round(point.tokens / point.steps)) for point in points))
+    return smallest // whole * whole if smallest % whole <= smallest / 10 else smallest
+
+
+def warning(points: Sequence[Spent], command: str = "") -> list[str]:
+    """Return the lines that say that budgets are unequal; none where they are equal.
+
+    `command`: the sweep that would settle it, with {} for its budget in tokens.
+    """
+    if equal(point.tokens for point in points):
+        return []
+    groups: dict[tuple[str, ...], list[Spent]] = {}
+    for point in points:  # a budget that is swept on purpose sets points apart
+        groups.setdefault(tuple(str(point.values.get(key)) for key in BUDGETS), []).append(point)
+    if all(equal(p.tokens for p in group) for group in groups.values()):
+        low, high = min(p.tokens for p in points), max(p.tokens for p in points)
+        return [f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone lowers a loss"]
+    causes = by_cause(points)
+    shown = [f"{name} {tokens:,}" for name, tokens in list(causes.items())[:6]]
+    more = f" and {len(causes) - 6} more" if len(causes) > 6 else ""
+    lines = [
+        f"warning: these points train on unequal numbers of tokens: {', '.join(shown)}{more}.",
+        "Their final losses do not compare, and where tokens are equal their schedules are not.",
+    ]
+    if command:
+        lines.append("A sweep that compares them at equal tokens:")
+        lines.append(f"  {command.format(f'train.max_tokens={common(points)}')}")
+    return lines

@@ -1,0 +1,69 @@
+"""Composes the points of a sweep. What points share is composed once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+
+class Composer:
+    """From the overrides of a point to its config.
+
+    Hydra composes the first of the points that differ in plain values alone (numbers, texts, switches); of the others
+    these values are put into that config, with the same words of OmegaConf's as Hydra has for them.
+    """
+
+    def __init__(self, loader: Any, base: DictConfig) -> None:
+        self._loader, self._base = loader, base
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._parsed: dict[str, Override] = {}
+        self._groups: dict[str, bool] = {}  # whether a key is a group of configs
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+
+    def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
+        """Return the config of the point with this name; the next call may change it. Raises Hydra's exceptions."""
+        for text in overrides:
+            if text not in self._parsed:
+                self._parsed[text] = self._parser.parse_override(text)
+        parsed = [self._parsed[text] for text in overrides]
+        plain = self._plain(parsed)
+        shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
+        cfg = self._composed.get(shape)
+        if cfg is None:
+            cfg = self._composed[shape] = self._loader.load_sweep_config(self._base, list(overrides))
+        else:
+            for override in plain:
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+            task = [o for o in parsed if not o.is_hydra_override()]
+            cfg.hydra.overrides.task = [o.input_line for o in task]
+            told = cfg.hydra.job.config.override_dirname
+            cfg.hydra.job.override_dirname = get_overrides_dirname(task, told.exclude_keys, told.item_sep, told.kv_sep)
+        with open_dict(cfg):
+            cfg.hydra.job.name = name
+            cfg.hydra.job.id = cfg.hydra.job.num = "???"
+        return cfg
+
+    def _plain(self, parsed: Sequence[Override]) -> list[Override]:
+        """Return the overrides that do no more than put a value in the place of another one."""
+        keys = [o.key_or_group for o in parsed if not self._is_group(o.key_or_group)]
+        found = []
+        for o in parsed:
+            key, value = o.key_or_group, o.value()
+            scalar = value is None or isinstance(value, (bool, int, float, str))
+            fixed = not (isinstance(value, str) and "$" in value)
+            named = o.type == OverrideType.CHANGE and o.package is None and re.fullmatch(r"\w+(\.\w+)*", key)
+            alone = sum(f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.") for k in keys) == 1
+            if scalar and fixed and named and alone and not o.is_hydra_override() and not self._is_group(key):
+                found.append(o)
+        return found
+
+    def _is_group(self, key: str) -> bool:
+        if key not in self._groups:
+            self._groups[key] = self._loader.repository.group_exists(key)
+        return self._groups[key]

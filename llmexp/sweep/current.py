@@ -1,0 +1,40 @@
+"""What all parts of a running sweep know of it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from llmexp.config import Sweep
+from llmexp.sweep.checker import Checker
+from llmexp.sweep.ledger import Ledger
+from llmexp.sweep.local import Stopped
+
+
+@dataclass
+class Current:
+    """The sweep of this process."""
+
+    settings: Sweep
+    where: Path
+    fixed: bool  # the user named the folder
+    name: str
+    launcher: str  # local | slurm | ray
+    cfg: DictConfig
+    arguments: list[str]
+    checker: Checker
+    stack: contextlib.ExitStack
+    ledger: Ledger | None = None  # once the first points have passed their checks
+    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
+    stop: Stopped = field(default_factory=Stopped)
+    halted: bool = False  # by sweep.stop_on_failure
+    grid: bool = True  # all points are known beforehand
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is started."""
+        return self.stop.requested or self.halted
