@@ -26,6 +26,9 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
+    from llmexp.process import PREEMPTED, leave, never_fail_to_print
+
+    never_fail_to_print()
     try:
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file opened later gets a closed stream's number
             os.set_inheritable(fd, True)
@@ -33,8 +36,6 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
-    from llmexp.process import PREEMPTED, leave
-
     if code in (PREEMPTED, 130):  # stopped by a signal; another, while Python shuts down, would change the code
         leave(code)
     sys.exit(code)

@@ -68,7 +68,13 @@ def resolve_layout(config: Config, device: torch.device) -> Layout:
         raise refuse("parallelism.nproc_per_node", ranks, f"there are {there} CUDA devices on this host", there)
     if config.parallelism.backend == "nccl" and device.type != "cuda":
         raise refuse("parallelism.backend", "nccl", f"needs CUDA devices; this run computes on {device.type}", "gloo")
-    return solve_layout(config.parallelism, ranks)
+    layout = solve_layout(config.parallelism, ranks)
+    if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        try:
+            mesh.check_loopback()
+        except ValueError as error:
+            raise refuse("parallelism.nproc_per_node", ranks, str(error)) from None
+    return layout
 
 
 def filled(config: Config) -> Config:

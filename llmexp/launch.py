@@ -225,7 +225,7 @@ class Worker:
             with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
             code = self._process.wait()
-        with os.fdopen(self._report) as report:
+        with os.fdopen(self._report, encoding="utf-8", errors="surrogateescape") as report:
             text = report.read()
         path = Path(text) if text else None
         running = path is not None and folder.read_status(path).get("state") == "running"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import math
 import os
 import signal
@@ -154,6 +155,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         raise SystemExit(128 + signal.SIGTERM)
+
+
+def never_fail_to_print() -> None:
+    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends no run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            utf8 = stream.encoding.lower().replace("-", "") == "utf8"
+            if not (utf8 and stream.errors == "surrogateescape"):  # it gives the bytes of any file name back
+                stream.reconfigure(errors="replace")
 
 
 def leave(code: int) -> None:

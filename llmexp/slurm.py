@@ -102,7 +102,15 @@ def _outside() -> Iterator[None]:
 def client(*command: str) -> str:
     """The output of one of Slurm's commands. Raises OSError with what it said."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=outside(), timeout=CLIENT_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=outside(),
+            timeout=CLIENT_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         raise OSError(f"{command[0]}: no answer within {CLIENT_TIMEOUT_S:g} s") from None
     if done.returncode:

@@ -203,6 +203,25 @@ def test_completion_for_other_shells_prints(capsys, monkeypatch, shell):
     assert "llmexp" in capsys.readouterr().out
 
 
+ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("env", ASCII, ids=["streams", "locale"])
+def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, env):
+    """The stream shows other characters in its place; files keep it."""
+    where = [*RUN, 'name="größe"', 'hydra.run.dir="ö"', 'tracker.notes="ñandú"']
+    for arguments in (["plan", *where], ["train", *where], ["resume", "ö"], ["sample", "ö", "--prompt", "ñandú"]):
+        done = llmexp(*arguments, cwd=tmp_path, **env)
+        assert done.code == 0, done.err
+        assert done.out.isascii()
+    log = (tmp_path / "ö" / "train.log").read_text(encoding="utf-8")
+    assert "PYTHONUTF8" in env or "folder      ö" in log  # Python itself knows the name by its bytes there
+    refused = llmexp("plan", *RUN, 'name="../größe"', cwd=tmp_path, **env)
+    assert refused.code == 2
+    assert "one folder name" in refused.err
+
+
 # --- folders
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from llmexp import folder
 from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import group, worker
-from tests.conftest import TINY, Result, llmexp, start, train
+from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 from tests.test_invariance import weights
 from tests.test_resume import cut_after, exact
 
@@ -338,3 +340,19 @@ def test_one_state_has_one_digest_on_every_layout(tmp_path, settings):
         run = train(tmp_path, kind, *settings, *split)
         found.add(run.json("checkpoints/step_00000000/manifest.json")["digest"]["model"])
     assert len(found) == 1
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="unshare is not there")
+def test_without_a_loopback_interface_ranks_are_refused_at_once(tmp_path):
+    """In a network of its own a process cannot reach even itself."""
+    apart = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespace may be made here")
+    command = [*apart, sys.executable, "-m", "llmexp", "train", *TINY, "data=synthetic", "data.n_tokens=5000",
+               "parallelism=ddp", "parallelism.nproc_per_node=2", "hydra.run.dir=alone"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "parallelism.nproc_per_node=2: the ranks of one host talk over its loopback interface" in done.stderr
+    assert not (tmp_path / "alone").exists()

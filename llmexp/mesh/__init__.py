@@ -6,6 +6,7 @@ The only place that touches torch.distributed.
 from llmexp.mesh.groups import (
     Mesh,
     any_rank,
+    check_loopback,
     differing_ranks,
     gather_last,
     global_norm,
@@ -23,6 +24,7 @@ from llmexp.mesh.wrap import micro_step, tensor_parallel_plan, wrap
 __all__ = [
     "Mesh",
     "any_rank",
+    "check_loopback",
     "differing_ranks",
     "gather_last",
     "global_norm",

@@ -225,7 +225,9 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
 
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             command = ["scontrol", "show", "hostnames", nodes]
-            known = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+            known = subprocess.run(
+                command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=10, check=True
+            ).stdout.split()
             if absent := sorted(set(known) - set(there)):
                 return ", ".join(absent)
     return f"{nnodes - len(there)} more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 MEETING = "LLMEXP_MEETING"  # names the folder where the ranks of one host meet, each group at a file of its own
+LOOPBACK_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,19 @@ class Mesh:
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks that see different sequences; None is all ranks."""
         return self.sharding.get_group() if self.sharding is not None and self.tensor is not None else None
+
+
+def check_loopback() -> None:
+    """Raise ValueError where a process of this host cannot reach another one: its ranks would wait for ever."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("localhost", port), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"the ranks of one host talk over its loopback interface, and localhost cannot be reached ({error}); bring "
+            "it up (ip link set lo up), or start the container with a network"
+        ) from None
 
 
 def join(

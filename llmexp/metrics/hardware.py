@@ -56,7 +56,11 @@ def device_name(device: torch.device) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        models = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+            if "model name" in line
+        ]
         name = models[0] if models else name
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
@@ -113,7 +117,7 @@ def commit() -> str | None:
     try:
         out = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True, text=True, timeout=5, check=True,
+            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

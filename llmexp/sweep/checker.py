@@ -14,7 +14,7 @@ from typing import Any
 
 from llmexp.config import ConfigError, build, plain
 from llmexp.environment import redacted
-from llmexp.process import die_with_parent
+from llmexp.process import die_with_parent, never_fail_to_print
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point
 from llmexp.sweep.progress import counted
@@ -102,6 +102,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    never_fail_to_print()
     import llmexp.train.worker  # noqa: F401 (slow; before there is anything to do)
 
     serve()

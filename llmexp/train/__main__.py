@@ -12,6 +12,7 @@ from llmexp import process
 if __name__ == "__main__":
     # Before torch is imported, so that a signal or a dead parent ends the process at once.
     process.die_with_parent()
+    process.never_fail_to_print()
     process.STOP.install()
     if len(sys.argv) != 2:
         sys.exit("usage: python -m llmexp.train RUN_DIR")

@@ -137,7 +137,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     else:
         path = folder.claim(wanted, request["fixed"])
     if "report_fd" in request:
-        with os.fdopen(request["report_fd"], "w") as report:
+        with os.fdopen(request["report_fd"], "w", encoding="utf-8", errors="surrogateescape") as report:
             report.write(str(path))
     return path, not there
 
