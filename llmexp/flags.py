@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from llmexp import launch
 from llmexp.config import ConfigError
 from llmexp.guard import refuse_secrets, variables_kept
+from llmexp.run import BUDGETS, budgets_in
 
 
 def asked(args: Any) -> bool:
@@ -43,9 +44,9 @@ def answer(args: Any) -> int:
 
             for overrides in expand(hydra, cfg, args.overrides):
                 launch.say(f"# {' '.join(overrides)}")
-                hydra.show_cfg(launch.CONFIG_NAME, overrides, args.cfg, args.package, args.resolve)
+                hydra.show_cfg(launch.CONFIG_NAME, one_budget(overrides), args.cfg, args.package, args.resolve)
         elif args.cfg:
-            hydra.show_cfg(launch.CONFIG_NAME, args.overrides, args.cfg, args.package, args.resolve)
+            hydra.show_cfg(launch.CONFIG_NAME, one_budget(args.overrides), args.cfg, args.package, args.resolve)
         elif args.info is not None:
             hydra.show_info(args.info, launch.CONFIG_NAME, args.overrides)
         else:
@@ -53,6 +54,12 @@ def answer(args: Any) -> int:
             shown._actions = [a for a in shown._actions if a.dest not in launch.REFUSED_FLAGS]
             print(hydra.get_help(cfg.hydra.hydra_help, cfg, shown, resolve=False))
     return 0
+
+
+def one_budget(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides, and those by which a budget takes the place of another one (`run.replace_budgets`)."""
+    given = budgets_in(overrides)
+    return [*overrides, *(f"{key}=null" for key in BUDGETS if given and key not in given)]
 
 
 def check_completion(words: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from llmexp import folder
 from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, nearest, plain, refuse
 from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, refuse_secrets, variables_kept
 from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
+from llmexp.run import replace_budgets
 
 CONFIG_NAME = "config"
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
@@ -156,6 +157,7 @@ def typed(cfg: DictConfig) -> Config:
                 tree[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     refuse_secrets(tree)
     fill_names(tree, cfg)
+    replace_budgets(tree, cfg.hydra.overrides.task)
     config = build({str(k): v for k, v in tree.items()})
     if FOLDER_NAME.fullmatch(config.name) is None:
         raise refuse(

@@ -7,6 +7,7 @@ This file imports the standard library and `config` only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from llmexp.config import Batch, Config, ConfigError, Parallelism, Train, refuse
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
+BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 
@@ -228,13 +230,23 @@ class Budget:
     dropped_sequences: int
 
 
+def budgets_in(overrides: Iterable[str]) -> list[str]:
+    """Return the budgets that overrides give a value."""
+    pairs = (override.lstrip("+").partition("=")[::2] for override in overrides)
+    return [key for key, value in pairs if key in BUDGETS and value != "null"]
+
+
+def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
+    """Set the budgets of a composed config to null that came from its files, where an override gives another one."""
+    given = budgets_in(overrides)
+    for key in BUDGETS if given and isinstance(tree.get("train"), dict) else ():
+        if key not in given:
+            tree["train"][key.removeprefix("train.")] = None
+
+
 def solve_budget(train: Train, real_batch_size: int, sequence_length: int, train_sequences: int) -> Budget:
     """Exactly one of the three budgets, in sequences and optimizer steps. Raises ConfigError."""
-    given = {
-        f"train.{key}": getattr(train, key)
-        for key in ("max_steps", "max_epochs", "max_tokens")
-        if getattr(train, key) is not None
-    }
+    given = {key: value for key in BUDGETS if (value := getattr(train, key.removeprefix("train."))) is not None}
     if len(given) > 1:
         named = ", ".join(f"{k}={v}" for k, v in given.items())
         raise ConfigError(f"{named}: one budget is needed, not {len(given)}; set the others to null")

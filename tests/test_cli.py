@@ -16,6 +16,7 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.process import start_worker
+from llmexp.sweep.points import as_given
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 
 RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.log_every=1", "checkpoint.every=null"]
@@ -342,6 +343,43 @@ def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):
     assert refused.code == 2
     assert "holds a sweep already" in refused.err
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_a_budget_on_the_command_line_replaces_that_of_a_file(capsys, tmp_path, monkeypatch):
+    """In an experiment's section, and in its hydra.sweeper.params."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    one = "# @package _global_\ntrain:\n  max_tokens: 2400\n"
+    sweep = "hydra:\n  sweeper:\n    params:\n      train.max_steps: 5,6\n      train.seed: 1,2\n"
+    (tmp_path / "conf" / "experiment" / "one.yaml").write_text(one)
+    (tmp_path / "conf" / "experiment" / "swept.yaml").write_text(one + sweep)
+    base = [o for o in RUN if not o.startswith("train.max")] + ["--config-dir=conf"]
+
+    def plan(*arguments: str) -> tuple[int, str]:
+        code = run(["plan", *base, *arguments])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    assert "budget      25 optimizer steps" in plan("experiment=one")[1]
+    assert "budget      7 optimizer steps" in plan("experiment=one", "train.max_steps=7")[1]
+    assert "max_tokens: null" in plan("experiment=one", "train.max_steps=7", "--cfg", "job")[1]
+    code, text = plan("experiment=one", "train.max_steps=7", "train.max_epochs=1")
+    assert code == 2
+    assert "one budget is needed" in text
+
+    def steps(*arguments: str) -> list[str]:
+        code, text = plan("-m", *arguments)
+        assert code == 0, text
+        head, *rows = [line.split() for line in text.splitlines() if line.strip()]
+        return [row[head.index("steps")] for row in rows if row[0][0].isdigit()]
+
+    assert steps("experiment=one", "train.max_steps=7,8") == ["7", "8"]
+    assert steps("experiment=swept") == ["5", "5", "6", "6"]
+    assert steps("experiment=swept", "train.max_tokens=960") == ["10", "10"]
+    assert steps("experiment=swept", "train.max_steps=9") == ["9", "9"]
+    # Of a sweeper that makes its points as it goes.
+    made = ["train.max_steps=5", "optimizer.lr=0.1", "train.max_tokens=960"]
+    assert as_given(made, ["train.max_tokens=960"]) == made[1:]
 
 
 def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from llmexp.config import Config, ConfigError, Sweep, plain, refuse
 from llmexp.environment import redacted
+from llmexp.run import BUDGETS, budgets_in
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.progress import counted
@@ -152,7 +153,9 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 
     fixed = [o for o in OverridesParser.create().parse_overrides(list(given)) if not o.is_sweep_override()]
     said = {f"{o.get_key_element()}={o.value()}": str(o.input_line) for o in fixed if not o.is_delete()}
-    return [said.get(o, o) for o in overrides]
+    ours = budgets_in(given)  # they replace that of a file
+    kept = [o for o in overrides if not ours or o.partition("=")[0] in ours or not budgets_in([o])]
+    return [said.get(o, o) for o in kept]
 
 
 def twins(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
@@ -192,7 +195,10 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
 
     from llmexp.launch import user_errors
 
-    fixed = cfg.hydra.sweeper.get("params") or {}
+    params = cfg.hydra.sweeper.get("params") or {}
+    typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
+    typed |= set(BUDGETS) if budgets_in(overrides) else set()
+    fixed = {k: v for k, v in params.items() if str(k).lstrip("+") not in typed}  # the command line replaces a file
     # Those of Hydra's own are in what the points are composed from.
     overrides = [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
