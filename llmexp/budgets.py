@@ -6,7 +6,7 @@ Plain figures in, plain text out. Standard library and `labels` only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -53,10 +53,10 @@ def common(points: Sequence[Spent]) -> int:
     return smallest // whole * whole if smallest % whole <= smallest / 10 else smallest
 
 
-def warning(points: Sequence[Spent], command: str = "") -> list[str]:
+def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]:
     """Return the lines that say that budgets are unequal; none where they are equal.
 
-    `command`: the sweep that would settle it, with {} for its budget in tokens.
+    `command` makes the sweep that would settle it from the override of its budget.
     """
     if equal(point.tokens for point in points):
         return []
@@ -67,13 +67,12 @@ def warning(points: Sequence[Spent], command: str = "") -> list[str]:
         low, high = min(p.tokens for p in points), max(p.tokens for p in points)
         return [f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone lowers a loss"]
     causes = by_cause(points)
-    shown = [f"{name} {tokens:,}" for name, tokens in list(causes.items())[:6]]
+    shown = [f"{name}: {tokens:,}" for name, tokens in list(causes.items())[:6]]
     more = f" and {len(causes) - 6} more" if len(causes) > 6 else ""
     lines = [
-        f"warning: these points train on unequal numbers of tokens: {', '.join(shown)}{more}.",
+        f"warning: these points train on unequal numbers of tokens ({', '.join(shown)}{more}).",
         "Their final losses do not compare, and where tokens are equal their schedules are not.",
     ]
-    if command:
-        lines.append("A sweep that compares them at equal tokens:")
-        lines.append(f"  {command.format(f'train.max_tokens={common(points)}')}")
+    lines.append("To compare them at equal tokens:")
+    lines.append(f"  {command(f'train.max_tokens={common(points)}')}")
     return lines

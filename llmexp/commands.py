@@ -7,13 +7,9 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmexp.config import ConfigError, build, nearest, plain
-from llmexp.environment import redacted
-
-if TYPE_CHECKING:
-    from llmexp.sweep.points import Point, Refused
 
 
 def resume(arguments: list[str]) -> int:
@@ -94,6 +90,7 @@ def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
     from llmexp import flags, folder, launch
     from llmexp.sweep.main import settings_of
+    from llmexp.sweep.planning import plan_sweep
     from llmexp.sweep.points import expand, is_grid, load_points, twins
 
     args = launch.parse("plan", arguments)
@@ -110,7 +107,8 @@ def plan(arguments: list[str]) -> int:
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             same = twins(points, [p.identity for p in points])
-            return plan_sweep([p for p in points if p.name not in {s.name for s in same}], [*refused, *same])
+            points = [p for p in points if p.name not in {s.name for s in same}]
+            return plan_sweep(points, [*refused, *same], settings, arguments)
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
     folder.check_writable(wanted)
     from llmexp.assemble import assemble, larger_micro_batch
@@ -121,34 +119,6 @@ def plan(arguments: list[str]) -> int:
     hint = larger_micro_batch(parts)
     print(banner([*banner_sections(parts.run, str(wanted)), *([("hint", hint)] if hint else [])]))
     return 0
-
-
-def plan_sweep(points: list[Point], refused: list[Refused]) -> int:
-    """A row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
-    from llmexp.assemble import Shared, assemble
-    from llmexp.sweep.points import reasons
-    from llmexp.sweep.progress import counted
-    from llmexp.sweep.show import table
-
-    shared = Shared()
-
-    rows: list[tuple[str, ...]] = [
-        ("run", "micro_batch", "accumulation", "dp", "real_batch", "length", "steps", "tokens", "epochs")
-    ]
-    for point in counted("planning", points):
-        try:
-            run = assemble(point.config, write=False, shared=shared).run
-        except ConfigError as error:
-            refused.append(point.refused(str(error)))
-            continue
-        sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
-        counts = (run.sequence_length, run.max_steps, run.max_tokens)
-        rows.append((point.name, *(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"))
-    if len(rows) > 1:
-        print(table(rows, left=1), flush=True)
-    for line in reasons(refused):
-        print(redacted(f"refused: {line}"), file=sys.stderr)
-    return 2 if refused else 0
 
 
 def prepare(arguments: list[str]) -> int:

@@ -233,6 +233,9 @@ class Sweep:
         "successive halving: share of its steps that each point gets at first; null: all", 0.125, above=0, at_most=1
     )
     halving_keep: float = knob("share of the points that goes on after each rung", 0.5, above=0, at_most=1)
+    twins: int = knob(
+        "times that the leading setting is trained once more at the end, different in rounding only", 2, at_least=0
+    )
     negligible: float = knob("nats of loss below which a difference is called negligible", 0.002, at_least=0)
     report: str = knob("table at the end", "throughput", choices=("runs", "throughput"))
 

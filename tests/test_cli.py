@@ -388,8 +388,9 @@ def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):
     assert run(["plan", "-m", *RUN, *overrides]) == 2
     out, err = capsys.readouterr()
     header, *rows = [line.split() for line in out.splitlines()]
-    assert header[:5] == ["run", "micro_batch", "accumulation", "dp", "real_batch"]
-    assert [row[1:7] for row in rows] == [["12", "1", "1", "12", "12", "3"], ["4", "3", "1", "12", "12", "3"]]
+    assert header == ["accum", "micro", "steps", "tokens"]
+    assert [row[:4] for row in rows[:2]] == [["0", "1", "12", "3"], ["1", "3", "4", "3"]]
+    assert rows[2][:2] == ["2", "runs;"]
     assert "2-gradient_accumulation_steps_5: batch.real_batch_size=12" in err
     assert "10 or 15" in err
     assert list(tmp_path.iterdir()) == []

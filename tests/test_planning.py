@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import launch
+from llmexp import budgets, launch
+from llmexp.__main__ import run
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.points import expand
+from tests.conftest import TINY, llmexp
 
 # Plain values, and each way in which an override does more than put one value in the place of another one.
 GRIDS = [
@@ -50,3 +56,66 @@ def test_what_points_share_is_composed_once(monkeypatch):
         seen = [composer(overrides, "x").train.seed for overrides in expand(hydra, cfg, grid)]
     assert sorted(seen) == sorted([1, 2, 3, 4] * 4)
     assert len(calls) == 2
+
+
+SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=9000", "train.max_steps=8", "batch.micro_batch_size=2"]
+GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
+
+
+def test_unequal_budgets_are_told_before_anything_is_spent(tmp_path):
+    """The grid of `train --help`: the warning has a command that, pasted, has equal budgets."""
+    plan = llmexp("plan", "-m", *SYNTHETIC, *GRID, cwd=tmp_path)
+    assert plan.code == 0, plan.err
+    told = plan.err.splitlines()
+    assert told[0] == (
+        "warning: these points train on unequal numbers of tokens (accum=1: 192, accum=2: 384, accum=4: 768)."
+    )
+    command = shlex.split(told[-1])
+    assert command[:3] == ["llmexp", "train", "-m"]
+    assert "train.max_steps=8" not in command
+    assert command[-1] == "train.max_tokens=192"
+    settled = llmexp("plan", *command[2:], cwd=tmp_path)
+    assert (settled.code, settled.err) == (0, "")
+    assert {line.split()[4] for line in settled.out.splitlines()[1:7]} == {"8", "4", "2"}  # steps
+
+    started = llmexp("train", "-m", *SYNTHETIC, *GRID, "train.max_steps=2", "sweep.max_parallel=2", cwd=tmp_path)
+    assert started.code == 0, started.err
+    assert started.err.startswith("warning: these points train on unequal numbers of tokens (accum=1: 48, ")
+    for quiet in (["experiment=accumulation_scaling"], ["clip.max_norm=0.5,1.0"], ["experiment=throughput_grid"]):
+        assert "tokens" not in llmexp("plan", "-m", *TINY, *quiet, "data=synthetic", cwd=tmp_path).err
+    on_purpose = llmexp("plan", "-m", *SYNTHETIC, "train.max_steps=8,16", cwd=tmp_path)
+    assert on_purpose.err.startswith("note: the budget is swept, from 192 to 384 tokens")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.5, 1.0]), st.integers(1, 50)),
+        min_size=2,
+        max_size=9,
+    )
+)
+def test_the_common_budget_is_within_reach_of_all(points):
+    spent = [budgets.Spent({"a": accum, "c": clip}, 96 * accum * steps, steps) for accum, clip, steps in points]
+    total = budgets.common(spent)
+    smallest = min(s.tokens for s in spent)
+    assert 0.9 * smallest <= total <= smallest
+    lines = budgets.warning(spent, "train {}".format)
+    assert bool(lines) == (not budgets.equal(s.tokens for s in spent))
+    if lines:
+        assert lines[-1] == f"  train train.max_tokens={total}"
+        assert set(budgets.by_cause(spent).values()) <= {s.tokens for s in spent}
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
+    """Every line, whatever is swept, is no longer than the terminal is wide."""
+    monkeypatch.chdir(tmp_path)
+    keys = ["batch.gradient_accumulation_steps=1,2", "clip.max_norm=0.5,1.0", "optimizer=adamw,muon"]
+    values = ",".join(str(n + 1) for n in range(count))
+    assert run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={values}", "schedule.warmup_steps=1,2"]) == 0
+    out, _ = capsys.readouterr()
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 1 + 16 * count + 1
+    assert lines[-1].startswith(f"{16 * count} runs; all with ")
+    assert "muon" in out

@@ -23,6 +23,8 @@ PARTS = [
 SWEEP = [name for name in MODULES if name.startswith("llmexp.sweep")]
 HYDRA_SIDE = ("llmexp.launch", "llmexp.guard", *SWEEP, "llmexp.commands", "llmexp.flags", "llmexp.help")
 LIGHT = (
+    "llmexp.budgets",
+    "llmexp.labels",
     *HYDRA_SIDE,
     "llmexp.config",
     "llmexp.environment",

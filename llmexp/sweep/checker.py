@@ -76,6 +76,7 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
     return {
         "solved": identity(plain(parts.config)),  # also what was null
         "max_steps": run.max_steps,
+        "max_tokens": run.max_tokens,
         "ranks": run.facts.layout.nproc_per_node,
         "devices": torch.cuda.device_count() if run.facts.device == "cuda" else 0,
     }

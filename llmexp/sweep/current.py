@@ -25,7 +25,7 @@ class Current:
     name: str
     launcher: str  # local | slurm | ray
     cfg: DictConfig
-    arguments: list[str]
+    arguments: list[str]  # of its command line
     checker: Checker
     stack: contextlib.ExitStack
     ledger: Ledger | None = None  # once the first points have passed their checks

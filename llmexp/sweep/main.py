@@ -17,6 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
+from llmexp.budgets import Spent
 from llmexp.config import ConfigError, Sweep, build_sweep, refuse
 from llmexp.guard import BY_HAND
 from llmexp.process import PREEMPTED, REFUSED
@@ -26,6 +27,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Pair, match, next_number
+from llmexp.sweep.planning import warn
 from llmexp.sweep.points import (
     Point,
     Refused,
@@ -63,7 +65,7 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         refuse_secrets(list(arguments), "the command line")
         current = Current(
             settings, where, settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir"), str(cfg.name),
-            check_launcher(cfg), cfg, recordable(arguments), checker, stack, grid=is_grid(cfg),
+            check_launcher(cfg), cfg, list(arguments), checker, stack, grid=is_grid(cfg),
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
@@ -194,6 +196,9 @@ def run_batch(
         raise no_start([*same, *refused])
     if refused and (current.settings.on_infeasible == "refuse" or not (feasible or again)):
         raise no_start(refused)
+    if current.grid and current.settings.resume is None:
+        spent = [Spent(p.values, f["max_tokens"], f["max_steps"]) for p, f in feasible]
+        warn(spent, current.settings, current.arguments, feasible[0][0].config)
     ledger = current.ledger or open_ledger(current)
     pairs = match(ledger, feasible)
     for one in refused:
@@ -252,13 +257,13 @@ def open_ledger(current: Current) -> Ledger:
         if ledgers.is_sweep(path):
             ledger = ledgers.read(path)
         else:
-            ledger = ledgers.rebuilt(path, current.name, current.launcher, current.arguments)
+            ledger = ledgers.rebuilt(path, current.name, current.launcher, recordable(current.arguments))
             say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {len(ledger.points)} runs")
-        ledger.launcher, ledger.arguments = current.launcher, current.arguments
+        ledger.launcher, ledger.arguments = current.launcher, recordable(current.arguments)
     elif ledgers.is_sweep(path):
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
-        ledger = Ledger(path, current.name, str(path), current.launcher, current.arguments, [])
+        ledger = Ledger(path, current.name, str(path), current.launcher, recordable(current.arguments), [])
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
     current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held

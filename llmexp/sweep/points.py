@@ -14,7 +14,7 @@ from hydra._internal.hydra import Hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from llmexp.config import Config, ConfigError, Sweep, plain, refuse
+from llmexp.config import Config, ConfigError, Sweep, flatten, plain, refuse
 from llmexp.environment import redacted
 from llmexp.run import BUDGETS, budgets_in
 from llmexp.sweep.composing import Composer
@@ -60,6 +60,13 @@ class Point:
     @property
     def keys(self) -> list[str]:
         return [o.partition("=")[0] for o in self.overrides]
+
+    @functools.cached_property
+    def values(self) -> dict[str, Any]:
+        """The swept keys with their values, of a group its option."""
+        flat = flatten(plain(self.config))
+        given = dict(o.lstrip("+").partition("=")[::2] for o in self.overrides)
+        return {key: flat.get(key, given.get(key)) for key in (k.lstrip("+") for k in self.swept)}
 
     def refused(self, reason: str) -> Refused:
         return Refused(self.number, self.label, self.overrides, redacted(reason))

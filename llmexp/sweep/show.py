@@ -8,12 +8,13 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from llmexp import folder
 from llmexp.config import ConfigError
+from llmexp.labels import label, short_keys, shown
 from llmexp.launch import say
 from llmexp.sweep.ledger import Entry, Ledger, figure
 
@@ -170,7 +171,7 @@ def results_table(ledger: Ledger) -> str:
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
             reasons.append(fitted(f"{entry.folder}: {flat(entry.error)}"))
-    width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else None
+    width = width_of(sys.stdout)
     return "\n".join([table(rows, left=2, width=width), *reasons])
 
 
@@ -179,9 +180,41 @@ def flat(error: str) -> str:
     return " ".join(error.replace("\\n", " ").split())
 
 
-def fitted(text: str) -> str:
+def width_of(stream: TextIO, otherwise: int | None = None) -> int | None:
+    """Return the columns of the terminal that `stream` is, less one."""
+    return shutil.get_terminal_size().columns - 1 if stream.isatty() else otherwise
+
+
+def fitted(text: str, stream: TextIO | None = None) -> str:
     """Wrapped to a terminal; what goes into a file stays one line."""
-    return textwrap.fill(text, shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else text
+    width = width_of(stream or sys.stdout)
+    return text if width is None else textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def plural(number: int, what: str) -> str:
+    """Return `1 point` or `2 points`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def naming(
+    points: Sequence[tuple[int, Mapping[str, Any]]], rest: Sequence[Sequence[str]], width: int | None
+) -> list[tuple[str, ...]]:
+    """Return the first cells of a table of points, with its header: number and short name, a column a swept key where
+    that fits beside the `rest` of the columns.
+
+    `points`: their numbers and the values of the swept keys; a key that a point lacks is left blank.
+    """
+    keys = list(dict.fromkeys(key for _, values in points for key in values))
+    short = short_keys(keys)
+    columns = [("", *(short[key] for key in keys))]
+    columns += [(str(n), *(shown(values[k]) if k in values else "" for k in keys)) for n, values in points]
+    sizes = [
+        max(map(len, column)) for column in zip(*[(*a, *b) for a, b in zip(columns, rest, strict=True)], strict=True)
+    ]
+    if width is None or sum(sizes) + 2 * (len(sizes) - 1) <= width:
+        return columns
+    names = [f"{n} {label(values)}".rstrip() for n, values in points]
+    return [("run",), *((name,) for name in names)]
 
 
 def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:

@@ -16,7 +16,7 @@ from tests import forks
 
 PRELOADED = (
     "llmexp.train.worker",
-    "llmexp.sweep.checker",
+    "llmexp.sweep.points",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

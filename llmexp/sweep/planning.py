@@ -1,0 +1,92 @@
+"""What is said of a sweep before anything is spent: a row a point, and a warning of unequal budgets."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmexp import budgets
+from llmexp.config import Config, ConfigError, Sweep
+from llmexp.environment import redacted
+from llmexp.sweep.points import Point, Refused, reasons
+from llmexp.sweep.progress import counted
+from llmexp.sweep.show import fitted, naming, plural, table, width_of
+
+# Columns that say where a point's batch and budget come from, with the swept key that a column would repeat.
+COLUMNS = {
+    "micro": "batch.micro_batch_size",
+    "accum": "batch.gradient_accumulation_steps",
+    "dp": "",
+    "batch": "batch.real_batch_size",
+    "length": "batch.sequence_length",
+    "steps": "train.max_steps",
+    "tokens": "train.max_tokens",
+    "epochs": "train.max_epochs",
+}
+
+
+def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]) -> int:
+    """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
+    from llmexp.assemble import Shared, assemble
+
+    shared, feasible, figures = Shared(), list[Point](), list[dict[str, str]]()
+    spent = []
+    for point in counted("planning", points):
+        try:
+            run = assemble(point.config, write=False, shared=shared).run
+        except ConfigError as error:
+            refused.append(point.refused(str(error)))
+            continue
+        sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
+        counts = (run.sequence_length, run.max_steps, run.max_tokens)
+        feasible.append(point)
+        figures.append(
+            dict(zip(COLUMNS, [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"], strict=True))
+        )
+        spent.append(budgets.Spent(point.values, run.max_tokens, run.max_steps))
+    if feasible:
+        print_points(feasible, figures, settings.twins)
+        warn(spent, settings, arguments, feasible[0].config)
+    for line in reasons(refused):
+        print(redacted(f"refused: {line}"), file=sys.stderr)
+    return 2 if refused else 0
+
+
+def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
+    """Print the points by the swept keys with the figures that differ, and those once that all share."""
+    swept = {key for point in points for key in point.values}
+    shown = [name for name, key in COLUMNS.items() if key not in swept]
+    same = [name for name in shown if len(points) > 1 and len({row[name] for row in figures}) == 1]
+    same = [name for name in same if name not in ("steps", "tokens")]
+    shown = [name for name in shown if name not in same]
+    rest = [shown, *([row[name] for name in shown] for row in figures)]
+    names = naming([(p.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
+    print(table([(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)), flush=True)
+    count = plural(len(points), "run")
+    if twins:
+        count = (
+            f"{count}, then {plural(twins, 'twin')} of the leading setting: {plural(len(points) + twins, 'run')} in all"
+        )
+    all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
+    print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)
+
+
+def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str], config: Config) -> None:
+    """Warn on standard error of points whose losses will not compare. `config`: of one of them."""
+    if settings.report == "throughput":  # no losses are of interest there
+        return
+    for line in budgets.warning(spent, command_with(arguments, config)):
+        print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
+
+
+def command_with(arguments: Sequence[str], config: Config) -> Any:
+    """Return what makes the same command with another budget, into a folder of its own, from the budget's override."""
+    flags = [a for a in arguments if not a.startswith((*(f"{key}=" for key in budgets.BUDGETS), "hydra.sweep.dir="))]
+    given = {a.partition("=")[0] for a in arguments}
+    sections = ((key, getattr(config.train, key.partition(".")[2])) for key in budgets.BUDGETS)
+    # A budget of a file has to be taken back.
+    off = [f"{key}=null" for key, value in sections if value is not None and key not in given]
+    off = [word for word in off if not word.startswith("train.max_tokens")]
+    return lambda budget: f"llmexp train {shlex.join([*flags, *off, budget])}"
