@@ -75,6 +75,8 @@ def resume(arguments: list[str]) -> int:
                 tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}
             continue
         node[name] = override.value()
+    for line in launch.fill_tracker(tree):
+        launch.say(line)
     launch.refuse_secrets(tree)
     config = build(tree)
     if not {micro, accum} & set(given):

@@ -170,11 +170,12 @@ class Parallelism:
 class Tracker:
     AFFECTS: ClassVar[str] = "nothing"
     kind: str = knob("where rows are mirrored to", "wandb", choices=("wandb", "none"))
-    project: str = knob("wandb project", "llmexp")
-    name: str | None = knob("name of the run; null: made from the overrides", "my-run")
-    group: str | None = knob("group of the run; null: the sweep's folder", "my-group")
-    tags: list[str] = knob("tags, cut at 64 characters", ["baseline"])
-    notes: str | None = knob("free text", "first try")
+    project: str | None = knob("wandb project; null: $WANDB_PROJECT, else llmexp", "my-project")
+    entity: str | None = knob("wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team")
+    name: str | None = knob("name of the run; null: $WANDB_NAME, else made from the overrides", "my-run")
+    group: str | None = knob("group of the run; null: $WANDB_RUN_GROUP, else the sweep's folder", "my-group")
+    tags: list[str] = knob("tags, cut at 64 characters; []: those of $WANDB_TAGS", ["baseline"])
+    notes: str | None = knob("free text; null: $WANDB_NOTES", "first try")
     mode: str = knob("auto: online when a login is there", "offline", choices=("auto", "online", "offline"))
     start_timeout_s: float = knob(
         "seconds for the tracker to start before the run goes on offline", 10.0, above=0, at_most=1_000_000

@@ -25,7 +25,7 @@ SECRET_KEY = re.compile(
     re.I,
 )
 # What names a run and so is shown anyway.
-NAMES = ("name", "tracker.project", "tracker.name", "tracker.group")
+NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.group")
 SWEEPERS = (
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
     "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
@@ -215,6 +215,22 @@ def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
         if isinstance(node, dict) and VARIABLE.search(str(node.get(key))):
             node[key] = OmegaConf.select(cfg, name)
             refuse_secrets(node[key], name)
+
+
+def fill_tracker(tree: dict[str, Any]) -> list[str]:
+    """Put what wandb's variables add into the section `tracker`; return a line for each one that is set and not used.
+
+    Raises ConfigError for a value that wandb would not take.
+    """
+    from llmexp.metrics.tracker.local import with_environment
+
+    if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
+        return []
+    try:
+        tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [f"wandb: {redacted(text)}" for text in unused]
 
 
 def refuse_secrets(node: Any, key: str = "") -> None:

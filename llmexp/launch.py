@@ -32,7 +32,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
 from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, nearest, plain, refuse
-from llmexp.guard import fill_names, guard, refuse_code, refuse_search_path, refuse_secrets, variables_kept
+from llmexp.guard import (
+    fill_names,
+    fill_tracker,
+    guard,
+    refuse_code,
+    refuse_search_path,
+    refuse_secrets,
+    variables_kept,
+)
 from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
 from llmexp.run import replace_budgets
 
@@ -155,6 +163,7 @@ def typed(cfg: DictConfig) -> Config:
         for key, node in tree.items():
             if OmegaConf.is_config(node):
                 tree[key] = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    fill_tracker(tree)
     refuse_secrets(tree)
     fill_names(tree, cfg)
     replace_budgets(tree, cfg.hydra.overrides.task)
@@ -263,6 +272,15 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def say_tracker(cfg: DictConfig, points: bool = False) -> None:
+    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all points."""
+    if points and cfg.tracker.kind != "none" and (run_id := os.environ.get("WANDB_RUN_ID")):
+        text = "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: its command has no -m)"
+        raise refuse("WANDB_RUN_ID", run_id, text)
+    for line in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
+        say(line)
+
+
 def allow(packages: Sequence[str]) -> None:
     """Allows `_target_` in the user's packages, found in the current folder too, here and in the workers."""
     os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
@@ -369,10 +387,12 @@ def train(arguments: list[str]) -> int:
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.discard()
                     worker = None
+                say_tracker(cfg, points=True)
                 return sweep(hydra, cfg, args.overrides, arguments)
             config = typed(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
         refuse_secrets(args.overrides, "the command line")
+        say_tracker(cfg)
         if not args.queue:
             refuse_hosts(config)
         request = {

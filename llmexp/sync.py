@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import glob
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,9 @@ from typing import Any
 from llmexp import folder
 from llmexp.config import ConfigError
 from llmexp.metrics.tracker.local import (
+    RUN_ID,
+    SWEEP_ID,
+    VARIABLES,
     Position,
     next_id,
     read_position,
@@ -25,6 +30,7 @@ from llmexp.metrics.tracker.local import (
 )
 
 INCOMPLETE = 1
+OF_ONE_RUN = (RUN_ID, SWEEP_ID, *(VARIABLES[key] for key in ("name", "group", "notes", "tags")))  # set for training
 
 
 def sync(arguments: list[str]) -> int:
@@ -44,6 +50,8 @@ def sync(arguments: list[str]) -> int:
         return max([say(run, lambda run=run: plan(run, args.anew)) for run in runs])
     from llmexp.metrics.tracker import TrackerError, check_login
 
+    if unused := [name for name in OF_ONE_RUN if os.environ.pop(name, None)]:  # wandb would put them over the records
+        print(f"{', '.join(unused)}: not used here; names and ids are those of the runs' own records")
     try:
         check_login()
     except TrackerError as error:
@@ -151,9 +159,8 @@ def plan(run: Path, anew: bool) -> tuple[str, int]:
         raise LeftOut("it is in training")
     records = read_records(run, anew)
     fields = records.fields
-    where = ", ".join(
-        f"{key} {value}" for key in ("project", "group", "name", "run_id") if (value := fields[key]) is not None
-    )
+    keys = ("entity", "project", "group", "name", "run_id")
+    where = ", ".join(f"{key} {value}" for key in keys if (value := fields[key]) is not None)
     if records.is_there:
         return f"nothing to send, all {len(records.rows):,} rows are there ({where})", 0
     if records.came_further:
@@ -178,7 +185,10 @@ def send(run: Path, anew: bool) -> tuple[str, int]:
         if records.came_further:
             return f"nothing sent, and not complete here: it {records.lost}; the tracker has later ones", 1
         last = records.rows[-1]
-        position = Position(fields["run_id"], int(last.get("tokens_seen", -1)), last["step"])
+        where = {key: fields[key] for key in ("run_id", "entity")}
+        reached = {"tokens_seen": int(last.get("tokens_seen", -1)), "step": last["step"]}
+        known = read_position(run) or Position(fields["run_id"])
+        position = dataclasses.replace(known, uploaded=None, **where, **reached)
         # First the id: what it names must be found again if this is cut short.
         write_position(run, position)
         done = upload(run, records.rows, records.summary, records.exit_code, **fields)
@@ -190,9 +200,8 @@ def send(run: Path, anew: bool) -> tuple[str, int]:
             )
         if records.lost:
             return f"{line}; not complete: it {records.lost}", 1
-        write_position(
-            run, Position(position.run_id, position.tokens_seen, position.step, records.mark | {"url": done.url})
-        )
+        mark = records.mark | {"url": done.url}
+        write_position(run, dataclasses.replace(position, uploaded=mark, entity=done.entity or position.entity))
         if done.there > n:
             line += f"; the tracker has {done.there - n:,} rows that the run does not have (--anew makes an exact copy)"
         return line, 0

@@ -30,7 +30,7 @@ from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.tracker import open_tracker
-from llmexp.metrics.tracker.local import run_fields
+from llmexp.metrics.tracker.local import given_run_id, run_fields
 from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
 from llmexp.train import group
@@ -347,10 +347,15 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
     rows = folder.Rows(path / folder.METRICS, p.step) if main_rank else None
     recorded = folder.read_json(path / folder.RUN)
+    kind, fields = config.tracker.kind if main_rank else "none", run_fields(path, plain(config), recorded)
+    if kind != "none":
+        fields["run_id"], unused = given_run_id(path, fields["run_id"], bool(recorded.get("label")), os.environ)
+        if unused:
+            console.line(f"wandb: {unused}")
     tracker = open_tracker(
-        cast(Any, config.tracker.kind if main_rank else "none"),
+        cast(Any, kind),
         run_dir=path,
-        **run_fields(path, plain(config), recorded),
+        **fields,
         earlier=list(rows.rows) if rows is not None else (),
         mode=cast(Any, config.tracker.mode),
         start_timeout_s=config.tracker.start_timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import itertools
 import json
 import re
 import sys
@@ -37,8 +38,10 @@ class FakeRun:
 class FakeWandb:
     """Listens on 127.0.0.1; `runs` holds what was uploaded, by run id. `behaviour` may be changed on the way."""
 
-    def __init__(self, behaviour: Behaviour = "ok") -> None:
+    def __init__(self, behaviour: Behaviour = "ok", sweep: dict[str, Any] | None = None) -> None:
         self.behaviour = behaviour
+        self.sweep = sweep  # a sweep file, whose grid its agent gets
+        self.asked = 0  # points that the agent got
         self.runs: dict[str, FakeRun] = {}
         self.requests = 0
         self.deleted: set[str] = set()  # run ids that cannot be used again
@@ -150,6 +153,14 @@ class FakeWandb:
                     "historyLineCount": len(run.rows),
                 }
                 return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": inserted}}}
+            case "SweepWithRuns":
+                about = {"name": variables["sweep"], "config": json.dumps(self.sweep), "runs": {"edges": []}}
+                return 200, {"data": {"project": {"sweep": {"id": "s", "state": "RUNNING", **about}}}}
+            case "CreateAgent":
+                return 200, {"data": {"createAgent": {"agent": {"id": "a"}}}}
+            case "Heartbeat":
+                commands = [] if json.loads(variables["runState"]) else [self.next_point()]
+                return 200, {"data": {"agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(commands)}}}
             case "Viewer" | "GetDefaultEntity":
                 return 200, {"data": {"viewer": {"id": "u", "entity": "someone", "username": "someone", "flags": "{}"}}}
             case "Run" if run := self.runs.get(variables["name"]):
@@ -161,6 +172,18 @@ class FakeWandb:
                 files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]]
                 return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
         return 200, {"data": {}}
+
+    def next_point(self) -> dict[str, Any]:
+        """What the agent is told to do: a point of the grid, or to go."""
+        assert self.sweep is not None
+        values = [v["values"] for v in self.sweep["parameters"].values()]
+        grid = [dict(zip(self.sweep["parameters"], point, strict=True)) for point in itertools.product(*values)]
+        if self.asked == len(grid):
+            return {"id": "exit", "type": "exit"}
+        self.asked += 1
+        args = {key: {"value": value} for key, value in grid[self.asked - 1].items()}
+        about = {"id": str(self.asked), "type": "run", "program": self.sweep["program"]}
+        return {**about, "run_id": f"agent{self.asked:03d}", "args": args}
 
     def take_stream(self, run: FakeRun, body: dict[str, Any]) -> None:
         files = body.get("files") or {}

@@ -32,11 +32,13 @@ from llmexp.metrics.tracker.local import (
     Position,
     cut,
     cut_tags,
+    given_run_id,
     next_id,
     read_position,
     run_fields,
     safe_id,
     upload_is_pending,
+    with_environment,
     write_position,
 )
 
@@ -303,7 +305,7 @@ def test_online_rows_arrive(tmp_path: Path) -> None:
     position = read_position(tmp_path / "run")
     url = f"{server.url}/someone/a-project/runs/run-1"
     mark = {"project": "a-project", "step": 50, "exit_code": 0, "url": url}
-    assert position == Position("run-1", rows[-1]["tokens_seen"], 50, mark)
+    assert position == Position("run-1", rows[-1]["tokens_seen"], 50, mark, "someone")
     assert outcome.costs["where"] == f"{server.url}/someone/a-project/runs/run-1"
     assert not list((tmp_path / "run" / "wandb").glob("offline-*"))
 
@@ -604,8 +606,7 @@ def test_where_a_login_is_found(
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_run_ids_are_safe_and_stay_distinct(a: str, b: str) -> None:
     safe_a, safe_b = safe_id(a), safe_id(b)
-    assert re.fullmatch(r"[a-z0-9-]{1,64}", safe_a)
-    assert not safe_a.startswith("-")
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", safe_a)
     assert safe_id(safe_a) == safe_a
     assert (safe_a == safe_b) == (a == b) or safe_a == b or safe_b == a
 
@@ -718,7 +719,8 @@ def test_fields_of_a_run_of_a_sweep(tmp_path: Path) -> None:
     assert fields["config"]["run"]["max_steps"] == 7
     assert "data_fingerprint" not in fields["config"]["run"]
     chosen = run_fields(tmp_path, tree(group="g", name="n"), recorded)
-    assert (chosen["group"], chosen["name"]) == ("g", "n")
+    assert (chosen["group"], chosen["name"]) == ("g", "n clip.max_norm=0.5,seed=1")  # else all points would share it
+    assert run_fields(tmp_path, tree(name="n"), {})["name"] == "n"
 
 
 def test_fields_of_a_single_run(tmp_path: Path) -> None:
@@ -726,6 +728,51 @@ def test_fields_of_a_single_run(tmp_path: Path) -> None:
     fields = run_fields(tmp_path, tree(), recorded)
     assert (fields["group"], fields["name"], fields["tags"]) == (None, "a=1,b=2", ["mine"])
     assert run_fields(tmp_path, tree(), recorded | {"overrides": []})["name"] == tmp_path.name
+
+
+ENV = {
+    "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "g",
+    "WANDB_NOTES": "why", "WANDB_TAGS": "one, two,", "WANDB_MODE": "offline",
+}  # fmt: skip
+EMPTY: dict[str, Any] = {**dict.fromkeys(("project", "entity", "name", "group", "notes")), "tags": [], "mode": "auto"}
+
+
+def test_the_environment_fills_in_and_what_is_not_used_is_said() -> None:
+    filled, unused = with_environment({"kind": "wandb", **EMPTY}, ENV)
+    assert unused == []
+    assert filled == {
+        "kind": "wandb", "project": "theirs", "entity": "team", "name": "a name", "group": "g", "notes": "why",
+        "tags": ["one", "two"], "mode": "auto",
+    }  # fmt: skip
+    assert with_environment(filled, ENV) == (filled, [])
+    assert with_environment({"kind": "wandb", **EMPTY}, {})[0]["project"] == "llmexp"
+    mine = {"project": "p", "entity": "e", "name": "n", "group": "h", "notes": "x", "tags": ["t"], "mode": "online"}
+    kept, unused = with_environment({"kind": "wandb", **mine}, {**ENV, "WANDB_RESUME": "must"})
+    assert kept == {"kind": "wandb", **mine}
+    assert [text.partition("=")[0].partition(" ")[0] for text in unused] == [*ENV, "WANDB_RESUME"]
+    assert unused[0] == "WANDB_PROJECT=theirs is not used: tracker.project=p goes before it"
+    kept, unused = with_environment({"kind": "wandb", **mine}, {**ENV, "WANDB_SWEEP_ID": "s"})
+    assert (kept["project"], kept["entity"], kept["name"]) == ("theirs", "team", "n")
+    assert unused[0] == "tracker.project=p is not used: the run is wandb's agent's, of the project theirs"
+    assert with_environment({"kind": "none", **EMPTY}, ENV) == ({"kind": "none", **EMPTY}, [])
+
+
+@pytest.mark.parametrize("env", [{"WANDB_MODE": "on"}, {"WANDB_RUN_ID": "a/b"}, {"WANDB_RUN_ID": "x" * 65}])
+def test_what_wandb_would_not_take_is_refused(env: dict[str, str]) -> None:
+    (variable,) = env
+    with pytest.raises(ValueError, match=f"{variable}=.*for example"):
+        with_environment({"kind": "wandb", **EMPTY}, env)
+
+
+def test_whose_run_id_it_is(tmp_path: Path) -> None:
+    given = {"WANDB_RUN_ID": "Theirs_1"}
+    assert given_run_id(tmp_path, "own", False, {}) == ("own", "")
+    assert given_run_id(tmp_path, "own", False, given) == ("Theirs_1", "")
+    assert "one of a sweep" in given_run_id(tmp_path, "own", True, given)[1]
+    write_position(tmp_path, Position("own", 3, 1))
+    assert given_run_id(tmp_path, "own", False, given)[0] == "own"
+    assert "has the id own" in given_run_id(tmp_path, "own", False, given)[1]
+    assert given_run_id(tmp_path, "own", False, {**given, "WANDB_SWEEP_ID": "s"}) == ("Theirs_1", "")
 
 
 def test_the_run_id_stays_when_the_folder_moves(tmp_path: Path) -> None:

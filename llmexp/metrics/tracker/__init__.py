@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from llmexp.metrics.tracker.calls import (
 )
 from llmexp.metrics.tracker.local import (
     POSITION_FILE,
+    SWEEP_ID,
     Position,
     cut_tags,
     read_position,
@@ -68,6 +69,8 @@ class WandbTracker:
         self._run: Any = None
         self._online = False
         self._failed = False
+        saved = read_position(plan.run_dir)
+        self._known = saved if saved and saved.run_id == plan.run_id else Position(plan.run_id)
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self.url_or_path: str | None = None
         self._started = False
@@ -133,15 +136,20 @@ class WandbTracker:
         mode = "online" if logged_in and wanted not in ("offline", "dryrun") else "offline"
 
         try:
-            run = start_run(wandb, self._plan, mode, self._plan.run_dir)
+            run = start_run(wandb, self._plan, mode, _root(self._plan.run_dir))
         except Exception as error:
             if mode == "offline":
                 raise
             self._fail(f"{settings.base_url} does not work ({one_line(error)}), going on offline")
             forget_wandb(kill=True)
             mode = "offline"
-            run = start_run(wandb, self._plan, mode, self._plan.run_dir)
+            run = start_run(wandb, self._plan, mode, _root(self._plan.run_dir))
         self._online = mode == "online"
+        self._known = replace(self._known, run_id=run.id, entity=run.entity or self._known.entity)
+        if sweep := os.environ.get(SWEEP_ID):  # its agent has chosen id and project, whatever was asked for
+            self._known = replace(self._known, sweep=sweep, project=run.project)
+        if run.id != self._plan.run_id:
+            self._write_position(self._handed_before())
         self.url_or_path = run.url if self._online else run.settings.sync_dir
         return run
 
@@ -171,7 +179,7 @@ class WandbTracker:
 
         if position != written:
             self._write_position(position)
-        path = run.path
+        path, run_project = run.path, self._known.project or plan.project
         try:
             finish_run(run, item)
         except TimeoutError:
@@ -185,20 +193,22 @@ class WandbTracker:
             if there < rows:
                 self._fail(f"the server has {there} of {rows} rows")
             elif rows:
-                mark = {"project": plan.project, "step": last, "exit_code": item.exit_code, "url": self.url_or_path}
+                mark = {"project": run_project, "step": last, "exit_code": item.exit_code, "url": self.url_or_path}
                 self._write_position(position, mark)
         wandb.teardown(exit_code=item.exit_code)  # else an exit hook of wandb does it
 
     def _handed_before(self) -> tuple[int, int]:
         """How far this run came in the tracker by tracker.json, as `_position` of its last row there."""
         saved = read_position(self._plan.run_dir)
-        if saved is None or saved.run_id != self._plan.run_id:
-            saved = Position(self._plan.run_id)
+        if saved is None or saved.run_id != self._known.run_id:
+            return (-1, -1)
         return (saved.tokens_seen, saved.step)
 
     def _write_position(self, position: tuple[int, int], uploaded: Row | None = None) -> None:
         try:
-            write_position(self._plan.run_dir, Position(self._plan.run_id, *position, uploaded))
+            tokens_seen, step = position
+            known = replace(self._known, tokens_seen=tokens_seen, step=step, uploaded=uploaded)
+            write_position(self._plan.run_dir, known)
         except OSError as error:  # of a full disk this is the only sign: wandb-core says nothing
             path = self._plan.run_dir / POSITION_FILE
             self._fail(f"{path} cannot be written ({one_line(error)}), the mirror may be incomplete")
@@ -212,6 +222,7 @@ def open_tracker(
     *,
     run_dir: Path,
     project: str,
+    entity: str | None = None,
     name: str,
     group: str | None,
     tags: list[str],
@@ -245,6 +256,7 @@ def open_tracker(
         Plan(
             run_dir=run_dir,
             project=project,
+            entity=entity,
             name=name,
             group=group,
             tags=cut_tags(tags),
@@ -271,6 +283,7 @@ class Upload:
     url: str
     sent: int
     there: int
+    entity: str | None  # where it is, as wandb said
 
 
 def check_login() -> None:
@@ -312,7 +325,7 @@ def upload(
         try:
             wandb, _ = _set_up()
             run = start_run(wandb, plan, "online", Path(root))
-            path, url = run.path, run.url
+            path, url, entity = run.path, run.url, run.entity
             before = rows_there(wandb, path, 0, 0) if run.resumed else 0
             missing = [row for row in rows if row["step"] >= run.starting_step]
             for row in missing:
@@ -326,12 +339,20 @@ def upload(
             raise
     if there < before + len(missing):
         raise TrackerError(f"the server took {there - before} of {len(missing)} rows")
-    return Upload(url, len(missing), there)
+    return Upload(url, len(missing), there, entity)
 
 
 def _position(row: Row) -> tuple[int, int]:
     """What orders the rows of a run: tokens_seen stands still in a step without targets, step does not."""
     return (row["tokens_seen"], row["step"])
+
+
+def _root(run_dir: Path) -> Path:
+    """Return the folder for wandb's own files. An agent sets WANDB_DIR to the current one, which nobody asked for."""
+    given = os.environ.get("WANDB_DIR")
+    if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
+        return run_dir
+    return Path(given)
 
 
 def _set_up() -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ class Plan:
 
     run_dir: Path
     project: str
+    entity: str | None
     name: str
     group: str | None
     tags: list[str]
@@ -70,9 +71,10 @@ def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
     known = wandb.Settings.model_fields  # the x_ ones come and go between versions
     run = wandb.init(
         project=plan.project,
+        entity=plan.entity,
         name=plan.name,
         group=plan.group,
-        job_type="train",
+        job_type=os.environ.get("WANDB_JOB_TYPE") or "train",
         tags=plan.tags,
         notes=plan.notes,
         config=plan.config,

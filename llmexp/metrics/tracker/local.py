@@ -1,4 +1,5 @@
-"""The run folder's side of the tracker: a run's fields, its id, and how far the mirror has come. Knows no wandb."""
+"""The run folder's side of the tracker: a run's fields, what the environment adds, how far the mirror has come. Knows
+no wandb."""
 
 from __future__ import annotations
 
@@ -7,13 +8,27 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 POSITION_FILE = "tracker.json"
 MAX_TAG_CHARS = 64  # wandb refuses longer ones
 MAX_NAME_CHARS = 128  # and so its server
+PROJECT = "llmexp"  # where neither the config nor the environment names one
+RUN_ID, SWEEP_ID = "WANDB_RUN_ID", "WANDB_SWEEP_ID"  # `wandb agent` sets both for the command that it starts
+VARIABLES = {
+    "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
+    "name": "WANDB_NAME",
+    "group": "WANDB_RUN_GROUP",
+    "notes": "WANDB_NOTES",
+    "tags": "WANDB_TAGS",
+    "mode": "WANDB_MODE",
+}
+MODES = ("online", "offline", "dryrun", "disabled")
+SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # wandb, a URL and a shell take it as it is
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,43 @@ class Position:
     tokens_seen: int = -1
     step: int = -1
     uploaded: dict[str, Any] | None = None  # project, step, exit_code and url, once the server has confirmed them
+    entity: str | None = None  # whose run it is, as wandb said
+    sweep: str | None = None  # wandb's, where its agent started the run
+    project: str | None = None  # of that sweep
+
+
+def with_environment(tracker: Mapping[str, Any], env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the section `tracker` with wandb's variables where it has nothing, and a line for each that is not used.
+
+    The config goes before the environment, but for project and entity of a run that wandb's agent has started.
+    Raises ValueError for a value that wandb would not take.
+    """
+    filled, unused = dict(tracker), []
+    if filled.get("kind") == "none":
+        return filled, []
+    for key, variable in VARIABLES.items():
+        value: Any = env.get(variable, "").strip()
+        own = filled.get(key)
+        if not value:
+            continue
+        if key == "tags":
+            value = [tag.strip() for tag in value.split(",") if tag.strip()]
+        if key == "mode" and value not in MODES:
+            raise ValueError(f"{variable}={value}: must be one of {', '.join(MODES)}; for example {variable}=offline")
+        if key in ("project", "entity") and SWEEP_ID in env:
+            if own not in (None, value):
+                unused.append(f"tracker.{key}={own} is not used: the run is wandb's agent's, of the {key} {value}")
+            filled[key] = value
+        elif own is None or own == []:
+            filled[key] = value
+        elif own not in (value, "auto"):  # of mode: the variable is asked for when the tracker is opened
+            unused.append(f"{variable}={env[variable]} is not used: tracker.{key}={own} goes before it")
+    if (run_id := env.get(RUN_ID)) and not SAFE_ID.fullmatch(run_id):
+        raise ValueError(f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example run-1")
+    if env.get("WANDB_RESUME"):
+        unused.append("WANDB_RESUME is not used: llmexp resume goes on with a run, here and there")
+    filled["project"] = filled.get("project") or PROJECT
+    return filled, unused
 
 
 def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:
@@ -31,22 +83,44 @@ def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) 
 
     The group is the sweep's <name>/<stamp>, the name the run's label, and the tags have the swept keys with values.
     """
-    chosen = config["tracker"]
+    chosen, known = config["tracker"], read_position(run_dir)
     overrides = [str(o) for o in recorded.get("overrides") or []]
     swept = set(recorded.get("swept") or [])
     sweep = [part for part in Path(recorded.get("group") or "").parts[-2:] if part != os.sep]
     group = chosen["group"] or "/".join(sweep)
     tags = [*chosen["tags"], *(o.lstrip("+") for o in overrides if o.partition("=")[0] in swept)]
-    name = chosen["name"] or recorded.get("label") or ",".join(overrides) or run_dir.name
+    label = str(recorded.get("label") or "")
+    name = " ".join(filter(None, (chosen["name"], label))) or ",".join(overrides) or run_dir.name
+    project = chosen["project"] or os.environ.get("WANDB_PROJECT") or PROJECT  # null where the run had no tracker
+    entity = chosen.get("entity") or (known and known.entity) or os.environ.get("WANDB_ENTITY")
+    if known and known.sweep:
+        project, entity = known.project or project, known.entity or entity
+    made = hashlib.sha256(f"{project}/{run_dir.resolve()}".encode(errors="surrogateescape")).hexdigest()[:12]
     return {
-        "project": chosen["project"],
+        "project": project,
+        "entity": entity or None,
         "name": cut(name, MAX_NAME_CHARS),
         "group": cut(group, MAX_NAME_CHARS) or None,
         "tags": cut_tags(tags),
         "notes": chosen["notes"],
         "config": config | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
-        "run_id": known_run_id(run_dir, chosen["project"]),
+        "run_id": known.run_id if known else made,  # it stays when the folder is moved
     }
+
+
+def given_run_id(run_dir: Path, run_id: str, point: bool, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the id of a run that is about to train, and why it is not that of the environment, if it is not.
+
+    `run_id` is its own; `point` says whether it is one of a sweep.
+    """
+    given = env.get(RUN_ID) or run_id
+    if given == run_id or SWEEP_ID in env:  # the agent's run has the agent's id
+        return given, ""
+    if point:
+        return run_id, f"{RUN_ID}={given} is not used: it names one run, and this is one of a sweep"
+    if read_position(run_dir):
+        return run_id, f"{RUN_ID}={given} is not used: this run has the id {run_id} there already"
+    return given, ""
 
 
 def cut(text: str, limit: int) -> str:
@@ -60,19 +134,9 @@ def cut_tags(tags: list[str]) -> list[str]:
     return list(dict.fromkeys(cut(tag, MAX_TAG_CHARS) for tag in tags if tag))
 
 
-def known_run_id(run_dir: Path, project: str) -> str:
-    """The id that the folder's run has in the tracker, also after the folder was moved; else one from its path."""
-    saved = read_position(run_dir)
-    return (
-        saved.run_id
-        if saved
-        else hashlib.sha256(f"{project}/{run_dir.resolve()}".encode(errors="surrogateescape")).hexdigest()[:12]
-    )
-
-
 def safe_id(run_id: str) -> str:
     """`run_id` in the letters that wandb and a shell both take as they are; changed ones stay distinct."""
-    if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", run_id):
+    if SAFE_ID.fullmatch(run_id):
         return run_id
     digest = hashlib.sha256(run_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     return f"{re.sub(r'[^a-z0-9]+', '-', run_id.lower())[:48]}-{digest}".lstrip("-")
@@ -97,7 +161,8 @@ def read_position(run_dir: Path) -> Position | None:
         run_id = saved["run_id"]
         if isinstance(run_id, str) and run_id == safe_id(run_id):
             known = uploaded if isinstance(uploaded, dict) else None
-            return Position(run_id, int(saved["tokens_seen"]), int(saved["step"]), known)
+            where = [t if isinstance(t := saved.get(key), str) else None for key in ("entity", "sweep", "project")]
+            return Position(run_id, int(saved["tokens_seen"]), int(saved["step"]), known, *where)
     return None
 
 
@@ -105,9 +170,7 @@ def write_position(run_dir: Path, position: Position) -> None:
     """Writes tracker.json whole or not at all. Raises OSError."""
     path = run_dir / POSITION_FILE
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # no name that a link could have
-    saved: dict[str, Any] = {"run_id": position.run_id, "tokens_seen": position.tokens_seen, "step": position.step}
-    if position.uploaded is not None:
-        saved["uploaded"] = position.uploaded
+    saved = {key: value for key, value in asdict(position).items() if value is not None}
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             json.dump(saved, file)

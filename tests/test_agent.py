@@ -1,0 +1,116 @@
+"""wandb's variables and wandb's agent, from the command line: the real client, against a server that records."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmexp.metrics.tracker.local import read_position
+from tests.conftest import ROOT, TINY, environment, llmexp
+from tests.metrics.fake_wandb import FakeWandb
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+QUICK = [
+    *(o for o in TINY if not o.startswith("tracker")), "data=synthetic", "train.max_steps=3",
+    "train.log_every=1", "tracker.start_timeout_s=60", "tracker.finish_timeout_s=60",
+]  # fmt: skip
+
+
+def sweep_file() -> dict:
+    """The one of the docs."""
+    text = (ROOT / "docs/tracking.md").read_text()
+    (found,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    return yaml.safe_load(found)
+
+
+def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) -> None:
+    """`wandb agent` as it is, on the sweep file of the docs; the config asks for another project."""
+    sweep = sweep_file()
+    at = sweep["command"].index("${args_no_hyphens}")
+    words = [w for w in sweep["command"][2:at] if not w.startswith("train.max_tokens")]
+    sweep["parameters"]["batch.gradient_accumulation_steps"]["values"] = [2]  # it has time for two runs
+    command = [sys.executable, "-m", "llmexp", "train", *QUICK, "tracker.project=mine", *words, *sweep["command"][at:]]
+    with FakeWandb(sweep=sweep | {"command": command}) as server:
+        login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online", "HOME": str(tmp_path)}
+        env = environment(PYTHONPATH=str(ROOT), **login)
+        agent = [sys.executable, "-m", "wandb", "agent", "someone/theirs/sweep1"]
+        done = subprocess.run(agent, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        said = done.stdout + done.stderr
+        assert "tracker.project=mine is not used" in said, said
+        assert sorted(server.runs) == [f"agent{n:03d}" for n in (1, 2)], said
+        runs = sorted((tmp_path / "outputs" / "agent").iterdir())
+        assert [run.name for run in runs] == sorted(server.runs)
+        for run, rate in zip(runs, (0.001, 0.003), strict=True):
+            config = yaml.safe_load((run / "config.yaml").read_text())
+            assert (config["optimizer"]["lr"], config["batch"]["gradient_accumulation_steps"]) == (rate, 2)
+            assert config["tracker"]["project"] == "theirs"
+            arrived = server.runs[run.name]
+            assert arrived.variables["project"] == "theirs"
+            assert arrived.variables.get("sweep") == "sweep1"
+            assert [row["step"] for row in arrived.rows] == [1, 2, 3]
+            position = read_position(run)
+            assert position is not None
+            assert (position.run_id, position.sweep, position.project, position.entity) == (
+                run.name, "sweep1", "theirs", "someone",
+            )  # fmt: skip
+            assert position.uploaded is not None
+            assert not (run.parent / "wandb").exists()
+
+        # The rows of one run never arrived; they are sent from another shell, which has a sweep and a name of its own.
+        (one, *_) = runs
+        server.runs[one.name].rows.clear()
+        server.runs[one.name].summary.clear()
+        saved = json.loads((one / "tracker.json").read_text())
+        del saved["uploaded"]
+        (one / "tracker.json").write_text(json.dumps(saved))
+        more = {"WANDB_PROJECT": "other", "WANDB_NAME": "x", "WANDB_SWEEP_ID": "other", "WANDB_RUN_ID": "other"}
+        result = llmexp("sync", str(one), cwd=tmp_path, **login, **more)
+        assert result.code == 0, result.err
+        assert "WANDB_RUN_ID, WANDB_SWEEP_ID, WANDB_NAME: not used here" in result.out
+        assert "3 of 3 rows sent" in result.out
+        assert len(server.runs) == 2
+        assert server.runs[one.name].variables["project"] == "theirs"
+        assert len(server.runs[one.name].rows) == 3
+
+
+def test_the_variables_name_a_run_and_are_written_down(tmp_path: Path) -> None:
+    env = {
+        "WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "a group", "WANDB_NOTES": "why",
+        "WANDB_TAGS": "one,two", "WANDB_RUN_ID": "Run_7", "WANDB_JOB_TYPE": "try", "WANDB_DIR": str(tmp_path / "w"),
+    }  # fmt: skip
+    (tmp_path / "w").mkdir()
+    with FakeWandb() as server:
+        more = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online", "HOME": str(tmp_path)}
+        result = llmexp("train", *QUICK, "hydra.run.dir=run", "tracker.tags=[mine]", cwd=tmp_path, **env, **more)
+    assert result.code == 0, result.err
+    assert "wandb: WANDB_TAGS=one,two is not used: tracker.tags=['mine'] goes before it" in result.out
+    assert list(server.runs) == ["Run_7"]
+    shown = server.run.variables
+    assert (shown["project"], shown["displayName"], shown["groupName"]) == ("theirs", "a name", "a group")
+    assert (shown["notes"], shown["tags"], shown["jobType"]) == ("why", ["mine"], "try")
+    tracker = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["tracker"]
+    assert (tracker["project"], tracker["name"], tracker["group"]) == ("theirs", "a name", "a group")
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert list((tmp_path / "w" / "wandb").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (["-m", "train.seed=1,2"], {"WANDB_RUN_ID": "r"}, "WANDB_RUN_ID=r: is the id of one run"),
+        ([], {"WANDB_RUN_ID": "a b"}, "WANDB_RUN_ID=a b: 1 to 64 letters"),
+        ([], {"WANDB_MODE": "sometimes"}, "WANDB_MODE=sometimes: must be one of"),
+        ([], {"WANDB_NOTES": f"the key is {KEY}", "WANDB_API_KEY": KEY}, "tracker.notes: holds the value of"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_anything_is_written(tmp_path, arguments, env, expected):
+    result = llmexp("train", *QUICK, *arguments, cwd=tmp_path, **env)
+    assert result.code == 2
+    assert expected in result.err
+    assert not (tmp_path / "outputs").exists()
