@@ -342,5 +342,6 @@ def _check_common_data(data: dict[str, Any], ids: int) -> None:
 
 def _label(model: dict[str, Any]) -> str:
     name = str(model["_target_"]).rpartition(".")[2]
-    sizes = [f"{v} {k}" for k, v in (("layers", model.get("n_layers")), ("wide", model.get("d_model"))) if v]
+    layers = "layer" if model.get("n_layers") == 1 else "layers"
+    sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model"))) if v]
     return ", ".join([name, *sizes])

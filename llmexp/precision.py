@@ -94,7 +94,7 @@ class Scaler:
             torch._foreach_mul_(gradients, 1.0 / self.value)
 
     def update(self, overflow: Tensor) -> None:
-        """Halves the scale after an overflow, doubles it after `growth_interval` windows without one."""
+        """Halves the scale after an overflow, doubles it after `growth_interval` optimizer steps without one."""
         if self.enabled:
             self._steps = torch.where(overflow, 0, self._steps + 1)
             grown = self._steps == self._growth_interval
