@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = "100"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Listing:
     command: str
     keep: tuple[str, ...]
     small: tuple[str, ...]  # overrides that make the same lines in a few seconds
-    columns: str = "160"  # of the terminal
 
 
 SMALL = (
@@ -44,7 +44,6 @@ LISTINGS = (
             r"(result|tokens_seen|final (train|val)/loss|picture|folder|next)  ",
         ),
         SMALL,
-        "100",
     ),
     Listing(
         "README.md",
@@ -65,7 +64,7 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
     """The lines of an output that a listing shows."""
     lines: list[str] = []
     kept = False
-    for line in re.sub(r"(its runs are in)\s+\S+", r"\1 outputs/default/...", output).splitlines():
+    for line in re.sub(r"its runs are\s+in\s+\S+", "its runs are in ...", output).splitlines():
         kept = any(re.match(pattern, line) for pattern in keep) or (kept and line.startswith("  "))
         if kept:
             lines.append(line)
@@ -84,7 +83,7 @@ def find(listing: Listing, text: str) -> re.Match[str]:
 def written(listing: Listing, folder: str) -> list[str]:
     """What the command prints in `folder`."""
     command = [sys.executable, "-m", "llmexp", *listing.command.split()]
-    env = {**os.environ, "COLUMNS": listing.columns, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    env = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return shown(done.stdout, listing.keep)

@@ -53,7 +53,7 @@ def shape(lines: list[str]) -> list[str]:
     ids=lambda x: x.command,
 )
 def test_a_listing_is_what_its_command_prints(listing, tmp_path):
-    done = llmexp(*listing.command.split(), *listing.small, cwd=tmp_path, COLUMNS=listing.columns, timeout=900)
+    done = llmexp(*listing.command.split(), *listing.small, cwd=tmp_path, COLUMNS=listings.COLUMNS, timeout=900)
     assert done.code == 0, done.err
     block = listings.find(listing, (ROOT / listing.file).read_text())
     assert shape(listings.shown(done.out, listing.keep)) == shape(block[2].splitlines())

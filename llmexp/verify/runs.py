@@ -31,7 +31,7 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
             "max_steps": steps, "max_epochs": None, "max_tokens": None, "log_every": 1, "eval_every": None,
             "sample_every": None, "sample_tokens": 0, "data_digest": True, "stop_step": None, "profile_start": None,
         },
-        "metrics": {"picture": False},
+        "metrics": {"picture": False, "single_rank_rates": None},
         "tracker": {"kind": "none"},
         "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
     }  # fmt: skip
