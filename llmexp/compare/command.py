@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import folder
-from llmexp.compare.comparing import ALIGNMENTS, compare
+from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, compare
 from llmexp.config import ConfigError
 from llmexp.process import DONE, REFUSED
 
@@ -40,7 +40,9 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("only one of --json, --csv and --markdown can go to standard output; name a file for others")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
-    comparison = compare(paths or ["outputs"], align=args.align, sort=args.sort, whole="html" in wanted)
+    comparison = compare(
+        paths or ["outputs"], align=args.align, sort=args.sort, whole="html" in wanted, negligible=args.negligible
+    )
     for problem in comparison.problems:
         print(f"llmexp: {problem}", file=sys.stderr)
     if not comparison.entries:
@@ -60,7 +62,7 @@ def run(arguments: list[str]) -> int:
     if "-" not in wanted.values():
         from llmexp.compare.table import show
 
-        show(comparison, sys.stdout, width=columns())
+        show(comparison, sys.stdout, width=columns(), why=args.why)
     return DONE
 
 
@@ -86,6 +88,16 @@ def _check_target(name: str, path: Path) -> None:
         raise ConfigError(f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}")
 
 
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text}: a size in nats, 0 or more, is needed; for example 0.002")
+    return size
+
+
 def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="llmexp compare",
@@ -97,6 +109,11 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--align", default="tokens", help=f"what runs must have had alike: {', '.join(ALIGNMENTS)}")
     parser.add_argument("--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec")
+    parser.add_argument("--why", action="store_true", help="also what the result rests on, and notes on the runs")
+    parser.add_argument(
+        "--negligible", type=_size, default=NEGLIGIBLE, metavar="NATS",
+        help=f"a difference below this does not matter (default: {NEGLIGIBLE})",
+    )  # fmt: skip
     for name, suffix in _TEXTS.items():
         text = f"the table as {name}, on standard output or into a {suffix} file"
         parser.add_argument(f"--{name}", nargs="?", const="-", metavar="FILE", help=text)

@@ -1,168 +1,141 @@
-"""Runs in, a comparison out: what differs, what came of it, and in which order."""
+"""Runs in, a comparison out: what differs, what came of it, in which order, and what can be said.
+
+records -> left out | entries -> figures at one position -> budgets, verdicts, floor -> headline, notes, why
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.figures import COLUMNS, DEAD, common_position, counts, figures
-from llmexp.compare.judging import SEED
+from llmexp.compare import budgets, settings
+from llmexp.compare.answer import Findings, headline, sign
+from llmexp.compare.figures import COLUMNS, common_position, figures, shown
+from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Judgement, Verdict, all_pairs, effects, floors, judge
+from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
-from llmexp.compare.records import Column, Comparison, Entry, Record
-from llmexp.compare.statistics import mean_interval
-from llmexp.compare.verdicts import sentences
+from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
+from llmexp.compare.selection import left_out, task
 from llmexp.config import ConfigError, nearest
-from llmexp.knobs import is_record
 
 ALIGNMENTS = ("tokens", "steps", "time")
-_STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
-_PREFERRED = ("batch.gradient_accumulation_steps", "batch.real_batch_size", "batch.micro_batch_size")
 
 
 def compare(
-    paths: Sequence[str | Path], *, align: str = "tokens", sort: str | None = None, whole: bool = False
+    paths: Sequence[str | Path],
+    *,
+    align: str = "tokens",
+    sort: str | None = None,
+    whole: bool = False,
+    negligible: float = NEGLIGIBLE,
 ) -> Comparison:
-    """Compares the runs under the paths and globs (run folders, sweeps, folders of them).
+    """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read. `sort` names a
     figure; default: the val loss, else the train loss, and bits per byte where tokenizers differ. `whole` reads every
-    column at once, which is quicker where all will be needed.
+    column at once, which is quicker where all will be needed. `negligible`: nats below which a difference does not
+    matter.
     Raises ConfigError for an `align` or `sort` that there is not; what cannot be read is among `problems`.
     """
     if align not in ALIGNMENTS:
         raise ConfigError(f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps")
     found, problems = find(paths)
     records = read(found, whole)
-    return compare_records(records, problems, align=align, sort=sort)
+    return compare_records(records, problems, align=align, sort=sort, negligible=negligible)
 
 
 def compare_records(
-    records: Sequence[Record], problems: Sequence[str] = (), *, align: str = "tokens", sort: str | None = None
+    records: Sequence[Record],
+    problems: Sequence[str] = (),
+    *,
+    align: str = "tokens",
+    sort: str | None = None,
+    negligible: float = NEGLIGIBLE,
 ) -> Comparison:
-    """The comparison of runs that have been read."""
-    at = common_position(records, align)
-    position = at[0] if at else None
+    """Compare runs that have been read."""
+    out = left_out(records, align)
+    taking_part = [r for r in records if id(r) not in out]
+    at = common_position(taking_part, align)
+    position, limiting = at if at else (None, None)
     measured = {id(r): figures(r, align, position) for r in records}
-    groups = _folded(records)
-    differing = _differing([group[0] for group in groups])
-    tokenizers = {t for r in records if (t := _tokenizer(r))}
-    mixed = len(tokenizers) > 1
-    entries = [_entry(group, differing, measured, mixed, position is not None) for group in groups]
+    groups = settings.folded(records)
+    differing = settings.differing_keys([group[0] for group in groups])
+    mixed = len({t for r in taking_part if (t := _tokenizer(r))}) > 1
+    entries = [settings.entry_of(g, differing, measured, out, _tokenizer_note(g[0]) if mixed else "") for g in groups]
     metric = _metric(entries, sort, mixed)
-    entries = _ranked(entries, metric, mixed)
-    columns = _columns(entries, metric)
-    damage = [f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems]
-    comparison = Comparison(
+    factors = settings.factors(entries, differing)
+    entries = [dataclasses.replace(e, label=settings.label(e, factors)) for e in _ranked(entries, metric, mixed)]
+    c = Comparison(
         entries=tuple(entries),
         differing=differing,
-        columns=columns,
+        columns=_columns(entries, metric, position, align),
         metric=metric.key,
         align=align,
         align_at=position,
-        batch=_batch(records),
-        sentences=(),
-        problems=(*problems, *damage),
-        factors=_factors(entries, differing),
+        batch=_batch(taking_part),
+        problems=(*problems, *(f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems)),
+        factors=factors,
     )
-    return dataclasses.replace(comparison, sentences=sentences(comparison, metric, at[1] if at else None, mixed))
-
-
-def _execution(key: str) -> bool:
-    """Whether a key names, records or carries out a run; such keys are shown only where nothing else differs."""
-    return is_record(key) or key == "hooks"
-
-
-def _text(value: Any) -> str:
-    return f"{type(value).__name__ if isinstance(value, bool) else ''}{value!r}"
-
-
-def _differing(records: Sequence[Record]) -> tuple[str, ...]:
-    """The config keys whose values are not the same in all runs that have a config, by section."""
-    configs = [r.config for r in records if r.config]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    found = [key for key in keys if len({_text(config.get(key)) for config in configs}) > 1]
-    essential = [key for key in found if not _execution(key)]
-    order: dict[str, int] = {}
-    for key in keys:
-        order.setdefault(key.partition(".")[0], len(order))
-    return tuple(sorted(essential or found, key=lambda key: (order[key.partition(".")[0]], found.index(key))))
-
-
-def _folded(records: Sequence[Record]) -> list[list[Record]]:
-    """Runs that differ in nothing but the seed together; repeats of one seed are no new evidence and stay apart."""
-    groups: dict[Any, list[Record]] = {}
-    for r in records:
-        if not r.config or SEED not in r.config:
-            groups[r.path.resolve()] = [r]
-            continue
-        essential = tuple(sorted((k, _text(v)) for k, v in r.config.items() if k != SEED and not _execution(k)))
-        again = 0
-        while any(r.config[SEED] == other.config[SEED] for other in groups.get((essential, again), [])):
-            again += 1
-        groups.setdefault((essential, again), []).append(r)
-    return list(groups.values())
-
-
-def _entry(
-    group: list[Record], differing: tuple[str, ...], measured: dict[int, dict[str, float]], mixed: bool, aligned: bool
-) -> Entry:
-    several = len(group) > 1
-    name = group[0].name
-    if several:
-        name = f"{re.sub(r'(?<![A-Za-z])seed_?[0-9]+[,+]?', '', name).strip('+,_- ')} x{len(group)}".strip()
-    whole = [measured[id(r)] for r in group]
-    usable = [m for r, m in zip(group, whole, strict=True) if counts(r)] or whole
-    values: dict[str, float] = {}
-    intervals = {}
-    for column in COLUMNS:
-        known = [m[column.key] for m in usable if column.key in m]
-        if known:
-            values[column.key], interval = mean_interval(known)
-            if interval:
-                intervals[column.key] = interval
-    notes = []
-    if several:
-        notes.append(f"mean of {len(usable)} seeds" if len(usable) > 1 else "the figures are of 1 seed")
-        tally = Counter(r.state for r in group)
-        if tally.keys() != {"finished"}:
-            others = ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished")
-            notes.append(f"{tally['finished']} of {len(group)} seeds finished, {others}")
-    if mixed and (tokenizer := _tokenizer(group[0])):
-        notes.append(f"tokenizer {_tokenizer_name(group[0])}: losses per token compare with no other ({tokenizer[:8]})")
-    for r in group:
-        if r.lost:
-            notes.append(r.lost)
-        if r.rung is not None:
-            notes.append(f"left out after {r.rung:.0%} of its steps")
-        if r.mark:
-            notes.append(f"mark: {r.mark}")
-        if r.state in ("failed", "preempted") and (error := r.status.get("error")):
-            notes.append(
-                " ".join(str(error).replace("\\n", " ").split())[:200]
-            )  # newlines of a repr are two characters
-    if not group[0].config:
-        notes.append("without a config")
-    state = max((r.state for r in group), key=lambda s: _STATES.index(s) if s in _STATES else 0)
-    keys = differing if group[0].config else ()
-    return Entry(
-        name=name,
-        runs=tuple(group),
-        values={k: group[0].config.get(k) for k in keys if not (several and k == SEED)},
-        figures=values,
-        intervals=intervals,
-        state=state,
-        note="; ".join(dict.fromkeys(notes)),
-        run_figures=tuple(whole),
+    f = _findings(c, next(col for col in (*c.columns, metric) if col.key == metric.key), out, negligible, mixed)
+    return dataclasses.replace(
+        c, entries=_standings(c, f), headline=headline(c, f), notes=notes(c, f), why=why(c, f, limiting)
     )
+
+
+def _findings(c: Comparison, metric: Column, out: Mapping[int, str], negligible: float, mixed: bool) -> Findings:
+    """Find out what can be said of the entries that have the metric and take part."""
+    ranked = [e for e in c.entries if metric.key in e.figures and any(id(r) not in out for r in e.runs)]
+    if (mixed and metric.key.endswith("/loss")) or not metric.better:
+        ranked = []
+    loss = metric.key in LOSSES
+    places = {}
+    for e in ranked if loss else []:
+        run = next(r for r in e.runs if id(r) not in out)
+        if place := budgets.place_of(run, c.align, c.align_at):
+            places[e.name] = place
+    groups = budgets.groups(ranked, places)
+    tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in out}) if loss else 1
+    direction = -1.0 if metric.better == "higher" else 1.0
+    comparable = {e.name for e in groups[0]} if groups and tasks == 1 else set()
+    judged = {}
+    for other in ranked[1:]:
+        if other.name in comparable:
+            limit = negligible if loss else 0.0
+            judged[other.name] = judge(ranked[0], other, metric.key, out, all_pairs(len(ranked)), limit, direction)
+        else:
+            size = other.figures[metric.key] - ranked[0].figures[metric.key]
+            judged[other.name] = Judgement(Verdict.BUDGET if tasks == 1 else Verdict.TASK, size)
+    keys = [key for key in c.factors if key != settings.TWIN]
+    group_of = {e.name: i for i, group in enumerate(groups) for e in group}
+    found = effects(metric.key, ranked, keys, out, group_of) if loss and tasks == 1 else []
+    floor = floors(ranked, metric.key, out) if loss else None
+    return Findings(metric, tuple(ranked), judged, groups, places, floor, found, out, negligible, mixed, tasks)
+
+
+def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
+    """Mark each entry: best, same, worse, undecided, or why it is left out."""
+    found = []
+    some_worse = any(j.verdict == Verdict.WORSE for j in f.judged.values())
+    for e in c.entries:
+        standing = e.standing
+        if f.ranked and e.name == f.ranked[0].name and len(f.ranked) > 1:
+            comparable = len(f.budgets) == 1 and f.tasks == 1
+            extreme = "lowest" if sign(f) > 0 else "highest"
+            standing = Standing("best" if some_worse and comparable else extreme)
+        elif j := f.judged.get(e.name):
+            d = j.difference
+            mark = MARKS[j.verdict] if f.metric.key in LOSSES or d else ""
+            size = None if j.verdict in (Verdict.BUDGET, Verdict.TASK) else j.size
+            standing = Standing(mark, size, d.half if d else None, d.basis if d else "")
+        found.append(dataclasses.replace(e, standing=standing))
+    return tuple(found)
 
 
 def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
-    """The column that orders the entries. Raises ConfigError for a name that is none."""
+    """Return the column that orders the entries. Raises ConfigError for a name that is none."""
     columns = {c.key: c for c in COLUMNS}
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
@@ -173,37 +146,37 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
             )
         return columns[key]
     order = ("val/bits_per_byte", "train/loss") if mixed else ("val/loss", "train/loss")  # read at one position
-    live = [e for e in entries if e.state not in DEAD] or list(entries)
-    for key in order:
-        if any(key in e.figures for e in live):
-            return columns[key]
-    return columns[order[0]]
+    live = [e for e in entries if not e.standing.mark] or list(entries)
+    return columns[next((key for key in order if any(key in e.figures for e in live)), order[0])]
 
 
 def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry]:
-    """The best first; behind them those that broke off or have no such figure."""
-    sign = -1.0 if metric.better == "higher" else 1.0
+    """Order the entries: the best first; behind them those that take no part or have no such figure."""
+    direction = -1.0 if metric.better == "higher" else 1.0
 
     def place(entry: Entry) -> tuple[bool, float]:
         value = entry.figures.get(metric.key)
-        alive = any(counts(r) for r in entry.runs)
         if mixed and metric.key.endswith("/loss"):
             value = None  # losses per token of several tokenizers have no order
-        return (not alive or value is None, math.inf if value is None else sign * value)
+        return (bool(entry.standing.mark) or value is None, math.inf if value is None else direction * value)
 
     return sorted(entries, key=place)
 
 
-def _columns(entries: Sequence[Entry], metric: Column) -> tuple[Column, ...]:
-    """Those of which an entry has a figure; the val loss at the common position only where it is not the final one."""
+def _columns(entries: Sequence[Entry], metric: Column, at: float | None, align: str) -> tuple[Column, ...]:
+    """Return the columns of which an entry has a figure, the loss at the common position only where it is not the
+    final one."""
     known = {key for e in entries for key in e.figures}
-    alive = [e for e in entries if any(counts(r) for r in e.runs)]
+    alive = [e for e in entries if not e.standing.mark]
     moved = any(e.figures.get("val/loss") != e.figures.get("final val/loss") for e in alive)
-    shown = [c for c in COLUMNS if c.key in known and (c.key != "val/loss" or moved or metric.key == "val/loss")]
-    if not moved and metric.key == "val/loss":  # they are the same
-        shown = [c for c in shown if c.key != "final val/loss"]
-        shown = [Column(c.key, "val loss", c.better, c.digits) if c.key == "val/loss" else c for c in shown]
-    return tuple(sorted(shown, key=lambda c: c.key != metric.key))
+    found = [c for c in COLUMNS if c.key in known]
+    if not moved:
+        same = "final val/loss" if metric.key != "final val/loss" else "val/loss"
+        found = [dataclasses.replace(c, title="val loss") if "val/loss" in c.key else c for c in found if c.key != same]
+    elif at is not None:
+        where = f"{shown(at, 3)} {'s' if align == 'time' else align}"
+        found = [dataclasses.replace(c, title=f"val loss at {where}") if c.key == "val/loss" else c for c in found]
+    return tuple(sorted(found, key=lambda c: c.key != metric.key))
 
 
 def _fact(record: Record, key: str) -> Any:
@@ -224,41 +197,13 @@ def _batch(records: Sequence[Record]) -> str:
 
 
 def _tokenizer(record: Record) -> str:
-    """What tells tokenizers apart; empty where it is not known."""
+    """Return what tells tokenizers apart; empty where it is not known."""
     prints = record.facts.get("data_fingerprint")
     if isinstance(prints, dict) and isinstance(prints.get("tokenizer_sha256"), str):
         return str(prints["tokenizer_sha256"])
     return str(record.facts.get("tokenizer") or "")
 
 
-def _tokenizer_name(record: Record) -> str:
-    return str(record.facts.get("tokenizer") or "unknown")
-
-
-def _factors(entries: Sequence[Entry], differing: tuple[str, ...]) -> tuple[str, ...]:
-    """The differing keys less the seed and those that another one determines (the real batch by the accumulation)."""
-    entries = [e for e in entries if e.values]
-    swept = [key for e in entries for r in e.runs for key in r.swept]
-    keys = [key for key in differing if all(key in e.values for e in entries) and key != SEED]
-    order = sorted(
-        keys,
-        key=lambda k: (
-            k not in swept,
-            not k.startswith("batch."),
-            _PREFERRED.index(k) if k in _PREFERRED else -1,
-            keys.index(k),
-        ),
-    )
-    kept: list[str] = []
-    for key in order:
-        for other in kept:
-            scaled = key.startswith("optimizer.") and "optimizer.reference_batch" in keys  # by optimizer.lr_rule
-            follows = (key.startswith("train.max_") or scaled) and other.startswith("batch.")
-            if key in swept or not (follows or key.partition(".")[0] == other.partition(".")[0]):
-                continue
-            pairs = {(_text(e.values[other]), _text(e.values[key])) for e in entries}
-            if len(pairs) == len({a for a, _ in pairs}):  # `other` decides it
-                break
-        else:
-            kept.append(key)
-    return tuple(key for key in differing if key in kept)
+def _tokenizer_note(record: Record) -> str:
+    name, print_ = str(record.facts.get("tokenizer") or "unknown"), _tokenizer(record)
+    return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})" if print_ else ""

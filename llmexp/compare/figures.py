@@ -10,23 +10,26 @@ import numpy as np
 
 from llmexp.compare.records import Column, Record
 from llmexp.compare.rows import Columns, elapsed
+from llmexp.labels import shown as setting
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
 
+__all__ = ["setting"]  # as the page and the tables write a value of the configuration
+
 COLUMNS = (
-    Column("val/loss", "val loss there", "lower", 5),
+    Column("val/loss", "val loss", "lower", 5),
     Column("final val/loss", "final val loss", "lower", 5),
     Column("best val/loss", "best val loss", "lower", 5),
     Column("val/bits_per_byte", "val bits/byte", "lower", 5),
-    Column("train/loss", "train loss (mean of last 5 %)", "lower", 5),
+    Column("train/loss", "train loss", "lower", 5),
     Column("tokens_seen", "tokens"),
     Column("steps", "steps"),
     Column("train_time", "time (s)", "lower"),
     Column("tokens_per_sec", "tokens/s", "higher"),
-    Column("peak_memory_gib", "peak memory (GiB)", "lower", 3),
+    Column("peak_memory_gib", "memory (GiB)", "lower", 3),
     Column("clip_share", "steps clipped", "", 3),
-    Column("noise_scale", "noise scale (sequences)", "", 3),
+    Column("noise_scale", "noise scale", "", 3),
     Column("skipped_steps", "skipped steps", "lower"),
     Column("outlier_steps", "outlier steps", "lower"),
 )
@@ -50,12 +53,11 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def setting(value: Any) -> str:
-    """A value of the configuration as YAML has it, and as tables and sentences show it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
-    return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
+def shown(value: float, digits: int) -> str:
+    """Return a number with so many significant digits; large ones whole, with separators."""
+    if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
 
 
 def positions(record: Record, align: str) -> np.ndarray:

@@ -1,142 +1,233 @@
-"""What two settings differ by, and how far that can be trusted: by seeds, step by step, or beside an evaluation."""
+"""How two settings differ, and what may be said of it. Seeds are the only witnesses for settings."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
-from llmexp.compare.figures import counts, number, positions
+from llmexp.compare.figures import positions
 from llmexp.compare.records import Comparison, Entry, Record
+from llmexp.compare.settings import SEED, computation
 from llmexp.compare.statistics import (
     Difference,
-    detrended_deviation,
     paired_seeds,
-    pooled_seeds,
+    seeds_needed,
     series_difference,
-    t_quantile,
+    unpaired_seeds,
 )
 
-SEED = "train.seed"
+NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
+FEW = 3  # seeds that a setting needs before a spread can be estimated
 LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
-STEPS, EVALUATION = "paired by step", "beside the noise of the evaluation"  # of one seed, how a difference was judged
-Cells = Mapping[tuple[str, ...], Entry]  # by the values of the other keys
+
+
+class Verdict(StrEnum):
+    """What is known of a setting beside the leading one."""
+
+    WORSE = "worse"  # seeds show it
+    NEGLIGIBLE = "negligible"  # seeds show a difference too small to matter
+    SAME = "same"  # seeds show that no difference matters
+    ROUNDING = "rounding"  # the same computation, so what differs is what rounding makes
+    UNDECIDED = "undecided"
+    ONE_SEED = "one seed"  # undecided, as the seeds are not varied
+    BUDGET = "other budget"  # not comparable
+    TASK = "other task"
+
+
+MARKS = {
+    Verdict.WORSE: "worse", Verdict.NEGLIGIBLE: "same", Verdict.SAME: "same", Verdict.ROUNDING: "same",
+    Verdict.UNDECIDED: "undecided", Verdict.ONE_SEED: "undecided", Verdict.BUDGET: "other budget",
+    Verdict.TASK: "other task",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a pair, with the figures that it rests on."""
+
+    verdict: Verdict
+    size: float  # of the metric, the other's minus the leading one's, over the seeds that were compared
+    difference: Difference | None = None  # over seeds
+    needed: int | None = None  # seeds per setting that would settle a difference of this size; None where not known
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What rounding makes of one computation: the spread of a figure over runs that differ in nothing else."""
+
+    size: float  # largest difference between two runs of one computation and one seed
+    runs: int
+    source: str  # in words, such as: a twin
+
+
+def by_seed(entry: Entry, metric: str, left_out: Mapping[int, str]) -> dict[str, float]:
+    """Return the metric of each run of the entry that takes part, by its seed."""
+    pairs = zip(entry.runs, entry.run_figures, strict=True)
+    return {str(r.config.get(SEED)): f[metric] for r, f in pairs if id(r) not in left_out and metric in f}
+
+
+def over_seeds(a: Mapping[str, float], b: Mapping[str, float], level: float) -> Difference | None:
+    """Estimate b - a over seeds, paired where at least two are shared; None where a side has too few."""
+    shared = sorted(a.keys() & b.keys())
+    if len(shared) > 1:
+        return paired_seeds([b[s] - a[s] for s in shared], level)
+    if len(a) >= FEW and len(b) >= FEW:
+        return unpaired_seeds(list(a.values()), list(b.values()), level)
+    return None
 
 
 def judge(
-    a: Entry, b: Entry, metric: str, c: Comparison, ranked: Sequence[Entry], level: float
-) -> tuple[Difference, str] | None:
-    """How much b has more of the metric than a, and what exactly was compared; None where nothing can be said."""
-    of_a, of_b = _by_seed(a, metric), _by_seed(b, metric)
-    shared = sorted(of_a.keys() & of_b.keys())
-    if len(shared) > 1:
-        return paired_seeds([of_b[s] - of_a[s] for s in shared], level), metric
-    groups = [list(_by_seed(e, metric).values()) for e in ranked]
-    if any(len(g) > 1 for g in groups) and of_a and of_b:
-        return pooled_seeds(list(of_a.values()), list(of_b.values()), groups, level), metric
-    if metric not in LOSSES:
-        return None
-    series = series_of(a, b, c)
-    difference = series_difference(series, level) if series is not None else None
-    if difference:
-        return difference, "train/loss"
-    beside = _beside_evaluation(a, b, metric, level)
-    return (beside, metric) if beside else None
+    a: Entry, b: Entry, metric: str, left_out: Mapping[int, str], level: float, negligible: float, sign: float = 1.0
+) -> Judgement:
+    """Judge `b` beside `a`, which leads, at equal budgets. `sign`: -1 where the higher figure is better."""
+    size = b.figures[metric] - a.figures[metric]
+    if metric in LOSSES and computation(a.runs[0]) == computation(b.runs[0]):
+        return Judgement(Verdict.ROUNDING, size)
+    d = over_seeds(by_seed(a, metric, left_out), by_seed(b, metric, left_out), level)
+    if d is None:
+        return Judgement(Verdict.ONE_SEED, size)
+    if d.real and abs(d.mean) >= negligible and d.mean * sign > 0:
+        return Judgement(Verdict.WORSE, d.mean, d)
+    if abs(d.mean) + d.half < negligible:
+        return Judgement(Verdict.NEGLIGIBLE if d.real else Verdict.SAME, d.mean, d)
+    if d.real and abs(d.mean) < negligible:
+        return Judgement(Verdict.NEGLIGIBLE, d.mean, d)
+    return Judgement(Verdict.UNDECIDED, d.mean, d, seeds_needed(d.spread, max(abs(d.mean), negligible), level))
 
 
-def _beside_evaluation(a: Entry, b: Entry, metric: str, level: float) -> Difference | None:
-    floors = [floor for e in (a, b) if (floor := _eval_error(e, metric)) is not None]
-    if not floors or "val" not in metric:
-        return None
-    floors *= 3 - len(floors)  # a run too short to tell has that of the other one: the scatter is the text's above all
-    half = t_quantile((1 + level) / 2, 1e6) * math.hypot(*floors)
-    return Difference(b.figures[metric] - a.figures[metric], half, EVALUATION)
+def all_pairs(count: int) -> float:
+    """Return the level of each interval at which all pairs of `count` settings hold together at 95 % (Bonferroni).
 
-
-def effect(
-    a: Cells, b: Cells, metric: str, c: Comparison, ranked: Sequence[Entry], level: float
-) -> tuple[Difference, str] | None:
-    """b - a, averaged over the cells that both have, in each over the seeds that both have; None where nothing can be
-    said.
-
-    Cells are no independent witnesses: they share seeds, data and perhaps the very same steps. So seeds are what is
-    counted where there are several; of one seed it is the steps of the averaged series, and else the error of a single
-    pair, which averaging is not taken to make smaller.
+    The leading setting was picked by looking at all, so its pairs with the others are not the only ones looked at.
     """
-    cells = [
-        (a[rest], b[rest], _by_seed(a[rest], metric), _by_seed(b[rest], metric)) for rest in sorted(a.keys() & b.keys())
-    ]
-    # What a seed of one side alone adds would pass for an effect of the key.
-    common = [(x, y, {s: p[s] for s in p if s in q}, {s: q[s] for s in q if s in p}) for x, y, p, q in cells]
-    cells = [cell for cell in common if cell[2]] or cells
-    if len(cells) < 2:
+    return 1 - 0.05 / max(1, math.comb(count, 2))
+
+
+def floors(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str]) -> Floor | None:
+    """Measure what rounding makes, from runs of one computation and one seed; None where there are no two."""
+    alike: dict[object, list[tuple[Record, float]]] = {}
+    for entry in entries:
+        for run, figures in zip(entry.runs, entry.run_figures, strict=True):
+            if id(run) not in left_out and metric in figures:
+                alike.setdefault((computation(run), run.config.get(SEED)), []).append((run, figures[metric]))
+    found = [runs for runs in alike.values() if len(runs) > 1]
+    if not found:
         return None
-    mean = float(np.mean([_mean(y, q, metric) - _mean(x, p, metric) for x, y, p, q in cells]))
-    seeds = set.intersection(*(set(p) & set(q) for _, _, p, q in cells))
-    if len(seeds) > 1:
-        return paired_seeds(
-            [float(np.mean([q[s] - p[s] for _, _, p, q in cells])) for s in sorted(seeds)], level
-        ), metric
-    groups = [list(_by_seed(e, metric).values()) for e in ranked]
-    if any(len(g) > 1 for g in groups) and all(p and q for _, _, p, q in cells):
-        found = [pooled_seeds(list(p.values()), list(q.values()), groups, level) for _, _, p, q in cells]
-        return Difference(mean, max(d.half for d in found), found[0].method), metric
-    series = [s for x, y, _, _ in cells if (s := series_of(x, y, c)) is not None]
-    length = min((len(s) for s in series), default=0)
-    if len(series) == len(cells) and length:
-        # The last steps of all, which are the same ones where the runs are equally long.
-        difference = series_difference(np.mean([s[len(s) - length :] for s in series], axis=0), level)
-        if difference:
-            return difference, "train/loss"
-    beside = [_beside_evaluation(x, y, metric, level) for x, y, _, _ in cells]
-    halves = [d.half for d in beside if d]
-    return (Difference(mean, max(halves), EVALUATION), metric) if len(halves) == len(cells) else None
+    size = max(max(v for _, v in runs) - min(v for _, v in runs) for runs in found)
+    twins = any(run.config.get("train.twin") for runs in found for run, _ in runs)
+    cuts = any(len({str(run.facts.get("micro_batch_size")) for run, _ in runs}) > 1 for runs in found)
+    source = " and ".join([*(["twins"] if twins else []), *(["cuts of one batch"] if cuts else [])]) or "repeats"
+    return Floor(size, sum(map(len, found)), source)
 
 
-def _mean(entry: Entry, of: Mapping[Any, float], metric: str) -> float:
-    return float(np.mean(list(of.values()))) if of else entry.figures[metric]
+@dataclass(frozen=True)
+class Effect:
+    """What one key does, averaged over the other keys."""
+
+    key: str
+    a: object  # its values, the better one first
+    b: object
+    difference: Difference
+    cells: int
+    against: str = ""  # values of the other keys at which seeds show the opposite
 
 
-def seeds_with(entry: Entry, metric: str) -> set[str]:
-    """The seeds of which the entry's figure is the mean."""
-    return set(_by_seed(entry, metric))
+def effects(
+    metric: str, entries: Sequence[Entry], keys: Sequence[str], left_out: Mapping[int, str], budget: Mapping[str, int]
+) -> list[Effect]:
+    """Judge for each of several keys its two values that differ most, in each cell of the others, over common seeds.
+
+    Cells are no independent witnesses: they share seeds, data and perhaps the very steps. So the seeds are counted: the
+    differences of a seed are averaged over the cells first. Only entries of one `budget` (by name) are paired.
+    """
+    if not 2 <= len(keys) <= 4:
+        return []
+    tables = {key: _cells(entries, keys, key) for key in keys}
+    level = 1 - 0.05 / max(1, sum(math.comb(len(t), 2) for t in tables.values()))
+    found = []
+    for key, cells in tables.items():
+        judged = []
+        for (a, first), (b, second) in itertools.combinations(cells.items(), 2):
+            pairs = [(first[rest], second[rest], rest) for rest in sorted(first.keys() & second.keys())]
+            pairs = [(x, y, rest) for x, y, rest in pairs if budget[x.name] == budget[y.name]]
+            if effect := _effect(key, a, b, pairs, metric, left_out, level):
+                judged.append(effect)
+        if judged:
+            found.append(max(judged, key=lambda e: (e.difference.real, abs(e.difference.mean))))
+    return found
 
 
-def _by_seed(entry: Entry, metric: str) -> dict[Any, float]:
-    pairs = zip(entry.runs, entry.run_figures, strict=False)
-    return {str(r.config.get(SEED)): f[metric] for r, f in pairs if counts(r) and metric in f}
+def _cells(entries: Sequence[Entry], keys: Sequence[str], key: str) -> dict[object, dict[str, Entry]]:
+    cells: dict[object, dict[str, Entry]] = {}
+    for entry in entries:
+        rest = " ".join(f"{k}={entry.values.get(k)}" for k in keys if k != key)
+        cells.setdefault(entry.values.get(key), {}).setdefault(rest, entry)
+    return cells
 
 
-def series_of(a: Entry, b: Entry, c: Comparison) -> np.ndarray | None:
-    """Differences b - a of train/loss, step by step on the same batches, over the later half of the steps that both
-    have, where warm-up is over; None where the batches are not known to be the same."""
+def _effect(
+    key: str, a: object, b: object, pairs: Sequence[tuple[Entry, Entry, str]], metric: str,
+    left_out: Mapping[int, str], level: float,
+) -> Effect | None:  # fmt: skip
+    if len(pairs) < 2:
+        return None
+    sides = [(by_seed(x, metric, left_out), by_seed(y, metric, left_out), rest) for x, y, rest in pairs]
+    seeds = set.intersection(*(set(p) & set(q) for p, q, _ in sides))
+    if len(seeds) < 2:
+        return None
+    d = paired_seeds([float(np.mean([q[s] - p[s] for p, q, _ in sides])) for s in sorted(seeds)], level)
+    against = []
+    for p, q, rest in sides:
+        single = over_seeds(p, q, level)
+        if single is not None and single.real and single.mean * d.mean < 0:
+            against.append(rest)
+    better, worse = (a, b) if d.mean > 0 else (b, a)
+    return Effect(key, better, worse, d, len(pairs), " and ".join(against))
+
+
+def stepwise(a: Entry, b: Entry, c: Comparison, level: float = 0.95) -> Difference | None:
+    """Estimate b - a of train/loss step by step on the same batches, over the later half of the steps that both have.
+
+    It tells whether these two trajectories differ, and nothing of other seeds. None where the batches are not known to
+    be the same, or the steps are too few.
+    """
     if len(a.runs) != 1 or len(b.runs) != 1 or not same_batches(a.runs[0], b.runs[0]):
         return None
     x, y = (_rows(e.runs[0], c) for e in (a, b))
     _, at_x, at_y = np.intersect1d(x["step"], y["step"], assume_unique=True, return_indices=True)
-    if any("data_digest" in r.columns for r in (a.runs[0], b.runs[0]) if r.config.get("train.data_digest")):
-        one, other = (r.columns.get("data_digest") for r in (a.runs[0], b.runs[0]))
-        if one is not None and other is not None:
-            pair = one[at_x], other[at_y]
-            if np.any(pair[0][np.isfinite(pair[0] + pair[1])] != pair[1][np.isfinite(pair[0] + pair[1])]):
-                return None
+    if not _same_digests(a.runs[0], b.runs[0], at_x, at_y):
+        return None
     d = y["train/loss"][at_y] - x["train/loss"][at_x]
-    return np.asarray(d[len(d) // 2 :])
+    return series_difference(d[len(d) // 2 :], level)
+
+
+def _same_digests(a: Record, b: Record, at_a: np.ndarray, at_b: np.ndarray) -> bool:
+    """Compare the recorded digests of the windows' tokens, where both runs have them."""
+    if not (a.config.get("train.data_digest") or b.config.get("train.data_digest")):
+        return True
+    one, other = (r.columns.get("data_digest") for r in (a, b))
+    if one is None or other is None:
+        return True
+    known = np.isfinite(one[at_a] + other[at_b])
+    return not np.any(one[at_a][known] != other[at_b][known])
 
 
 def _rows(record: Record, c: Comparison) -> dict[str, np.ndarray]:
     columns = record.columns
     rows = len(columns["step"])
-    place = positions(record, c.align) if c.align_at is not None else np.zeros(0)
-    if len(place):
-        rows = int(np.searchsorted(place, c.align_at * (1 + 1e-9), side="right"))  # type: ignore[operator]
+    where = positions(record, c.align) if c.align_at is not None else np.zeros(0)
+    if len(where):
+        rows = int(np.searchsorted(where, c.align_at * (1 + 1e-9), side="right"))  # type: ignore[operator]
     return {key: columns.get(key, np.full(len(columns["step"]), np.nan))[:rows] for key in ("step", "train/loss")}
 
 
 def same_batches(a: Record, b: Record) -> bool:
-    """Whether step s of both runs trains on the same tokens: that is a function of seed, data and real batch alone."""
+    """Tell whether step s of both runs trains on the same tokens: a function of seed, data and real batch alone."""
     if not a.config or not b.config or SEED not in a.config:
         return False
     essential = [
@@ -147,20 +238,3 @@ def same_batches(a: Record, b: Record) -> bool:
         for r in (a, b)
     ]
     return essential[0] == essential[1]
-
-
-def _eval_error(entry: Entry, metric: str) -> float | None:
-    """Standard error of a validation loss as an estimate over text of its kind, from the scatter of the train loss:
-    a step's deviation about its trend, scaled from the tokens of a step to those of an evaluation."""
-    run = entry.runs[0]
-    sizes = [number(run.facts.get(k)) for k in ("tokens_per_step", "eval_sequences", "sequence_length")]
-    losses = run.columns.get("train/loss", np.zeros(0))
-    deviation = detrended_deviation(losses[len(losses) // 2 :])
-    if deviation is None or any(s is None or s <= 0 for s in sizes):
-        return None
-    step, sequences, length = (float(s or 0) for s in sizes)
-    error = deviation * math.sqrt(step / (sequences * length))
-    if metric == "val/bits_per_byte":  # of one run a constant multiple of its loss
-        loss = entry.figures.get("val/loss")
-        return error * entry.figures[metric] / loss if loss else None
-    return error

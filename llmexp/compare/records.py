@@ -75,9 +75,13 @@ class Comparison:
     align: str  # tokens | steps | time: where the metric is read off
     align_at: float | None  # the last common position there (tokens, steps or seconds); None: each run's own end
     batch: str  # iso-batch | scaling | same | mixed
-    sentences: tuple[str, ...]  # what can be said, in words, the answer first
     problems: tuple[str, ...]  # paths that were no run, damage that was passed over
     factors: tuple[str, ...] = ()  # of `differing`, those that vary of themselves and not as another's consequence
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All that can be said, the answer first."""
+        return tuple(text for text in (self.headline, *self.notes, *self.why) if text)

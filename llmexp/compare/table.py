@@ -9,105 +9,112 @@ import math
 import textwrap
 from typing import Any, TextIO
 
-from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp.compare.figures import setting
+from llmexp.compare.figures import setting, shown
 from llmexp.compare.records import Column, Comparison, Entry
+from llmexp.labels import short_keys
 
-NAME_LEAST, NAME_MOST = 16, 48  # characters of the name's column
-_STYLES = {"finished": "green", "running": "cyan", "failed": "red", "cut": "red", "preempted": "yellow"}
+_STYLES = {"best": "bold green", "lowest": "bold", "highest": "bold", "worse": "red", "undecided": "yellow"}
+_MOST = 40  # characters of a name
+# Where they fit.
+_FIRST = ("val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
 
 
-def show(comparison: Comparison, to: TextIO, width: int | None = None) -> None:
-    """The table and the sentences, at any width: figures give way from the right, name, metric and state stay."""
+def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
+    """Print the result in a line, the table and the notes, at any width; with `why`, what they rest on."""
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
-    figures = {c.key: _figure_column(comparison, c) for c in comparison.columns}
-    metric = [figures.pop(comparison.metric)] if comparison.metric in figures else []
-    state = ["state", *(e.state for e in comparison.entries)]
-    settings = _settings(comparison)
-    natural = [*metric, state, *settings.values(), *figures.values()]
-    kept = [*metric, state]
-    longest = max(len(e.name) for e in comparison.entries)
-    room = console.width - sum(map(_width, kept)) - min(longest, NAME_MOST if console.width > 160 else 24) - 2
-    left_out = []
-    for column in _by_weight(comparison, metric, settings, figures):
+    if comparison.headline:
+        console.print(Text(comparison.headline, style="bold"))
+    columns = _fitting(comparison, console.width)
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    for head, *cells in columns:
+        words = not any(any(ch.isdigit() for ch in cell) for cell in cells) or head == ""
+        table.add_column(Text(head, style="dim"), justify="left" if words else "right", no_wrap=True, vertical="bottom")
+    for i, entry in enumerate(comparison.entries, 1):
+        style = _STYLES.get(entry.standing.mark, "")
+        table.add_row(*(Text(column[i], style=style if column[0] == "" else "") for column in columns))
+    console.print(table)
+    for line in comparison.notes:
+        console.print(Text(line))
+    for line in comparison.why if why else ():
+        console.print(Text(line))
+    for entry in comparison.entries if why else ():
+        if entry.note:
+            console.print(Text(f"{entry.label or entry.name}: {entry.note}", style="dim"))
+
+
+def _fitting(c: Comparison, width: int) -> list[list[str]]:
+    """Return the columns that fit, each as its head and cells: settings, mark, metric and difference first."""
+    names = _names(c)
+    mark = ["", *(_mark(e) for e in c.entries)]
+    figures = {column.key: _figure_column(c, column) for column in c.columns}
+    metric = [figures.pop(c.metric)] if c.metric in figures else []
+    first = [*names, mark, *metric]
+    if any(e.standing.difference is not None for e in c.entries):
+        first.append(["difference", *(_difference(e, c) for e in c.entries)])
+    said = [column[1:] for column in metric]  # what the metric says already is no news
+    if not c.metric.endswith("bits_per_byte"):
+        figures.pop("val/bits_per_byte", None)  # a multiple of the loss
+    ordered = sorted(figures, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
+    news = [figures[key] for key in ordered if len(set(figures[key][1:])) > 1 and figures[key][1:] not in said]
+    room = width - sum(map(_width, first))
+    kept = []
+    for column in news:
         if room >= _width(column):
             room -= _width(column)
             kept.append(column)
-        else:
-            left_out.append(column[0].replace("_\n", "_").replace(".\n", ".").replace("\n", " ").strip())
-    kept = [column for column in natural if any(column is k for k in kept)]
-    spare = max(NAME_LEAST, console.width - sum(map(_width, kept)) - 2)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    # Where columns say all that the name of a point does, its number is enough of it.
-    told = bool(comparison.factors) and all(any(settings.get(k) is c for c in kept) for k in comparison.factors)
-    name_width = min(longest, spare, max(NAME_MOST, spare // 2))
-    table.add_column("run", width=name_width, overflow="ellipsis" if told else "fold", no_wrap=told, vertical="bottom")
-    for column in kept:
-        words = column is state or not any(any(ch.isdigit() for ch in cell) for cell in column[1:])
-        justify = "left" if words else "right"
-        table.add_column(Text(column[0]), justify=justify, overflow="fold", no_wrap=True)  # type: ignore[arg-type]
-    for i, entry in enumerate(comparison.entries, 1):
-        style = _STYLES.get(entry.state, "")
-        cells = [Text(column[i], style=style if column is state else "") for column in kept]
-        table.add_row(Text(entry.name), *cells)
-    console.print(table)
-    console.print()
-    for sentence in comparison.sentences:
-        console.print(Text(sentence))
-    for entry in comparison.entries:
-        if entry.note:
-            console.print(Text(f"{entry.name}: {entry.note}", style="dim"))
-    if left_out:
-        console.print(Text(f"Not shown at this width: {', '.join(left_out)}; --json has all.", style="dim"))
+    if room < 0:  # a very narrow terminal: names give way
+        spare = max(8, _width(names[0]) - 2 + room)
+        names[0][:] = [_cut(cell, spare) for cell in names[0]]
+    return [*first, *kept]
+
+
+def _names(c: Comparison) -> list[list[str]]:
+    """A column for each key that varies, under its short name; else the name of the run."""
+    if not c.factors or len(c.factors) > 4 or not all(e.values for e in c.entries):
+        return [["run", *(_cut(e.name, _MOST) for e in c.entries)]]
+    cells = [[_cell(e.values.get(key, "")) for e in c.entries] for key in c.factors]
+    if len(set(zip(*cells, strict=True))) < len(c.entries):  # such as repeats of one seed
+        return [["run", *(_cut(e.name, _MOST) for e in c.entries)]]
+    short = short_keys(c.factors)
+    return [[short[key], *column] for key, column in zip(c.factors, cells, strict=True)]
+
+
+def _mark(entry: Entry) -> str:
+    return entry.standing.mark or ("" if entry.state == "finished" else entry.state)
+
+
+def _difference(entry: Entry, c: Comparison) -> str:
+    """The difference to the leading entry, with its interval where seeds give one."""
+    s = entry.standing
+    if s.difference is None:
+        return ""
+    digits = 2 if s.half is not None or abs(s.difference) < 0.1 else 3
+    return f"{s.difference:+.{digits}g}" + (f" ± {s.half:.2g}" if s.half is not None else "")
 
 
 def _width(column: list[str]) -> int:
-    return max(len(line) for cell in column for line in cell.split("\n")) + 3  # padding and rule
+    return max(cell_len(line) for cell in column for line in cell.split("\n")) + 2
 
 
-def _by_weight(
-    c: Comparison, metric: list[list[str]], settings: dict[str, list[str]], figures: dict[str, list[str]]
-) -> list[list[str]]:
-    """What was swept, the figures that differ, what follows from the swept keys, and last what is the same for all."""
-    said = [column[1:] for column in metric]  # what the metric says already is no news
-
-    def weight(column: list[str]) -> int:
-        return 2 if len(c.entries) > 1 and (len(set(column[1:])) == 1 or column[1:] in said) else 0
-
-    first = [(0 if key in c.factors else 1, column) for key, column in settings.items()]
-    rest = [(weight(column) + (key == "val/bits_per_byte"), column) for key, column in figures.items()]
-    return [column for _, column in sorted(first + rest, key=lambda pair: pair[0])]
-
-
-def _settings(c: Comparison) -> dict[str, list[str]]:
-    """A column for each differing key, with its section over the first of each section."""
-    found, section = {}, None
-    for key in c.differing:
-        if not any(key in e.values for e in c.entries):
-            continue
-        head, _, last = key.rpartition(".")
-        title = f"{head + '.' if head != section else ''}\n" + last.replace("_", "_\n", 2 if len(last) > 16 else 0)
-        found[key] = [title, *(_cell(e.values.get(key, "")) for e in c.entries)]
-        section = head
-    return found
-
-
-def _cell(value: Any, most: int = 24) -> str:
-    text = setting(value)
+def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def _cell(value: Any, most: int = 24) -> str:
+    return _cut(setting(value), most)
+
+
 def _figure_column(c: Comparison, column: Column) -> list[str]:
-    title = "\n".join(textwrap.wrap(column.title, 11))
-    return [title, *(figure(entry, column) for entry in c.entries)]
+    return ["\n".join(textwrap.wrap(column.title, 13)), *(figure(entry, column) for entry in c.entries)]
 
 
 def figure(entry: Entry, column: Column) -> str:
-    """A figure as text, with the half width of its interval; empty where it is not known."""
+    """Return a figure as text, with the half width of its interval; empty where it is not known."""
     value = entry.figures.get(column.key)
     if value is None:
         return ""
@@ -115,15 +122,8 @@ def figure(entry: Entry, column: Column) -> str:
     if column.key in entry.intervals:
         low, high = entry.intervals[column.key]
         if (half := (high - low) / 2) > 1e-12 * abs(value):  # else the same for all seeds, such as steps
-            text += f" ±{half:.2g}"
+            text += f" ± {shown(half, 2) if half >= 100 else f'{half:.2g}'}"
     return text
-
-
-def shown(value: float, digits: int) -> str:
-    """A number with so many significant digits; large ones whole, with separators."""
-    if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
 
 
 def to_json(c: Comparison) -> str:
@@ -139,8 +139,11 @@ def to_json(c: Comparison) -> str:
         row["paths"] = [str(r.path) for r in e.runs]
         row["intervals"] = {key: list(interval) for key, interval in e.intervals.items()}
         row["note"] = e.note or None
+        row |= {"label": e.label, "mark": e.standing.mark or None, "difference": e.standing.difference}
+        row |= {"half": e.standing.half, "basis": e.standing.basis or None}
         runs.append(row)
-    whole = {"runs": runs, "sentences": list(c.sentences), "problems": list(c.problems), "metric": c.metric}
+    answer: dict[str, Any] = {"headline": c.headline, "notes": list(c.notes), "why": list(c.why)}
+    whole = {**answer, "runs": runs, "sentences": list(c.sentences), "problems": list(c.problems), "metric": c.metric}
     whole |= {"align": c.align, "align_at": c.align_at, "batch": c.batch, "differing": list(c.differing)}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 
@@ -171,16 +174,17 @@ def to_csv(c: Comparison) -> str:
 
 
 def to_markdown(c: Comparison) -> str:
-    """The table and the sentences."""
-    heads = ["run", "state", *c.differing, *(column.title for column in c.columns)]
+    """Return the result, the table and the notes."""
+    heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
     rows = [
-        [e.name, e.state, *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
+        [e.name, _mark(e), _difference(e, c), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
         + [figure(e, column) for column in c.columns]
         for e in c.entries
     ]
-    rules = ["---"] * (2 + len(c.differing)) + ["---:"] * len(c.columns)
+    rules = ["---"] * (3 + len(c.differing)) + ["---:"] * len(c.columns)
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (heads, rules, *rows)]
-    return "\n".join([*lines, "", *(f"- {_escaped(s)}" for s in c.sentences)]) + "\n"
+    said = [f"- {_escaped(s)}" for s in (*c.notes, *c.why)]
+    return "\n".join([_escaped(c.headline), "", *lines, "", *said]) + "\n"
 
 
 def _escaped(text: str) -> str:

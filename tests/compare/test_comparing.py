@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmexp.compare.verdicts import _standing
 
 from llmexp.compare.comparing import compare
 from llmexp.compare.judging import EVALUATION, STEPS
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.compare.statistics import Difference
 from llmexp.compare.table import show
-from llmexp.compare.verdicts import _standing
 from llmexp.config import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 

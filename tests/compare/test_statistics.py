@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.statistics import (
-    detrended_deviation,
+    Difference,
     mean_interval,
     paired_seeds,
-    pooled_seeds,
+    seeds_needed,
     series_difference,
     t_quantile,
+    unpaired_seeds,
 )
 from tests.compare.synthetic import ar1
 
@@ -56,15 +57,33 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
     assert mean_interval([2.5]) == (2.5, None)
 
 
-@pytest.mark.parametrize(("r", "most"), [(0.0, 0.05), (0.5, 0.055), (0.8, 0.10)])
-def test_no_difference_is_rarely_called_one(r, most):
-    rng = np.random.default_rng(2)
-    runs = 1000
-    # A stretch is 45 steps: five correlation times (1+r)/(1-r) at r = 0.8.
-    false = sum(series_difference(d).real for d in ar1(rng, 450, r, runs))
-    share, error = false / runs, math.sqrt(most * (1 - most) / runs)
-    assert share < most + 3.5 * error
-    assert share > 0.02  # nor is the test blind: at 5 % its count has a standard deviation of 0.7 %
+def few(count: int, draws: int) -> bool:
+    """Whether so many false alarms agree with a rate of at most 5 %: three standard deviations of a binomial count."""
+    return count <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)
+
+
+@pytest.mark.parametrize("n", [20, 40, 100, 450])
+@pytest.mark.parametrize("r", [0.0, 0.3, 0.6, 0.8, 0.9])
+def test_a_series_without_a_difference_is_rarely_called_one(n, r):
+    found = [series_difference(d) for d in ar1(np.random.default_rng([2, n]), n, r, 2000)]
+    assert few(sum(d is not None and d.real for d in found), 2000)
+
+
+def test_short_series_that_resemble_themselves_get_no_interval():
+    found = [series_difference(d) for d in ar1(np.random.default_rng(6), 20, 0.8, 500)]
+    assert sum(d is None for d in found) > 400
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_seeds_without_a_difference_are_rarely_called_one(seeds, spread):
+    """2,000 pairs of settings of which nothing differs but, with `spread`, how far their seeds scatter."""
+    rng = np.random.default_rng([7, seeds])
+    a, b = rng.standard_normal((2, 2000, seeds)) * np.array([1.0, spread])[:, None, None]
+    common = 3 * rng.standard_normal((2000, seeds))
+    assert few(sum(paired_seeds(list(d)).real for d in (b + common) - (a + common)), 2000)
+    if seeds > 2:
+        assert few(sum(unpaired_seeds(list(x), list(y)).real for x, y in zip(a, b, strict=True)), 2000)
 
 
 def test_plain_errors_would_be_wrong_where_batch_means_are_right():
@@ -82,8 +101,8 @@ def test_a_known_difference_is_found():
     found = [series_difference(d + 0.41) for d in ar1(rng, 450, 0.5, 300)]
     assert sum(d.real and d.mean > 0 for d in found) > 0.93 * 300
     assert np.mean([d.mean for d in found]) == pytest.approx(0.41, abs=4 * 0.082 / math.sqrt(300))
-    # With a half width of 2.26 standard errors, of which 9 degrees of freedom give 97 % on average.
-    assert np.mean([d.half for d in found]) == pytest.approx(2.26 * 0.082 * 0.97, rel=0.06)
+    # The interval is at least that of the true correlation, 1.98 standard errors, and not twice as wide.
+    assert 1.98 * 0.082 < np.mean([d.half for d in found]) < 1.5 * 1.98 * 0.082
 
 
 def test_too_little_to_say_anything_and_gaps():
@@ -93,24 +112,30 @@ def test_too_little_to_say_anything_and_gaps():
     assert d.half == 0.0
 
 
-def test_a_difference_that_rounding_makes_is_none():
-    assert not series_difference(np.full(100, 5e-5)).real
-    assert series_difference(np.full(100, 5e-4)).real
+@pytest.mark.parametrize(
+    ("mean", "half", "real"),
+    [(0.0030, 0.0030, False), (0.00304, 0.00301, False), (0.0031, 0.0030, True), (0.1, 0.0, True), (0.0, 0.0, False)],
+)
+def test_an_interval_that_touches_zero_as_printed_is_not_real(mean, half, real):
+    assert Difference(mean, half, "3 seeds").real is real
+    assert Difference(-mean, half, "3 seeds").real is real
 
 
-def test_seeds_paired_and_pooled_against_the_formulas():
+def test_seeds_paired_and_unpaired_against_the_formulas():
     d = paired_seeds([0.1, 0.2, 0.3])
     assert (d.mean, d.half) == (pytest.approx(0.2), pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5))
-    a, b = [1.0, 1.2, 1.1], [2.0]
-    d = pooled_seeds(a, b, [a, b, [5.0, 5.2]], 0.95)
-    variance = (0.02 + 0.0 + 0.02) / 3  # sums of squares within, over (3-1) + (1-1) + (2-1)
-    assert d.mean == pytest.approx(0.9)
-    assert d.half == pytest.approx(3.18245 * math.sqrt(variance * (1 / 3 + 1)), rel=1e-5)
+    assert (d.pairs, d.spread) == (3, pytest.approx(0.1))
+    d = unpaired_seeds([1.0, 1.2], [2.0, 2.2])  # equal spreads: df = 2 (n - 1) = 2
+    assert (d.mean, d.half) == (pytest.approx(1.0), pytest.approx(4.30265 * math.sqrt(0.02 / 2 + 0.02 / 2), rel=1e-5))
+    assert d.spread == pytest.approx(0.2)
 
 
-def test_scatter_about_a_trend():
-    rng = np.random.default_rng(5)
-    x = np.linspace(5, 2, 4000) + 0.1 * rng.standard_normal(4000)
-    # Var of the estimate for second differences: relative standard deviation sqrt(35/18/n)/2 + ... under 2 % here.
-    assert detrended_deviation(x) == pytest.approx(0.1, rel=0.06)
-    assert detrended_deviation(np.ones(5)) is None
+@pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
+def test_as_many_seeds_as_are_said_find_a_difference_four_times_in_five(size):
+    n = seeds_needed(1.0, size)
+    rng = np.random.default_rng(8)
+    found = np.mean([paired_seeds(list(size + rng.standard_normal(n))).real for _ in range(1000)])
+    assert found > 0.8 - 3 * math.sqrt(0.8 * 0.2 / 1000) - 0.03  # the margins add up to 80 % for many seeds
+    fewer = np.mean([paired_seeds(list(size + rng.standard_normal(max(2, n // 2)))).real for _ in range(1000)])
+    assert fewer < 0.75
+    assert seeds_needed(1.0, 1e-6) is None

@@ -1,0 +1,66 @@
+"""Which runs take part in a comparison; the others are left out and named with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmexp.compare.figures import DEAD, counts, positions
+from llmexp.compare.records import Record
+
+SHORT = 0.1  # share of the median length below which a run of another sweep says nothing about the others
+
+
+def left_out(records: Sequence[Record], align: str) -> dict[int, str]:
+    """Return the runs that take no part, by their id, with the reason as a word or two.
+
+    Runs that broke off, lost rows or were left out by successive halving never take part. Those that are unfinished do
+    only while fewer than two runs have finished. A run of another validation text, or far shorter than the others and
+    not of their sweep, would spoil the comparison of the rest.
+    """
+    reasons = {id(r): _broken(r) for r in records if not counts(r)}
+    alive = [r for r in records if id(r) not in reasons]
+    if sum(r.state == "finished" for r in alive) >= 2:
+        reasons |= {id(r): r.state for r in alive if r.state != "finished"}
+        alive = [r for r in alive if r.state == "finished"]
+    tasks = Counter(task(r) for r in alive)
+    ranked = tasks.most_common(2)
+    if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
+        reasons |= {id(r): "other task" for r in alive if task(r) != ranked[0][0]}
+        alive = [r for r in alive if id(r) not in reasons]
+    return reasons | {id(r): "too short" for r in _short(alive, align)}
+
+
+def _broken(record: Record) -> str:
+    if record.rung is not None:
+        return f"out at {record.rung:.0%}"
+    if record.state in DEAD:
+        return record.state
+    return "rows lost" if record.lost else "no rows"
+
+
+def task(record: Record) -> str:
+    """Return what the validation loss is measured on, as far as the sweep of the run does not vary it."""
+    prints = record.facts.get("data_fingerprint")
+    prints = prints if isinstance(prints, dict) else {}
+    swept = [key for key in record.swept if key.partition(".")[0] == "data"]
+    if prints.get("val_files"):
+        found: object = prints["val_files"]
+    else:
+        found = sorted(
+            (k, repr(v)) for k, v in record.config.items()
+            if k.startswith("data.") and k not in (*swept, "data.cache_dir", "data.max_tokens")
+        )  # fmt: skip
+    return "" if "data" in swept else repr(found)
+
+
+def _short(alive: Sequence[Record], align: str) -> list[Record]:
+    """Find runs far shorter than the others, which their sweep does not make so on purpose."""
+    ends = {id(r): float(x[-1]) for r in alive if len(x := positions(r, align))}
+    if len(ends) < 3:
+        return []
+    median = float(np.median(list(ends.values())))
+    usual = Counter(r.sweep for r in alive if ends.get(id(r), 0.0) >= SHORT * median)
+    return [r for r in alive if ends.get(id(r), 0.0) < SHORT * median and (r.sweep is None or r.sweep not in usual)]
