@@ -55,10 +55,10 @@ def headline(c: Comparison, f: Findings) -> str:
     verdicts = [f.judged[e.name].verdict for e in f.ranked[1:]]
     if set(verdicts) == {Verdict.ROUNDING}:
         spread = abs(f.ranked[-1].figures[f.metric.key] - f.ranked[0].figures[f.metric.key])
-        return (
-            f"One computation, run {len(f.ranked)} ways: {f.loss} {figure(f.ranked[0], f)} to "
-            f"{figure(f.ranked[-1], f)}. The spread of {spread:.2g} is what rounding makes."
-        )
+        start = f"One computation, run {len(f.ranked)} ways: {f.loss} {figure(f.ranked[0], f)}"
+        if not spread:
+            return f"{start}, the same to the last bit."
+        return f"{start} to {figure(f.ranked[-1], f)}. The spread of {spread:.2g} is what rounding makes."
     if Verdict.ONE_SEED in verdicts and not set(verdicts) & {Verdict.UNDECIDED, Verdict.WORSE}:
         return _one_seed(f)
     return _by_seeds(f)
@@ -121,7 +121,7 @@ def _one_seed(f: Findings) -> str:
     apart = f"{lead:.2g} below {rivals[0].label}" if lead else f"the same as {rivals[0].label}"
     seeds, rounding = f"{FEW} seeds each would begin to tell", ""
     if f.floor is not None:
-        rounding = f" (rounding alone makes {f.floor.size:.2g})"
+        rounding = f" (rounding alone makes {f.floor.size:.2g})" if f.floor.size else ""
         seeds = _at_least(f.floor, lead)
     return (
         f"Undecided, one seed each: {f.ranked[0].label} has the lowest {f.loss}, {figure(f.ranked[0], f)}, "

@@ -13,12 +13,12 @@ from typing import Any
 
 from llmexp.compare import budgets, settings
 from llmexp.compare.answer import Findings, headline, sign
-from llmexp.compare.figures import COLUMNS, common_position, figures, shown
+from llmexp.compare.figures import COLUMNS, common_position, figures, rounded
 from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Judgement, Verdict, all_pairs, effects, floors, judge
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
-from llmexp.compare.selection import left_out, task
+from llmexp.compare.selection import APART, left_out, task
 from llmexp.config import ConfigError, nearest
 
 ALIGNMENTS = ("tokens", "steps", "time")
@@ -66,7 +66,10 @@ def compare_records(
     mixed = len({t for r in taking_part if (t := _tokenizer(r))}) > 1
     entries = [settings.entry_of(g, differing, measured, out, _tokenizer_note(g[0]) if mixed else "") for g in groups]
     metric = _metric(entries, sort, mixed)
-    factors = settings.factors(entries, differing)
+    family = [e for e in entries if not e.standing.mark]
+    if len(family) < 2:
+        family = [e for e in entries if e.standing.mark not in APART]
+    factors = settings.factors(family, differing)
     entries = [dataclasses.replace(e, label=settings.label(e, factors)) for e in _ranked(entries, metric, mixed)]
     c = Comparison(
         entries=tuple(entries),
@@ -172,9 +175,10 @@ def _columns(entries: Sequence[Entry], metric: Column, at: float | None, align: 
     found = [c for c in COLUMNS if c.key in known]
     if not moved:
         same = "final val/loss" if metric.key != "final val/loss" else "val/loss"
-        found = [dataclasses.replace(c, title="val loss") if "val/loss" in c.key else c for c in found if c.key != same]
+        plain = {"val/loss", "final val/loss"} - {same}
+        found = [dataclasses.replace(c, title="val loss") if c.key in plain else c for c in found if c.key != same]
     elif at is not None:
-        where = f"{shown(at, 3)} {'s' if align == 'time' else align}"
+        where = f"{rounded(at)} {'s' if align == 'time' else align}"
         found = [dataclasses.replace(c, title=f"val loss at {where}") if c.key == "val/loss" else c for c in found]
     return tuple(sorted(found, key=lambda c: c.key != metric.key))
 

@@ -53,6 +53,14 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def rounded(number: float) -> str:
+    """Return a large number with three digits and a letter, as for the head of a column: 81.9k, 1.64M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
 def shown(value: float, digits: int) -> str:
     """Return a number with so many significant digits; large ones whole, with separators."""
     if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):

@@ -10,7 +10,7 @@ from llmexp.compare.answer import Findings, digits, listed
 from llmexp.compare.budgets import Place
 from llmexp.compare.figures import counts, number, positions
 from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, by_seed, same_batches, stepwise
-from llmexp.compare.records import Comparison, Record
+from llmexp.compare.records import Comparison, Entry, Record
 from llmexp.labels import short_keys
 from llmexp.labels import shown as value
 
@@ -23,7 +23,8 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
     if len(f.budgets) > 1:
         said += _budgets(c, f)
     if f.floor is not None and any(j.verdict != Verdict.ROUNDING for j in f.judged.values()):
-        said.append(f"Rounding alone makes differences of up to {f.floor.size:.2g} here ({f.floor.source}).")
+        size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
+        said.append(f"Rounding alone makes {size} here ({f.floor.source}).")
     said += [_effect(c, e) for e in f.effects if e.difference.real][:2]
     said += _left_out(c, f)
     said += _unequal_seeds(f)
@@ -34,7 +35,7 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
 
 def why(c: Comparison, f: Findings, limiting: Record | None) -> tuple[str, ...]:
     """Return what the result rests on, in sentences."""
-    said = _tokens(c, f) + _where(c, f, limiting) + _batch(c) + _method(c, f) + _steps(c, f)
+    said = _tokens(c, f) + _where(c, f, limiting) + _batch(c) + _method(c, f) + _steps(c, f) + _halving(c, f)
     said += [_effect(c, e) for e in f.effects if not e.difference.real]
     runs = [r for e in c.entries for r in e.runs]
     if len(models := {str(m) for r in runs if (m := r.facts.get("model"))}) > 1:
@@ -166,6 +167,39 @@ def _where(c: Comparison, f: Findings, limiting: Record | None) -> list[str]:
         have = "has" if len(without) == 1 else "have"
         said += f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: {listed(without)}."
     return [said]
+
+
+def _halving(c: Comparison, f: Findings) -> list[str]:
+    """Say whom successive halving left out after which share of the steps, and how the best one stood to them there."""
+    shares: dict[float, list[Entry]] = {}
+    for e in c.entries:
+        for share in {r.rung for r in e.runs if r.rung is not None}:
+            shares.setdefault(share, []).append(e)
+    if not shares or not f.ranked:
+        return []
+    out = [f"{listed([e.label for e in shares[s]])} after {100 * s:.3g} % of the steps" for s in sorted(shares)]
+    said = [f"Successive halving left out {'; '.join(out)}."]
+    best = f.ranked[0]
+    rivals = [(*there, e) for e in shares[max(shares)] if (there := _at_end_of(e, best))]
+    if rivals and f.metric.better == "lower":
+        theirs, ours, step, rival = min(rivals, key=lambda r: r[0])
+        said.append(
+            f"At step {step:,.0f}, where the last were left out, {best.label} had a val loss of {digits(ours, f)}, and "
+            f"the best of these, {rival.label}, {digits(theirs, f)}: one seed each, so what was left out may be better."
+        )
+    return said
+
+
+def _at_end_of(entry: Entry, other: Entry) -> tuple[float, float, float] | None:
+    """Return the val losses of both at the last evaluation of `entry`, and its step; None where `other` had none."""
+    x, y = entry.runs[0].columns, next(r for r in other.runs if counts(r)).columns
+    if "val/loss" not in x or "val/loss" not in y:
+        return None
+    known = np.flatnonzero(np.isfinite(x["val/loss"]))
+    place = np.flatnonzero(y["step"] == x["step"][known[-1]]) if len(known) else known
+    if not len(place) or not np.isfinite(y["val/loss"][place[0]]):
+        return None
+    return float(x["val/loss"][known[-1]]), float(y["val/loss"][place[0]]), float(x["step"][known[-1]])
 
 
 def _label(c: Comparison, run: Record) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from llmexp.compare.figures import DEAD, counts, positions
 from llmexp.compare.records import Record
 
+APART = ("other task", "too short")  # why a run is left out that is none of the family of the others
 SHORT = 0.1  # share of the median length below which a run of another sweep says nothing about the others
 
 
@@ -28,9 +29,9 @@ def left_out(records: Sequence[Record], align: str) -> dict[int, str]:
     tasks = Counter(task(r) for r in alive)
     ranked = tasks.most_common(2)
     if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
-        reasons |= {id(r): "other task" for r in alive if task(r) != ranked[0][0]}
+        reasons |= {id(r): APART[0] for r in alive if task(r) != ranked[0][0]}
         alive = [r for r in alive if id(r) not in reasons]
-    return reasons | {id(r): "too short" for r in _short(alive, align)}
+    return reasons | {id(r): APART[1] for r in _short(alive, align)}
 
 
 def _broken(record: Record) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from llmexp import labels
 from llmexp.compare.figures import COLUMNS
 from llmexp.compare.records import Entry, Record, Standing
+from llmexp.compare.selection import APART
 from llmexp.compare.statistics import mean_interval
 from llmexp.knobs import affects, is_record
 
@@ -145,7 +146,8 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
     the accumulation."""
     entries = [e for e in entries if e.values]
     swept = [key for e in entries for r in e.runs for key in r.swept]
-    keys = [key for key in differing if all(key in e.values for e in entries) and key != SEED]
+    varied = [key for key in differing if len({text(e.values.get(key)) for e in entries}) > 1]
+    keys = [key for key in varied if all(key in e.values for e in entries) and key != SEED]
 
     def weight(key: str) -> tuple[bool, bool, int, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
@@ -172,7 +174,8 @@ def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str
 
 
 def label(entry: Entry, keys: Sequence[str]) -> str:
-    """Return the short name of an entry: accum=1 clip=0.5; the name of its run where nothing sets it apart."""
-    if not entry.values or not 0 < len(keys) <= 4:
+    """Return the short name of an entry: accum=1 clip=0.5; the name of its run where nothing sets it apart, or where
+    it is none of the family of the others."""
+    if entry.standing.mark in APART or not entry.values or not 0 < len(keys) <= 4:
         return entry.name
     return labels.label({key: entry.values.get(key) for key in keys})

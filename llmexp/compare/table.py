@@ -48,53 +48,48 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool
 
 
 def _fitting(c: Comparison, width: int) -> list[list[str]]:
-    """Return the columns that fit, each as its head and cells: settings, mark, metric and difference first."""
+    """Return the columns that fit, each as its head and cells: settings, mark and metric always, then the others."""
     names = _names(c)
-    mark = ["", *(_mark(e) for e in c.entries)]
     figures = {column.key: _figure_column(c, column) for column in c.columns}
     metric = [figures.pop(c.metric)] if c.metric in figures else []
-    first = [*names, mark, *metric]
-    if any(e.standing.difference is not None for e in c.entries):
-        first.append(["difference", *(_difference(e, c) for e in c.entries)])
-    said = [column[1:] for column in metric]  # what the metric says already is no news
+    kept = [*names, ["", *(_mark(e) for e in c.entries)], *metric]
     if not c.metric.endswith("bits_per_byte"):
         figures.pop("val/bits_per_byte", None)  # a multiple of the loss
-    ordered = sorted(figures, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
-    news = [figures[key] for key in ordered if len(set(figures[key][1:])) > 1 and figures[key][1:] not in said]
-    room = width - sum(map(_width, first))
-    kept = []
-    for column in news:
-        if room >= _width(column):
+    wanted = [["difference", *(_difference(e) for e in c.entries)]]
+    wanted += [figures[key] for key in sorted(figures, key=lambda k: _FIRST.index(k) if k in _FIRST else len(_FIRST))]
+    room = width - sum(map(_width, kept))
+    known = [column[1:] for column in metric]  # what the metric says already is no news
+    for column in wanted:
+        news = len(set(column[1:])) > 1 and column[1:] not in known
+        if news and room >= _width(column):
             room -= _width(column)
             kept.append(column)
-    if room < 0:  # a very narrow terminal: names give way
-        spare = max(8, _width(names[0]) - 2 + room)
+    if room < 0:  # a very narrow terminal: the names give way
+        spare = max(6, _width(names[0]) - 2 + room)
         names[0][:] = [_cut(cell, spare) for cell in names[0]]
-    return [*first, *kept]
+    return kept
 
 
 def _names(c: Comparison) -> list[list[str]]:
-    """A column for each key that varies, under its short name; else the name of the run."""
-    if not c.factors or len(c.factors) > 4 or not all(e.values for e in c.entries):
-        return [["run", *(_cut(e.name, _MOST) for e in c.entries)]]
-    cells = [[_cell(e.values.get(key, "")) for e in c.entries] for key in c.factors]
-    if len(set(zip(*cells, strict=True))) < len(c.entries):  # such as repeats of one seed
-        return [["run", *(_cut(e.name, _MOST) for e in c.entries)]]
+    """Return a column for each key that varies, under its short name; else, or where these do not tell the entries
+    apart, one with their names."""
+    rows = [tuple(_cell(e.values.get(key, "")) for key in c.factors) for e in c.entries]
+    if not 0 < len(c.factors) <= 4 or len(set(rows)) < len(rows) or any(e.label == e.name for e in c.entries):
+        return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
     short = short_keys(c.factors)
-    return [[short[key], *column] for key, column in zip(c.factors, cells, strict=True)]
+    return [[short[key], *column] for key, *column in zip(c.factors, *rows, strict=True)]
 
 
 def _mark(entry: Entry) -> str:
     return entry.standing.mark or ("" if entry.state == "finished" else entry.state)
 
 
-def _difference(entry: Entry, c: Comparison) -> str:
+def _difference(entry: Entry) -> str:
     """The difference to the leading entry, with its interval where seeds give one."""
     s = entry.standing
     if s.difference is None:
         return ""
-    digits = 2 if s.half is not None or abs(s.difference) < 0.1 else 3
-    return f"{s.difference:+.{digits}g}" + (f" ± {s.half:.2g}" if s.half is not None else "")
+    return f"{s.difference:+.2g}" + (f" ± {s.half:.2g}" if s.half is not None else "")
 
 
 def _width(column: list[str]) -> int:
@@ -110,7 +105,7 @@ def _cell(value: Any, most: int = 24) -> str:
 
 
 def _figure_column(c: Comparison, column: Column) -> list[str]:
-    return ["\n".join(textwrap.wrap(column.title, 13)), *(figure(entry, column) for entry in c.entries)]
+    return ["\n".join(textwrap.wrap(column.title, 14)), *(figure(entry, column) for entry in c.entries)]
 
 
 def figure(entry: Entry, column: Column) -> str:
@@ -177,7 +172,7 @@ def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
     heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
     rows = [
-        [e.name, _mark(e), _difference(e, c), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
+        [e.name, _mark(e), _difference(e), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
         + [figure(e, column) for column in c.columns]
         for e in c.entries
     ]

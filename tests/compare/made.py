@@ -91,9 +91,10 @@ def comparison(entries: list[Entry], **more: Any) -> Comparison:
     )
     fields: dict[str, Any] = dict(
         entries=tuple(entries), differing=differing, columns=columns, metric="final val/loss", align="tokens",
-        align_at=3_072_000.0, batch="scaling", sentences=sentences, problems=(), factors=differing,
+        align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
     )  # fmt: skip
-    return Comparison(**fields | more)
+    headline, *notes = more.pop("sentences", sentences) or ("",)
+    return Comparison(**fields | {"headline": headline, "notes": tuple(notes)} | more)
 
 
 def grid(*, n: int = 300, seeds: int = 1, **keys: list[Any]) -> list[Entry]:

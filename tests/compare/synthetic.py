@@ -62,6 +62,7 @@ def make_run(
     facts = {
         "real_batch_size": real, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "dp_size": 1,
         "tokens_per_step": real * length, "sequence_length": length, "eval_sequences": 256, "max_steps": steps,
+        "max_tokens": steps * real * length,
         "tokenizer": tokenizer, "model": "GPT2", "device_name": "cpu",
         "data_fingerprint": {"tokenizer_sha256": tokenizer},
     }  # fmt: skip

@@ -31,28 +31,25 @@ def sweep(tmp_path):
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200, 400])
-def test_the_table_fits_and_keeps_name_and_metric(sweep, width):
+def test_the_table_fits_and_keeps_settings_marks_and_metric(sweep, width):
     out = io.StringIO()
     comparison = compare([sweep])
     show(comparison, out, width)
     lines = out.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= width
     if width >= 40:
-        text = out.getvalue()
-        assert text.count("finished") == 4
         for entry in comparison.entries:
-            assert f"{entry.figures['val/loss']:.5g}" in text
-        column = "".join(line.split("  ")[0].strip() for line in lines)
-        cut = "…" in column  # only where other columns say the same
-        assert not cut or ("norm" in lines[1] + lines[2] + lines[3] and "steps" in text)
-        assert all(entry.name[: 10 if cut else None] in column for entry in comparison.entries)
-    if width == 400:
-        assert "Not shown" not in out.getvalue()
+            accum, limit = (part.partition("=")[2] for part in entry.label.split())
+            row = [accum, limit, entry.standing.mark, f"{entry.figures['val/loss']:.5g}"]
+            assert sum(line.split()[:4] == row for line in lines) == 1
+    if width >= 80:
+        assert "difference" in out.getvalue()
+        assert len(lines) <= 12
 
 
 def test_markup_and_escapes_in_names_are_shown_as_text(tmp_path, capsys):
     make_run(tmp_path / "[red]x[bold]|`=1\x1b[31m")
-    make_run(tmp_path / "b", max_norm=2.0)
+    make_run(tmp_path / "b")
     assert llmexp(["compare", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "[red]x[bold]|`=1" in out
@@ -77,8 +74,8 @@ def test_json_csv_and_markdown_say_the_same_and_nothing_else(sweep, capsys):
         assert given["state"] == row["state"] == "finished"
     assert llmexp(["compare", str(sweep), "--markdown"]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n| ") == 1 + 4
-    assert "is better than" in out
+    assert out.count("\n| ") == 2 + 4
+    assert comparison.headline.partition(":")[0] in out
 
 
 def test_files_are_written_and_a_path_after_an_option_is_no_file(sweep, tmp_path, capsys, monkeypatch):
@@ -118,7 +115,7 @@ def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(sw
     assert llmexp(["compare", str(tmp_path / "empty"), str(sweep)]) == 0
     captured = capsys.readouterr()
     assert "is no run" in captured.err
-    assert "max_norm" in captured.out
+    assert "clip=0.5" in captured.out
 
 
 def test_no_terminal_and_an_ascii_one(sweep):

@@ -136,7 +136,9 @@ def test_parts_without_data_are_absent():
 
 def test_a_comparison_of_nothing_is_a_page():
     some = comparison(grid(n=30))
-    empty = replace(some, entries=(), columns=(), differing=(), sentences=(), problems=("x: no run",), align_at=None)
+    empty = replace(
+        some, entries=(), columns=(), differing=(), headline="", notes=(), problems=("x: no run",), align_at=None
+    )
     assert "x: no run" in Outline(page(empty)).text()
 
 
