@@ -47,6 +47,13 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool
             console.print(Text(f"{entry.label or entry.name}: {entry.note}", style="dim"))
 
 
+def lines(comparison: Comparison, width: int) -> list[str]:
+    """Return what `show` prints, line by line."""
+    out = io.StringIO()
+    show(comparison, out, width)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
 def _fitting(c: Comparison, width: int) -> list[list[str]]:
     """Return the columns that fit, each as its head and cells: settings, mark and metric always, then the others."""
     names = _names(c)

@@ -271,8 +271,8 @@ def open_ledger(current: Current) -> Ledger:
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:
-    """The end of the ledger, the table, what can be said from it, and the page. The runs are recorded: what goes wrong
-    here is only said."""
+    """End the ledger; print the answer of the comparison, or a table where there is nothing to compare, why points did
+    not finish, and where everything is."""
     from llmexp.sweep import show
     from llmexp.sync import upload_command
 
@@ -283,28 +283,36 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     ledger.state = "finished" if all_done else "preempted" if current.stop.requested else "failed"
     ledger.save()
     say("")
-    say(show.results_table(ledger))
-    ran = [
-        e for e in ledger.points if folder.is_run(ledger.path / e.folder) and e.state not in ("queued", "infeasible")
-    ]
-    if len(ran) > 1 and any(e.state == "finished" for e in ran):
-        try:
-            from llmexp.compare import reading, throughput
-            from llmexp.compare.comparing import compare
-            from llmexp.compare.page import page
-
-            say("")
-            if current.settings.report == "throughput":
-                say(throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path))
-                say(f"tables {ledger.path / 'throughput.md'}, .csv, .png")
-            else:
-                comparison = compare([ledger.path])
-                for sentence in comparison.sentences:
-                    say(show.fitted(sentence))
-                folder.write_whole(ledger.path / "compare.html", page(comparison))
-                say(f"page   {ledger.path / 'compare.html'}")
-        except Exception as error:
-            say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")  # its repr may hold a page
+    lines: list[str] = []
+    try:
+        lines = report(current, ledger)
+    except Exception as error:  # the runs are recorded, so what goes wrong here is only told
+        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")  # its repr may hold a page
+    for line in lines or [show.results_table(ledger)]:
+        say(line)
+    for line in show.reasons(ledger):
+        say(line)
     if upload := upload_command(ledger.path):
         say(f"upload {upload}")
     say(f"folder {ledger.path}")
+
+
+def report(current: Current, ledger: Ledger) -> list[str]:
+    """Compare the points that ran, write the page or the tables of rates, and return what to print; nothing where fewer
+    than two ran or none finished."""
+    ran = [
+        e for e in ledger.points if e.state not in ("queued", "infeasible") and folder.is_run(ledger.path / e.folder)
+    ]
+    if len(ran) < 2 or not any(e.state == "finished" for e in ran):
+        return []
+    from llmexp.compare import reading, table, throughput
+    from llmexp.compare.command import columns
+    from llmexp.compare.comparing import compare
+    from llmexp.compare.page import page
+
+    if current.settings.report == "throughput":
+        text = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
+        return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
+    comparison = compare([ledger.path], negligible=current.settings.negligible)
+    folder.write_whole(ledger.path / "compare.html", page(comparison))
+    return [*table.lines(comparison, columns()), f"page   {ledger.path / 'compare.html'}"]

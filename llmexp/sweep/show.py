@@ -159,9 +159,8 @@ def latest_row(path: Path) -> dict[str, Any]:
 
 
 def results_table(ledger: Ledger) -> str:
-    """State and final figures of every point, then why the others did not finish."""
+    """Return state and final figures of every point, for sweeps of which there is nothing to compare."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
-    reasons = []
     for entry in ledger.points:
         path = ledger.path / entry.folder
         summary = summary_of(path) if entry.state != "infeasible" else {}
@@ -169,10 +168,13 @@ def results_table(ledger: Ledger) -> str:
         rate = shown_as(summary.get("mean tokens_per_sec"), ",.0f")
         figures = (*(shown_as(loss, ".4f") for loss in losses), rate)
         rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
-        if entry.state in ("failed", "infeasible", "preempted") and entry.error:
-            reasons.append(fitted(f"{entry.folder}: {flat(entry.error)}"))
-    width = width_of(sys.stdout)
-    return "\n".join([table(rows, left=2, width=width), *reasons])
+    return table(rows, left=2, width=width_of(sys.stdout))
+
+
+def reasons(ledger: Ledger) -> list[str]:
+    """Return why points did not finish, a line each."""
+    broken = [e for e in ledger.points if e.state in ("failed", "infeasible", "preempted") and e.error]
+    return [fitted(f"{e.folder}: {e.state}: {flat(str(e.error))}") for e in broken]
 
 
 def flat(error: str) -> str:
