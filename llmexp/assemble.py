@@ -28,7 +28,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.models.memory import saved_bytes
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
-from llmexp.targets import bind, locate, place
+from llmexp.targets import bind, hook, locate, place
 
 T = TypeVar("T")
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
@@ -51,6 +51,7 @@ class Parts:
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
+    user: dict[str, Any]  # the section user
 
 
 def resolve_device(kind: str) -> torch.device:
@@ -109,7 +110,7 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Pa
     batch = solve_batch(config.batch, layout.dp_size)
     assert batch.real_batch_size is not None
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
-    hooks = [(name, locate("hooks", name)) for name in config.hooks]
+    hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
     kind, reason = _precision(config, device)
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise refuse("train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false")
@@ -211,7 +212,9 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Pa
     )
     if solved.metrics.single_rank_rates is not None:
         run = dataclasses.replace(run, facts=with_single_rank_rate(solved, run.facts))
-    return Parts(solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks)
+    return Parts(
+        solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks, config.user
+    )
 
 
 def larger_micro_batch(parts: Parts) -> str | None:

@@ -212,7 +212,8 @@ class Config:
     parallelism: Parallelism
     tracker: Tracker
     checkpoint: Checkpoint
-    hooks: list[str] = knob("your own functions, called at the events of a step (README)", [])
+    hooks: list[Any] = knob("your own functions, called at the events of a step (README)", "[mymodel.watch]")
+    user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,7 @@ class Sweep:
     report: str = knob("table at the end", "throughput", choices=("runs", "throughput"))
 
 
-OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule")
+OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule", "hooks", "user")  # they may name variables
 # What of an open section changes no result, whatever the function.
 OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
 MAX_VALUES = 10_000  # in a config; aliases make a short YAML file endless
@@ -361,8 +362,9 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
-            hint = nearest(str(key), fields)
-            raise ConfigError(f"{prefix}{key}: there is no such key.{hint} Known: {', '.join(fields)}")
+            own = f"A key of your own goes into the section user: +user.{key}=..."
+            text = f"there is no such key.{nearest(str(key), fields)} Known: {', '.join(fields)}. {own}"
+            raise ConfigError(f"{prefix}{key}: {text}")
     values = {}
     for name, f in fields.items():
         if name not in mapping:
@@ -376,9 +378,15 @@ def _convert(hint: Any, value: Any, key: str, meta: Mapping[str, Any]) -> Any:
         return _build(typing.cast(type, hint), value, key + ".")
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):
-            raise refuse(key, value, "a section of keys is needed here, with `_target_` naming a function")
+            text = "a section of keys is needed here"
+            raise refuse(key, value, text if key == "user" else f"{text}, with `_target_` naming a function")
         return dict(value)
     example = meta.get("example")
+    if key == "hooks":
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, (str, Mapping)) for v in value):
+            text = "a list of names of functions, or of sections with their arguments, is needed"
+            raise refuse(key, value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
+        return [dict(v) if isinstance(v, Mapping) else v for v in value]
     takes_text = not meta["choices"] and str in (hint, *typing.get_args(hint))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         found = fill(value, key)

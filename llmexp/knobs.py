@@ -42,5 +42,6 @@ def is_record(key: str) -> bool:
 
 
 def may_change(key: str) -> bool:
-    """Whether a resumed run may have another value. What hooks do is up to the user; a twin is one from its start."""
-    return key == "hooks" or (affects(key) != "result" and key != "train.twin")
+    """Whether a resumed run may have another value. What hooks do, and read in the
+    section user, is up to the user; a twin is one from its start."""
+    return key.partition(".")[0] in ("hooks", "user") or (affects(key) != "result" and key != "train.twin")

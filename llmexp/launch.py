@@ -135,6 +135,8 @@ def explain(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """A refusal that lists what is known in the key's section, or the top level where there is no such section."""
     section = key.rpartition(".")[0]
+    if key.startswith("user."):
+        return f"{key}: there is no such key yet; a new key of your own is written with a +: +{key}=..."
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     top = [k for k in known if "." not in k]
     hint = nearest(key, siblings) or nearest(key, known)

@@ -210,3 +210,22 @@ def resolve(
                 f"Known: {', '.join(names)}"
             )
     return target, knobs
+
+
+def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
+    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function of (event, context).
+    Raise ConfigError."""
+    key = f"hooks.{number}"
+    if isinstance(entry, Mapping):
+        found, knobs = resolve(key, entry, ("event", "context"))
+        name = str(entry["_target_"])
+    else:
+        found, knobs, name = locate("hooks", entry), {}, str(entry)
+    try:
+        inspect.signature(found).bind("step_start", None, **knobs)
+    except TypeError as error:
+        raise ConfigError(
+            f"hooks={name}: cannot be called as (event, context{''.join(f', {k}=...' for k in knobs)}): "
+            f"{error}{place(found)}"
+        ) from None
+    return name, functools.partial(found, **knobs) if knobs else found

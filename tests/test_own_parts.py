@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmexp.__main__ import run
 from tests.conftest import TINY, Result, llmexp
@@ -72,6 +73,11 @@ def unread(n_tokens: int):
 class Empty(nn.Module):
     def __init__(self, vocab_size: int, width: int):
         super().__init__()
+
+
+def every(event, context, every: int, name: str = "mine/seen"):
+    if event == "step_end" and context.step % every == 0:
+        return {name: context.user["scale"] * context.step}
 
 
 def counts(event, context):
@@ -241,6 +247,10 @@ TRICKS = [
     "data={_target_: pathlib.Path.touch, self: canary}",
     "optimizer={_target_: llmexp.launch.allow, packages: os}",
     "schedule={_target_: llmexp.models.gpt2.GPT2}",
+    "hooks=[{_target_: os.system, command: 'touch canary'}]",
+    "hooks=[{_target_: llmexp.launch.os.system, command: 'touch canary'}]",
+    "hooks=[{_target_: llmexp.verify.record.record, deeper: {_target_: os.system, command: 'touch canary'}}]",
+    "hooks=[{_target_: '${user.x}'}]",
     "tokenizer={_target_: os.system, command: 'touch canary'}",
 ]
 
@@ -250,6 +260,15 @@ def test_tricks_are_refused_and_do_nothing(tmp_path, capsys, monkeypatch, trick)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
     section = trick.partition("=")[0]
+    if section == "hooks":
+        (tmp_path / "conf" / "experiment").mkdir(parents=True)
+        text = f"# @package _global_\nhooks: {trick.partition('=')[2]}\nuser: {{x: os.system}}\n"
+        (tmp_path / "conf" / "experiment" / "trick.yaml").write_text(text)
+        assert run(["plan", *TINY, "data=synthetic", "--config-dir", "conf", "experiment=trick"]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith("llmexp: hooks")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["conf"]
+        return
     (tmp_path / "conf" / section).mkdir(parents=True)
     (tmp_path / "conf" / section / "trick.yaml").write_text(trick.partition("=")[2] + "\n")
     tiny = [o for o in TINY if not o.startswith("model")] if section == "model" else TINY
@@ -287,6 +306,56 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         expected += [("step_end", step, step % 2 == 0)]
         expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (step in (3, 6))
     assert [(event, int(step), row != "-") for event, step, row in seen] == expected
+
+
+def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
+    overrides, bare = dropout_run
+    hooks = "hooks=[{_target_:mymodel.every,every:2},{_target_:mymodel.every,every:4,name:b},mymodel.note]"
+    user = ["+user.scale=0.5", "+user.deep.text=a b", "+user.home=${oc.env:MY_HOME}"]
+    done = llmexp(
+        "train", *overrides, hooks, *user, "--allow=mymodel", "hydra.run.dir=args", cwd=own, MY_HOME="/some/where"
+    )
+    assert done.code == 0, done.err
+    assert [(r.get("mine/seen"), r.get("b")) for r in done.rows()] == [(1.0, None), (2.0, 2.0), (3.0, None)]
+    added = ("mine/", "b")
+    assert [{k: v for k, v in r.items() if not k.startswith(added)} for r in exact(done)] == exact(bare)
+    saved = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert saved["user"] == {"scale": 0.5, "deep": {"text": "a b"}, "home": "${oc.env:MY_HOME}"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["hooks=[{_target_:mymodel.every,evry:2}]"], "hooks.0.evry: mymodel.every has no such argument. Did you mean"),
+        (["hooks=[{_target_:mymodel.every}]"], "hooks=mymodel.every: cannot be called as (event, context)"),
+        (["hooks=[mymodel.unread]"], "hooks=mymodel.unread: cannot be called as (event, context)"),
+        (["hooks=[{every:2}]"], "hooks.0._target_: this key is missing"),
+        (["hooks=[3]"], "hooks=[3]: a list of names of functions"),
+        (["+user.api_key=abcdefgh"], "user.api_key: is a secret by its name"),
+        (["+user.x=${oc.env:NOT_SET_AT_ALL}"], "user.x: "),
+        (["user.x=1"], "+user.x=..."),
+        (["user=3"], "user=3: a section of keys"),
+        (["+my.key=1"], "+user.my=..."),
+        (["+train.mine=1"], "+user.mine=..."),
+    ],
+)
+def test_what_hooks_and_the_section_user_may_not_be(own, capsys, monkeypatch, overrides, says):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    assert run(["plan", *BASE, *overrides]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_points_that_differ_in_what_nobody_reads_are_twins(own, capsys, monkeypatch):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    assert run(["plan", "-m", *BASE, "+user.scale=1,2"]) == 2
+    assert "same config as 0-" in capsys.readouterr().err
+    assert run(["plan", "-m", *BASE, "+user.scale=1,2", "hooks=[{_target_:mymodel.every,every:2}]"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_every_knob_has_a_comment(path):
         value = rest.partition("#")[0].strip()
         a_section = not value
         documented = "#" in rest or key == "_target_" or value == path.stem  # its own name
-        documented |= section in ("hooks", "hydra")  # explained above the key; Hydra's own
+        documented |= section in ("hooks", "user", "hydra")  # explained above the key; Hydra's own
         assert a_section or in_defaults or documented, f"{path.name}: {key}"
 
 

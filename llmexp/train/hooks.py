@@ -18,22 +18,24 @@ from llmexp.train.step import TrainingFailed
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due."""
+    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due; `user` is
+    the config's section of that name."""
 
     step: int
     model: nn.Module
     optimizers: list[Optimizer]
     run: Run
     row: dict[str, Any] | None
+    user: dict[str, Any]
 
 
 def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False) -> None:
     """Calls the user's functions, here and nowhere else. Of what they return, finite figures are kept for the row of
     this step where there will be one (`wanted`)."""
-    for name, hook in loop.s.parts.hooks:
-        context = HookContext(
-            step, loop.s.model, loop.s.optimizers, loop.s.parts.run, None if row is None else dict(row)
-        )
+    parts = loop.s.parts
+    for name, hook in parts.hooks:
+        so_far = None if row is None else dict(row)
+        context = HookContext(step, loop.s.model, loop.s.optimizers, parts.run, so_far, parts.user)
         try:
             found = hook(event, context)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
