@@ -1,4 +1,5 @@
-# Two commands: `make train` and `make test`. Both build .venv on first use.
+# Two commands: `make train` and `make test`. Both build .venv on first use. LLMEXP_TEST_BF16=1 make test: as on a CPU with
+# bf16 units, emulated.
 PYTHON ?= python3
 ARGS ?=
 
