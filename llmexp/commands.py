@@ -16,7 +16,7 @@ def resume(arguments: list[str]) -> int:
     """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run, or with a sweep, in its folder."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from llmexp import folder, launch
+    from llmexp import folder, hints, launch, origin
     from llmexp.run import cut_anew, solve_layout
     from llmexp.sweep import ledger
     from llmexp.sweep.main import recordable
@@ -65,7 +65,7 @@ def resume(arguments: list[str]) -> int:
             node = node.get(parent) if isinstance(node, dict) else None
         if not isinstance(node, dict) or name not in node:
             raise ConfigError(
-                f"{key}: there is no such key in {path / folder.CONFIG}.{nearest(key, launch.flat_keys(tree))}"
+                f"{key}: there is no such key in {path / folder.CONFIG}.{nearest(key, hints.flat_keys(tree))}"
             )
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
@@ -79,6 +79,7 @@ def resume(arguments: list[str]) -> int:
         launch.say(line)
     launch.refuse_secrets(tree)
     config = build(tree)
+    origin.refuse_given(config, given)
     if not {micro, accum} & set(given):
         ranks = config.parallelism.nproc_per_node
         dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size

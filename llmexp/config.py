@@ -2,26 +2,22 @@
 
 Values live in conf/ (every knob is listed there), never here. `build` turns the mapping that Hydra composed, or
 that a run's config.yaml holds, into a `Config`; it is strict about keys and types and explains what it refuses.
-This file imports the standard library only.
+This file imports the standard library and `values` only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-
-class ConfigError(ValueError):
-    """Something that the user asked for is refused before training starts; the text is for the user."""
+from llmexp.values import NAMED, VARIABLE, ConfigError, fill, hint, nearest, refuse
 
 
 def knob(
@@ -33,13 +29,15 @@ def knob(
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
     affects: str | None = None,
+    default: Any = dataclasses.MISSING,
 ) -> Any:
     """A documented field: `doc` with its unit, a valid `example`, and the range that is checked.
 
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or `nothing` but names,
     records and time. It is the only place that says so; default: that of the section, else `result`.
+    `default` is the value of a knob that some options do not list, because it does nothing there (`knobs.ACTS`).
     """
-    return dataclasses.field(metadata=dict(locals()))
+    return dataclasses.field(default=default, metadata=dict(locals()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,9 @@ class Train:
     max_steps: int | None = knob("budget in optimizer steps (give one budget)", 300, at_least=1)
     max_epochs: float | None = knob("budget in passes over the training sequences", 1.5, above=0)
     max_tokens: int | None = knob("budget in target tokens", 1_000_000, at_least=1)
-    tail: str = knob("what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"))
+    tail: str = knob(
+        "what happens to a last window that the data do not fill", "keep", choices=("keep", "drop"), default="keep"
+    )
     seed: int = knob("seed of initialisation, order and dropout", 1234, at_least=0, at_most=2**63 - 1)
     twin: int = knob(
         "number of a twin, which differs in the last bits of its initial weights; 0: none",
@@ -74,7 +74,7 @@ class Train:
     )
     eval_tokens: int | None = knob("validation tokens per evaluation; null: all of them", 65536, at_least=1)
     sample_every: int | None = knob(
-        "optimizer steps between text samples; null: only at the end", 100, at_least=1, affects="nothing"
+        "optimizer steps between text samples; null: only at the end", 100, at_least=1, affects="nothing", default=None
     )
     sample_tokens: int = knob("tokens per text sample; 0: no sample", 120, at_least=0, affects="nothing")
     compile: bool = knob("compile the model with torch.compile", True, affects="rounding")
@@ -88,7 +88,7 @@ class Train:
     profile_start: int | None = knob(
         "first step of a torch.profiler trace; null: no trace", 10, at_least=1, affects="nothing"
     )
-    profile_steps: int = knob("steps in the trace", 3, at_least=1, affects="nothing")
+    profile_steps: int = knob("steps in the trace", 3, at_least=1, affects="nothing", default=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ class Metrics:
         6.0,
         above=0,
     )
-    outlier_window: int = knob("steps in the trailing window", 128, at_least=8)
-    skip_outliers: bool = knob("skip the update of an outlier step", True)
+    outlier_window: int = knob("steps in the trailing window", 128, at_least=8, default=128)
+    skip_outliers: bool = knob("skip the update of an outlier step", True, default=False)
     single_rank_rates: str | None = knob(
         "folder of a throughput grid with the rate of one rank, for scaling_efficiency in the rows; null: none",
         "outputs/throughput_grid/2030-01-01_12-00-00",
@@ -117,8 +117,8 @@ class Metrics:
 @dataclass(frozen=True, kw_only=True)
 class Clip:
     kind: str = knob("how gradients are clipped, once per step", "norm", choices=("norm", "value", "none"))
-    max_norm: float | None = knob("limit of the global gradient norm; null: no limit", 1.0, above=0)
-    max_value: float | None = knob("limit of each gradient entry; null: no limit", 0.5, above=0)
+    max_norm: float | None = knob("limit of the global gradient norm; null: no limit", 1.0, above=0, default=None)
+    max_value: float | None = knob("limit of each gradient entry; null: no limit", 0.5, above=0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,10 @@ class Precision:
         "bf16",
         choices=("auto", "fp32", "tf32", "bf16", "fp16", "fp64"),
     )
-    init_scale: float = knob("first loss scale (fp16 only)", 65536.0, above=0)
-    growth_interval: int = knob("steps without overflow before the scale doubles (fp16 only)", 2000, at_least=1)
+    init_scale: float = knob("first loss scale", 65536.0, above=0, default=65536.0)
+    growth_interval: int = knob(
+        "optimizer steps in a row without an overflow before the loss scale doubles", 2000, at_least=1, default=2000
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,21 +140,29 @@ class Parallelism:
     kind: str = knob("how ranks share the work", "ddp", choices=("single", "ddp", "fsdp", "hsdp", "tp", "fsdp_tp"))
     nproc_per_node: int | None = knob("ranks on each host; null: every CUDA device, or 1 on a CPU", 2, at_least=1)
     nnodes: int = knob("hosts", 2, at_least=1)
-    tensor_parallel_size: int | None = knob("ranks that share each layer; null: all (tp)", 2, at_least=1)
-    replicate_size: int | None = knob("copies of the sharded model (hsdp); null: one a host", 2, at_least=1)
+    tensor_parallel_size: int | None = knob(
+        "ranks that share each layer; null: all (tp), all of a host (fsdp_tp)", 2, at_least=1, default=None
+    )
+    replicate_size: int | None = knob("copies of the sharded model; null: one a host", 2, at_least=1, default=None)
     fsdp_communication: str = knob(
-        "how often a step gathers parameters and reduces gradients (fsdp, hsdp, fsdp_tp)",
+        "how often a step gathers parameters and reduces gradients",
         "every_micro_batch",
         choices=("every_micro_batch", "once"),
+        default="every_micro_batch",
     )
     activation_checkpointing: str = knob(
         "what backward computes again instead of keeping it", "full", choices=("none", "full", "selective")
     )
     backend: str | None = knob(
-        "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "gloo", choices=("nccl", "gloo")
+        "what ranks talk through; null: nccl on CUDA, gloo on a CPU", "gloo", choices=("nccl", "gloo"), default=None
     )
     start_timeout_s: float = knob(
-        "seconds that the hosts and ranks have to come together", 600.0, above=0, at_most=1_000_000, affects="nothing"
+        "seconds that the hosts and ranks have to come together",
+        600.0,
+        above=0,
+        at_most=1_000_000,
+        affects="nothing",
+        default=600.0,
     )
     timeout_s: float = knob(
         "seconds that a rank waits for the others in a step before it gives up",
@@ -160,9 +170,14 @@ class Parallelism:
         above=0,
         at_most=1_000_000,
         affects="nothing",
+        default=600.0,
     )
     max_restarts: int = knob(
-        "times that a group which lost a rank starts again from its checkpoint", 3, at_least=0, affects="nothing"
+        "times that a group which lost a rank starts again from its checkpoint",
+        3,
+        at_least=0,
+        affects="nothing",
+        default=0,
     )
 
 
@@ -176,11 +191,17 @@ class Tracker:
     group: str | None = knob("group of the run; null: $WANDB_RUN_GROUP, else the sweep's folder", "my-group")
     tags: list[str] = knob("tags, cut at 64 characters; []: those of $WANDB_TAGS", ["baseline"])
     notes: str | None = knob("free text; null: $WANDB_NOTES", "first try")
-    mode: str = knob("auto: online when a login is there", "offline", choices=("auto", "online", "offline"))
-    start_timeout_s: float = knob(
-        "seconds for the tracker to start before the run goes on offline", 10.0, above=0, at_most=1_000_000
+    mode: str = knob(
+        "auto: online when a login is there", "offline", choices=("auto", "online", "offline"), default="auto"
     )
-    finish_timeout_s: float = knob("seconds for the tracker to finish", 15.0, above=0, at_most=1_000_000)
+    start_timeout_s: float = knob(
+        "seconds for the tracker to start before the run goes on offline",
+        10.0,
+        above=0,
+        at_most=1_000_000,
+        default=10.0,
+    )
+    finish_timeout_s: float = knob("seconds for the tracker to finish", 15.0, above=0, at_most=1_000_000, default=15.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +255,7 @@ class Sweep:
     halving: float | None = knob(
         "successive halving: share of its steps that each point gets at first; null: all", 0.125, above=0, at_most=1
     )
-    halving_keep: float = knob("share of the points that goes on after each rung", 0.5, above=0, at_most=1)
+    halving_keep: float = knob("share of the points that goes on after each rung", 0.5, above=0, at_most=1, default=0.5)
     twins: int = knob(
         "times that the leading setting is trained once more at the end, different in rounding only", 2, at_least=0
     )
@@ -246,33 +267,13 @@ OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule", "hooks",
 # What of an open section changes no result, whatever the function.
 OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
 MAX_VALUES = 10_000  # in a config; aliases make a short YAML file endless
-
-# Names in the environment.
-SECRET = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_|PASSWORD$", re.I)
-# A variable of the environment in a composed or saved config, which never holds its value.
-VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
-NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
 FOLDER_NAME = re.compile(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]{0,79}")
-NAMED: set[str] = set()  # variables that the configs of this process name
 
 
 def conf_dir() -> Path:
     """conf/ of the source tree, or the copy inside an installed wheel."""
     package = Path(__file__).resolve().parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-def nearest(word: str, known: Iterable[str], n: int = 1) -> str:
-    """' Did you mean ...?' for the closest known words, or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=n, cutoff=0.5)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
-
-
-def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
-    """The one form of a refusal: key, value, reason, a valid example."""
-    shown = "null" if value is None else value
-    tail = f"; for example {key}={example}" if example is not None else ""
-    return ConfigError(f"{key}={shown}: {why}{tail}")
 
 
 def build(mapping: Mapping[str, Any]) -> Config:
@@ -301,35 +302,6 @@ def _look_through(mapping: Mapping[str, Any]) -> None:
         if seen > MAX_VALUES or depth > 50:
             raise ConfigError(f"this config has more than {MAX_VALUES:,} values, or nests deeper than 50 sections")
         waiting += children
-
-
-def fill(value: Any, key: str) -> Any:
-    """`value` with what the environment holds in place of its ${oc.env:NAME}, at any depth.
-
-    A lone variable that reads as a number, true, false or null is one, as on a command line; one with the name of a
-    secret stays text. To be called once: a value may look like a variable itself. Raises ConfigError naming the key and
-    a variable that is not set.
-    """
-    if isinstance(value, Mapping):
-        return {k: fill(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [fill(v, key) for v in value]
-    if not isinstance(value, str) or not (names := VARIABLE.findall(value)):
-        return value
-    for name in names:
-        if name not in os.environ:
-            text = f"the environment variable {name} is not set"
-            raise refuse(key, value, f"{text}; set it where the run starts, such as with export {name}=...")
-    NAMED.update(names)
-    text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
-    if not VARIABLE.fullmatch(value) or SECRET.search(names[0]):
-        return text
-    if NUMBER.fullmatch(text):
-        try:
-            return int(text) if text.lstrip("+-").isdecimal() else float(text)
-        except ValueError:  # Python reads no more than some thousand digits
-            raise refuse(key, value, f"the environment variable {names[0]} has {len(text):,} digits") from None
-    return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
 def plain(config: Config) -> dict[str, Any]:
@@ -362,11 +334,12 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
-            own = f"A key of your own goes into the section user: +user.{key}=..."
-            text = f"there is no such key.{nearest(str(key), fields)} Known: {', '.join(fields)}. {own}"
-            raise ConfigError(f"{prefix}{key}: {text}")
+            own = f" A key of your own goes into the section user: +user.{key}=..."
+            raise ConfigError(f"{prefix}{key}: there is no such key.{hint(str(key), fields)}{own}")
     values = {}
     for name, f in fields.items():
+        if name not in mapping and f.default is not dataclasses.MISSING:
+            continue
         if name not in mapping:
             raise ConfigError(f"{prefix}{name}: this key is missing ({f.metadata.get('doc', 'a section')})")
         values[f.name] = _convert(hints[f.name], mapping[name], prefix + name, f.metadata)

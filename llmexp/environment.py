@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp.config import NAMED, SECRET, VARIABLE, flatten
+from llmexp.config import flatten
+from llmexp.values import NAMED, SECRET, VARIABLE
 
 SHORTEST = 8  # characters; anything shorter is found in too many texts that have nothing to do with it
 

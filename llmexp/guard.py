@@ -14,9 +14,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from llmexp.config import OPEN_SECTIONS, SECRET, VARIABLE, ConfigError, refuse
+from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError, refuse
 from llmexp.environment import redacted, secrets
 from llmexp.targets import RESERVED, inside_allowed, locate, refuse_calls
+from llmexp.values import SECRET
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(

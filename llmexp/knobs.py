@@ -1,6 +1,7 @@
-"""What a knob changes: the one place that all lists of keys come from. Standard library only.
+"""What a knob changes, and where it acts: the one place that all lists of keys come from. Standard library only.
 
-Resuming, telling the points of a sweep apart and comparing ask here; the answers stand beside the fields in `config`.
+Resuming, telling the points of a sweep apart, comparing and refusing ask here. A knob that would change nothing in the
+chosen option is refused when it is set; left at its default it is no part of what tells two runs apart.
 """
 
 from __future__ import annotations
@@ -8,10 +9,74 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import OPEN_AFFECTS, Config, key_of
+from llmexp.config import OPEN_AFFECTS, OPEN_SECTIONS, Config, key_of
+
+RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
+
+
+@dataclass(frozen=True)
+class Acts:
+    """A knob acts where one of `keys` has one of `values`; without values, where one of them is on: not null, 0, false.
+
+    Of an open section this holds for our own functions.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[Any, ...] = ()
+
+    def holds(self, flat: Mapping[str, Any]) -> bool:
+        there = [flat[key] for key in self.keys if key in flat]
+        if self.values:
+            return not there or any(value in self.values for value in there)
+        return not there or any(there)
+
+    def why(self, flat: Mapping[str, Any]) -> tuple[str, str]:
+        """(why the knob does nothing, what else could be done)."""
+        key = " or ".join(self.keys)
+        if not self.values:
+            return f"does nothing without {key}", f"give {key} too"
+        if self.values == (None,):
+            return f"does nothing beside {key}={flat[key]}", f"leave {key} out"
+        section, _, name = key.rpartition(".")
+        shown = section if name == "kind" else key  # an option of the group, named as its kind
+        return f"does nothing with {shown}={flat[key]}", f"choose {shown}={' or '.join(map(str, self.values))}"
+
+
+def _where(key: str, *values: Any) -> Acts:
+    return Acts((key,), values)
+
+
+ACTS = {
+    "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
+    "train.sample_every": Acts(("train.sample_tokens",)),
+    "train.profile_steps": Acts(("train.profile_start",)),
+    "metrics.outlier_window": Acts(("metrics.outlier_sigma",)),
+    "metrics.skip_outliers": Acts(("metrics.outlier_sigma",)),
+    "data.val_ratio": _where("data.val_files", None),
+    "data.seed": _where("data.val_files", None),
+    "optimizer.nesterov": Acts(("optimizer.momentum",)),
+    "optimizer.reference_batch": _where("optimizer.lr_rule", "linear", "sqrt"),
+    "schedule.warmup_ratio": _where("schedule.warmup_steps", None),
+    "schedule.end_ratio": Acts(("schedule.decay_ratio",)),
+    "clip.max_norm": _where("clip.kind", "norm"),
+    "clip.max_value": _where("clip.kind", "value"),
+    "precision.init_scale": _where("precision.kind", "fp16"),
+    "precision.growth_interval": _where("precision.kind", "fp16"),
+    "parallelism.tensor_parallel_size": _where("parallelism.kind", "tp", "fsdp_tp"),
+    "parallelism.replicate_size": _where("parallelism.kind", "hsdp"),
+    "parallelism.fsdp_communication": _where("parallelism.kind", "fsdp", "hsdp", "fsdp_tp"),
+    "parallelism.backend": _where("parallelism.kind", *RANKS),
+    "parallelism.start_timeout_s": _where("parallelism.kind", *RANKS),
+    "parallelism.timeout_s": _where("parallelism.kind", *RANKS),
+    "parallelism.max_restarts": _where("parallelism.kind", *RANKS),
+    "tracker.mode": _where("tracker.kind", "wandb"),
+    "tracker.start_timeout_s": _where("tracker.kind", "wandb"),
+    "tracker.finish_timeout_s": _where("tracker.kind", "wandb"),
+}
 
 
 @functools.cache
@@ -36,6 +101,14 @@ def affects(key: str) -> str:
     return OPEN_AFFECTS.get(key) or fields().get(key, {}).get("affects", "result")
 
 
+# A knob that changes a result only where this holds; elsewhere it is recorded, or a limit that is checked.
+SOMETIMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "metrics.outlier_sigma": lambda flat: bool(flat.get("metrics.skip_outliers")),
+    "metrics.outlier_window": lambda flat: bool(flat.get("metrics.skip_outliers")),
+    "model.max_position_embeddings": lambda flat: flat.get("model._target_") != "llmexp.models.llama.Llama",
+}
+
+
 def is_record(key: str) -> bool:
     """Whether the key names, records or times a run and changes no bit of its result."""
     return affects(key) == "nothing"
@@ -45,3 +118,22 @@ def may_change(key: str) -> bool:
     """Whether a resumed run may have another value. What hooks do, and read in the
     section user, is up to the user; a twin is one from its start."""
     return key.partition(".")[0] in ("hooks", "user") or (affects(key) != "result" and key != "train.twin")
+
+
+def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The knobs of a flat config that do nothing beside its other values: (why, what else could be done)."""
+    found = {}
+    for key, acts in ACTS.items():
+        section = key.partition(".")[0]
+        own = section not in OPEN_SECTIONS or str(flat.get(f"{section}._target_")).startswith("llmexp.")
+        if key in flat and own and not acts.holds(flat):
+            found[key] = acts.why(flat)
+    return found
+
+
+def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs."""
+    without = {*dead(flat), *(key for key, holds in SOMETIMES.items() if not holds(flat))}
+    if not flat.get("hooks"):  # nobody else reads the section user
+        without |= {key for key in flat if key.startswith("user.")}
+    return {key: value for key, value in flat.items() if key not in without and not is_record(key)}

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp import folder
-from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, nearest, plain, refuse
+from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, plain, refuse
 from llmexp.guard import (
     fill_names,
     fill_tracker,
@@ -41,10 +41,11 @@ from llmexp.guard import (
     refuse_secrets,
     variables_kept,
 )
+from llmexp.hints import CONFIG_NAME, in_words
+from llmexp.origin import refuse_dead, refuse_unplaced
 from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
 from llmexp.run import replace_budgets
 
-CONFIG_NAME = "config"
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
 
@@ -102,57 +103,7 @@ def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[N
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(explain(error, loader, overrides)) from None
-
-
-def explain(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
-    """What Hydra refused, in words that name the key, the value and what would be valid."""
-    text = str(error).strip()
-    if error.__cause__ is not None and str(error.__cause__).strip() not in text:
-        text += "\n" + str(error.__cause__).strip()
-    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return f"{found.group(1)}: several values are a sweep, which needs -m; a list is written key=[a,b]"
-    if found := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
-        if "already at" in text:
-            return f"{found.group(1)}: this key exists; write it without the +"
-        return unknown_key(found.group(1).partition("=")[0], known_keys(loader, overrides))
-    if found := re.search(r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)", text, re.S):
-        choice, group, options = found.group(1), found.group(2), found.group(3).split("Config search")[0].split()
-        word = choice.removeprefix(group + "/")
-        return f"{group}={word}: there is no such option.{nearest(word, options)} Known: {', '.join(options)}."
-    if "Config group override must be" in text:
-        for override in map(OverridesParser.create().parse_override, overrides):
-            if override.key_or_group in loader.list_groups("") and not isinstance(override.value(), (str, list)):
-                options = loader.get_group_options(override.key_or_group)
-                return f"{override.input_line}: an option of the group is needed. Known: {', '.join(options)}."
-    key = getattr(error, "full_key", None)
-    lines = [
-        line.strip() for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)", line)
-    ]
-    return (f"{key}: " if key else "") + " ".join(filter(None, lines))
-
-
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    """A refusal that lists what is known in the key's section, or the top level where there is no such section."""
-    section = key.rpartition(".")[0]
-    if key.startswith("user."):
-        return f"{key}: there is no such key yet; a new key of your own is written with a +: +{key}=..."
-    siblings = [k for k in known if k.rpartition(".")[0] == section]
-    top = [k for k in known if "." not in k]
-    hint = nearest(key, siblings) or nearest(key, known)
-    return f"{key}: there is no such key or group.{hint} Known: {', '.join(siblings or top)}"
-
-
-def known_keys(loader: Any, overrides: Sequence[str]) -> list[str]:
-    """Every key, dotted, of the config with the chosen options of the groups; and the groups."""
-    groups = [o for o in overrides if re.fullmatch(r"[a-z]+=\w+", o) and o.partition("=")[0] in loader.list_groups("")]
-    cfg = None
-    for choice in (groups, []):  # a choice may be wrong itself
-        with suppress(HydraException):
-            cfg = cfg or loader.load_configuration(CONFIG_NAME, choice, run_mode=RunMode.RUN)
-    tree = OmegaConf.to_container(cfg, resolve=False)
-
-    return [*flat_keys(tree), "experiment"]
+        raise ConfigError(in_words(error, loader, overrides)) from None
 
 
 def typed(cfg: DictConfig) -> Config:
@@ -168,8 +119,10 @@ def typed(cfg: DictConfig) -> Config:
     fill_tracker(tree)
     refuse_secrets(tree)
     fill_names(tree, cfg)
+    refuse_unplaced(tree, cfg)
     replace_budgets(tree, cfg.hydra.overrides.task)
     config = build({str(k): v for k, v in tree.items()})
+    refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:
         raise refuse(
             "name",
@@ -415,11 +368,3 @@ def train(arguments: list[str]) -> int:
     finally:
         if worker is not None:
             worker.discard()
-
-
-def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of nested mappings, sections included; hydra's own without what is in it."""
-    for key, child in node.items():
-        yield f"{prefix}{key}"
-        if isinstance(child, dict) and key != "hydra":
-            yield from flat_keys(child, f"{prefix}{key}.")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from llmexp.config import ConfigError, nearest, refuse
+from llmexp.values import hint
 
 # Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
 OWN = {
@@ -205,10 +206,7 @@ def resolve(
     for name in knobs:
         if name not in parameters and not takes_any:
             names = [n for n in parameters if n not in offered]
-            raise ConfigError(
-                f"{section}.{name}: {values['_target_']} has no such argument.{nearest(name, names)} "
-                f"Known: {', '.join(names)}"
-            )
+            raise ConfigError(f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}")
     return target, knobs
 
 

@@ -112,7 +112,7 @@ def test_two_ranks_print_once(fp64):
 
 def test_unmasked_and_unclipped(tmp_path, tokens):
     result = cut_run(tmp_path, tokens, "run", 5, 1, "precision=fp64", "batch.real_batch_size=5", "data.ignore_id=null",
-                     "clip=none", "train.max_epochs=0.5")  # fmt: skip
+                     "clip.max_norm=null", "train.max_epochs=0.5")  # fmt: skip
     want = expected(result, tokens, real_batch=5, total_sequences=25, ignore_id=None, max_norm=None)
     np.testing.assert_allclose([r["train/loss"] for r in result.rows()], want.losses, rtol=1e-12)
     np.testing.assert_allclose([r["grad_norm"] for r in result.rows()], want.norms, rtol=1e-12)

@@ -1,8 +1,212 @@
-"""What a knob changes is said in one place, and that is true."""
+"""What a knob changes is said in one place, and is true: a generated test of every knob of every shipped option."""
 
 from __future__ import annotations
 
-from llmexp.knobs import affects, fields, is_record, may_change
+import copy
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from llmexp import mesh
+from llmexp.assemble import assemble
+from llmexp.config import OPEN_SECTIONS, Config, ConfigError, build, flatten, plain
+from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
+from llmexp.sweep.ledger import identity
+from llmexp.train.loop import read_ahead
+from llmexp.train.step import OK, OUTLIER, evaluate, seed_step, set_up, train_step
+from tests.conftest import ROOT
+
+CONF = ROOT / "conf"
+GROUPS = ("model", "data", "optimizer", "schedule", "clip", "precision", "parallelism", "tracker")
+# Three windows are the whole run, so that the end of a schedule is among them. As overrides of the shipped values.
+TINY: dict[str, Any] = {
+    "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_model": 16, "model.d_ff": 16,
+    "model.max_position_embeddings": 32, "model.vocab_size": 320, "batch.micro_batch_size": 2,
+    "batch.gradient_accumulation_steps": 2, "batch.real_batch_size": 4, "batch.sequence_length": 12,
+    "train.max_steps": 3, "train.eval_tokens": 48, "train.device": "cpu", "data.max_tokens": 2000,
+    "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1,
+}  # fmt: skip
+USUAL = {"data": "synthetic", "precision": "fp64", "parallelism": "single", "tracker": "none"}
+# Another value of a knob, with what has to change beside it; else it is derived from the value that there is.
+OTHER: dict[str, dict[str, Any]] = {
+    "model.n_heads": {"model.n_heads": 4},
+    "model.dropout": {"model.dropout": 0.3},
+    "model.vocab_size": {"model.vocab_size": 384},
+    "model.d_model": {"model.d_model": 24},
+    "data.val_files": {"data.val_files": "more.txt"},
+    "data.ignore_id": {"data.ignore_id": 32},
+    "data.pattern": {"data.pattern": "copy"},
+    "data.dtype": {"data.dtype": "uint32"},
+    "data.seed": {"data.seed": 5},
+    "data.cache_dir": {"data.cache_dir": "elsewhere"},
+    "optimizer.lr_rule": {"optimizer.lr_rule": "sqrt", "optimizer.reference_batch": 32},
+    "optimizer.reference_batch": {"optimizer.lr_rule": "linear", "optimizer.reference_batch": 32},
+    "optimizer.adamw_lr": {"optimizer.adamw_lr": 0.1},
+    "optimizer.adjust_lr": {"optimizer.adjust_lr": "original"},
+    "optimizer.weight_decay": {"optimizer.weight_decay": 0.5},
+    "optimizer.eps": {"optimizer.eps": 0.1},
+    "schedule.warmup_steps": {"schedule.warmup_steps": 2},
+    "schedule.warmup_ratio": {"schedule.warmup_ratio": 0.7},
+    "schedule.decay_ratio": {"schedule.decay_ratio": 0.9},
+    "schedule.end_ratio": {"schedule.end_ratio": 0.6},
+    "clip.max_norm": {"clip.max_norm": 0.01},
+    "clip.max_value": {"clip.max_value": 1e-4},
+    "precision.init_scale": {"precision.init_scale": 1e30},
+    "precision.growth_interval": {"precision.growth_interval": 1},
+    "batch.micro_batch_size": {"batch.micro_batch_size": 4, "batch.gradient_accumulation_steps": 1},
+    "batch.gradient_accumulation_steps": {"batch.micro_batch_size": 1, "batch.gradient_accumulation_steps": 4},
+    "batch.real_batch_size": {"batch.real_batch_size": 8, "batch.micro_batch_size": 4},
+    "train.max_epochs": {"train.max_epochs": 0.05, "train.max_steps": None},
+    "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
+    "metrics.outlier_sigma": {"metrics.outlier_sigma": 1e6},
+}
+# Where a knob of a section that is no group can act within a few windows.
+LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_window": 8}
+SKIPPING = {**LONG, "metrics.skip_outliers": True}
+WITH: dict[str, dict[str, Any]] = {
+    "train.tail": {"train.max_steps": None, "train.max_tokens": 120},
+    "metrics.outlier_sigma": SKIPPING,
+    "metrics.outlier_window": SKIPPING,
+    "metrics.skip_outliers": LONG,
+}
+# They need a GPU, a compiler, or several ranks, with which test_invariance compares.
+NOT_HERE = ("train.device", "train.compile", "metrics.single_rank_rates", "parallelism.nproc_per_node",
+            "parallelism.nnodes", "parallelism.tensor_parallel_size", "parallelism.replicate_size")  # fmt: skip
+
+
+@functools.cache
+def shipped(path: str) -> dict[str, Any]:
+    return yaml.safe_load((CONF / f"{path}.yaml").read_text())
+
+
+@functools.cache
+def options(group: str) -> list[str]:
+    """Those that this machine computes; of several that differ in sizes only, one."""
+    found: dict[Any, str] = {}
+    for file in sorted((CONF / group).glob("*.yaml")):
+        tree = shipped(f"{group}/{file.stem}")
+        sizes = (tree.get("_target_", tree.get("kind")), *tree)
+        if file.stem != "tf32":
+            found.setdefault(sizes, file.stem)
+    return list(found.values())
+
+
+def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
+    """A config of the shipped files, with other values by dotted keys."""
+    main = copy.deepcopy(shipped("config"))
+    chosen = {next(iter(line)): next(iter(line.values())) for line in main.pop("defaults")[1:11]} | USUAL | choice
+    tree = {key: value for key, value in main.items() if key not in ("hydra", "sweep")}
+    tree |= {group: copy.deepcopy(shipped(f"{group}/{chosen[group]}")) for group in (*GROUPS, "tokenizer")}
+    tree["data"] |= {"text": {"train_files": "words*.txt"}, "tokens": {"train_files": "ids.bin"}}.get(
+        chosen["data"], {}
+    )
+    for key, value in (TINY | changes).items():
+        section, _, name = key.partition(".")
+        if key in changes or name in tree[section]:
+            tree[section][name] = value
+    return build(tree)
+
+
+def trained(config: Config) -> tuple[str, list[float]]:
+    """(digest of windows, losses, norms, updates and the evaluation, its figures) of a whole run in this process."""
+    parts = assemble(config, write=True)
+    s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
+    s.model.train()
+    digest, figures, updates = hashlib.sha256(), [], 0
+    for number, window in enumerate(read_ahead(s, 0)):
+        seed_step(config.train.seed, number, 0, s.mesh.device)
+        step = train_step(s, window, lambda: updates)  # noqa: B023 (it is asked at once)
+        seen = step.verdict.read()
+        updates += seen.code in (OK, OUTLIER)
+        s.outliers.add(seen.loss, seen.grad_norm)
+        for tokens, targets in window.micro_batches:
+            digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
+        figures += [seen.loss, seen.grad_norm, float(step.grad_norm_post_clip), step.lr, seen.code]
+        figures += [] if step.loss_scale is None else [float(step.loss_scale)]
+    for p in s.parameters:
+        figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
+    figures += evaluate(s, torch.ones(4096, dtype=torch.int64)).values()
+    digest.update(np.array(figures).tobytes())
+    return digest.hexdigest(), figures
+
+
+@functools.cache
+def baseline(choice: tuple[tuple[str, str], ...], changes: tuple[tuple[str, Any], ...]) -> tuple[str, list[float]]:
+    return trained(made(dict(choice), dict(changes)))
+
+
+def another(key: str, value: Any) -> Any:
+    """Another valid value of a knob."""
+    meta = fields().get(key, {})
+    if meta.get("choices"):
+        return next(c for c in meta["choices"] if c not in (value, "nccl"))
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)) and value:
+        return value * 2 if isinstance(value, int) or value > 1 else value / 2
+    assert "example" in meta, f"{key}={value}: name another value in OTHER"
+    return [*meta["example"], "more"] if isinstance(value, list) else meta["example"]
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """(group, option, key) of each knob of each option; the sections that are no group have the option config."""
+    for group in GROUPS:
+        known = [key for key in fields() if key.startswith(f"{group}.")]
+        for option in options(group):
+            for key in known or [f"{group}.{name}" for name in shipped(f"{group}/{option}")]:
+                if not key.endswith(("._target_", ".kind", "_files")) or key == "data.val_files":
+                    yield group, option, key
+    for section in ("batch", "train", "metrics", "checkpoint"):
+        yield from ((section, "config", f"{section}.{name}") for name in shipped("config")[section])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("knobs")
+    for name in ("words1.txt", "words2.txt", "words3.txt", "words4.txt", "more.txt"):
+        (folder / name).write_text(f"so many words of {name}, so little time. " * 40)
+    for name in ("ids.bin", "more.bin"):
+        np.random.default_rng(len(name)).integers(0, 50, 6000).astype(np.uint16).tofile(folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("LLMEXP_CACHE_DIR", str(folder / "cache"))
+        yield folder
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c[2] not in NOT_HERE], ids=lambda c: f"{c[1]}-{c[2]}")
+def test_a_knob_changes_what_it_says(work, case):
+    """Two values of it: other windows, norms or updates where it affects the result, the same ones where it does not
+    act in the option, or only names and records, and the same to rounding where it says so."""
+    group, option, key = case
+    choice, beside = ({} if option == "config" else {group: option}), WITH.get(key, {})
+    first = made(choice, beside)
+    flat = flatten(plain(first))
+    changes = OTHER.get(key) or {key: another(key, flat[key])}
+    if option == "tokens" and key == "data.val_files":
+        changes = {key: "more.bin"}
+    flat |= changes
+    before = {k: v for k, v in changes.items() if k != key and k == "optimizer.lr_rule"}
+    before |= {"optimizer.reference_batch": 8} if before else {}
+    old, old_figures = baseline(tuple(choice.items()), tuple((beside | before).items()))
+    acts = key not in dead(flat) and key in essence(flat)
+    try:
+        new, figures = trained(made(choice, beside | changes))
+    except ConfigError:  # it reads token files as of another type
+        assert key == "data.dtype"
+        return
+    if not acts:
+        assert new == old, f"{key} affects nothing, and yet it changes the run"
+    elif affects(key) == "result":
+        assert new != old, f"{key} does nothing: a dead knob"
+    else:
+        assert figures == pytest.approx(old_figures, rel=1e-8, abs=1e-10)
 
 
 def test_the_lists_of_keys_come_from_one_place():
@@ -16,3 +220,16 @@ def test_the_lists_of_keys_come_from_one_place():
     assert may_change("hooks")
     assert not may_change("optimizer.lr")
     assert not may_change("train.twin")
+
+
+def test_a_config_of_before_still_builds_and_dead_knobs_tell_no_runs_apart():
+    """Its config.yaml has all keys, with any values where they do nothing."""
+    old = flatten(plain(made({"clip": "none"}, {"clip.max_norm": 0.1, "parallelism.timeout_s": 5.0})))
+    new = flatten(plain(made({"clip": "none"}, {})))
+    assert old["clip.max_norm"] == 0.1
+    assert new["clip.max_norm"] is None
+    assert old.keys() == new.keys()
+    assert identity(plain(made({"clip": "none"}, {"clip.max_norm": 0.1}))) == identity(
+        plain(made({"clip": "none"}, {}))
+    )
+    assert all(key.partition(".")[0] in OPEN_SECTIONS or "default" in fields()[key] for key in dead(new))

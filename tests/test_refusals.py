@@ -44,6 +44,10 @@ def home(tmp_path, monkeypatch) -> Path:
     (work / "bad").mkdir()
     (work / "bad" / "model").mkdir()
     (work / "bad" / "model" / "mine.yaml").write_text("a: [1\nb")
+    (work / "own" / "experiment").mkdir(parents=True)
+    clipped = "# @package _global_\ndefaults:\n  - override /clip: none\nclip:\n  max_norm: 0.5\n"
+    (work / "own" / "experiment" / "clipped.yaml").write_text(clipped)
+    (work / "own" / "experiment" / "nowhere.yaml").write_text("train:\n  max_steps: 5\n")
     return tmp_path
 
 
@@ -67,6 +71,9 @@ BAD = [
     # keys, groups, options, syntax
     ("modle=gpt_tiny", "modle: there is no such key", "Did you mean model?"),
     ("model=gpt_tinny", "model=gpt_tinny", "Did you mean gpt_tiny?"),
+    ("model=gpt3", "model=gpt3: there is no such option. Known: ", "llama_1b"),
+    ("lr=3", "lr: there is no such key or group.", "Did you mean optimizer.lr?"),
+    ("batch_size=3", "batch_size: there is no such key", "batch.micro_batch_size or batch.real_batch_size?"),
     ("experiment=nope", "experiment=nope", "shakespeare_nanogpt_cpu"),
     ("model.n_layer=3", "model.n_layer:", "Did you mean model.n_layers?"),
     ("trian.max_steps=3", "trian.max_steps:", "Did you mean train.max_steps?"),
@@ -113,6 +120,23 @@ BAD = [
     ("clip.max_norm=-1", "clip.max_norm=-1", "above 0"),
     ("clip.max_norm=nan", "clip.max_norm=nan", "finite"),
     ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2", "0 to 1"),
+    # knobs that do nothing in the chosen option
+    ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=none", "choose clip=norm"),
+    ("clip=none +clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=none", "leave it out"),
+    ("clip=value clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=value", "choose clip=norm"),
+    ("clip.kind=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing", "choose clip=norm"),
+    ("precision.init_scale=4", "precision.init_scale=4: does nothing with precision=fp32", "choose precision=fp16"),
+    ("parallelism.max_restarts=2", "does nothing with parallelism=single", "choose parallelism=ddp or"),
+    ("tracker.mode=online", "tracker.mode=online: does nothing with tracker=none", "choose tracker=wandb"),
+    ("train.profile_steps=5", "does nothing without train.profile_start", "leave it out"),
+    ("train.sample_every=5", "does nothing without train.sample_tokens", "leave it out"),
+    ("train.tail=drop", "train.tail=drop: does nothing without train.max_epochs or train.max_tokens", "leave it out"),
+    ("schedule.warmup_steps=2 schedule.warmup_ratio=0.1", "does nothing beside schedule.warmup_steps=2", "leave"),
+    ("schedule=constant schedule.end_ratio=0", "schedule=constant has no such knob", "cosine, linear, wsd"),
+    ("data=text data.train_files=good.txt data.val_files=good.txt data.val_ratio=0.3",
+     "data.val_ratio=0.3: does nothing beside data.val_files=good.txt", "leave it out"),
+    ("experiment=clipped --config-dir=own", "set in own/experiment/clipped.yaml", "take it out with ~clip.max_norm"),
+    ("experiment=nowhere --config-dir=own", "own/experiment/nowhere.yaml must begin with", "# @package _global_"),
     # what does not fit together
     ("model.n_heads=3", "model.n_heads=3", "1, 2, 4"),
     ("batch.sequence_length=33", "batch.sequence_length=33", "32 positions"),
@@ -166,7 +190,20 @@ def test_plan_refuses(capsys, home, overrides, key, valid):
     assert key in message
     assert valid in message
     assert message.startswith(("llmexp: ", "usage: "))
+    assert "Did you mean" not in message or "Known:" not in message
     assert len(message.splitlines()) == 1 or message.startswith("usage: ")
+
+
+LEFT = ["clip.kind=none", "schedule.warmup_steps=2", "tracker.name=x", "optimizer=sgd optimizer.momentum=0",
+        "data=text data.train_files=good.txt data.val_files=good.txt",
+        "train.max_tokens=1000 train.tail=drop"]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", LEFT)
+def test_a_default_that_does_nothing_is_not_refused(home, overrides):
+    """Nobody asked for the option's own limit, ratio or seed."""
+    base = [o for o in SYNTHETIC if not ("data=" in overrides and o.startswith("data"))]
+    assert run(["plan", *base, *overrides.split()]) == 0
 
 
 def test_the_valid_run_is_not_refused_and_plan_writes_nothing(capsys, home):
@@ -231,6 +268,7 @@ def test_commands(capsys, home, arguments, says):
 
 
 SWEEPS = [
+    (["clip=none,norm", "clip.max_norm=0.1,5.0"], "0-clip_none+max_norm_0.1: clip.max_norm=0.1: does", "leave"),
     (["model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3 does not divide", "1, 2, 4"),
     (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: batch.real_batch_size=10", "9"),
     (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: train.sed:", "Did you mean train.seed?"),

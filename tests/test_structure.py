@@ -21,7 +21,16 @@ PARTS = [
     or name.split(".")[1:2] in [["mesh"], ["precision"], ["optim"], ["schedule"], ["clip"], ["checkpoint"], ["saving"]]
 ]  # fmt: skip
 SWEEP = [name for name in MODULES if name.startswith("llmexp.sweep")]
-HYDRA_SIDE = ("llmexp.launch", "llmexp.guard", *SWEEP, "llmexp.commands", "llmexp.flags", "llmexp.help")
+HYDRA_SIDE = (
+    "llmexp.launch",
+    "llmexp.guard",
+    "llmexp.origin",
+    "llmexp.hints",
+    *SWEEP,
+    "llmexp.commands",
+    "llmexp.flags",
+    "llmexp.help",
+)
 LIGHT = (
     "llmexp.budgets",
     "llmexp.labels",
@@ -33,6 +42,7 @@ LIGHT = (
     "llmexp.folder",
     "llmexp.process",
     "llmexp.targets",
+    "llmexp.values",
     "llmexp.__main__",
 )
 
@@ -90,9 +100,10 @@ def test_parts_do_not_import_each_others_private_names():
 
 
 def test_config_imports_the_standard_library_only_and_run_config_besides():
-    after_config = {"llmexp.config"}
+    after_config = {"llmexp.config", "llmexp.values"}
     for name, allowed in (
-        ("llmexp.config", set()),
+        ("llmexp.values", set()),
+        ("llmexp.config", {"llmexp.values"}),
         ("llmexp.process", set()),
         ("llmexp.knobs", after_config),
         ("llmexp.run", after_config),

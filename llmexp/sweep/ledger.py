@@ -19,7 +19,7 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
-from llmexp.knobs import is_record
+from llmexp.knobs import essence
 
 LEDGER, FORMAT = "sweep.json", 1
 ANEW = "the command of the sweep writes it anew from its runs: llmexp train -m ... sweep.resume="
@@ -101,11 +101,8 @@ class Ledger:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Hash of a plain config less what cannot change results; in hex digits."""
-    flat = {key: value for key, value in flatten(config).items() if not is_record(key)}
-    if not config.get("hooks"):  # nobody else reads the section user
-        flat = {key: value for key, value in flat.items() if not key.startswith("user.")}
-    text = json.dumps(flat, sort_keys=True, default=str)
+    """Hash of a plain config less what cannot change results or does nothing there; in hex digits."""
+    text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -24,6 +24,11 @@ SETTINGS = [
 LAST = 24
 
 
+def without_scale(settings: list[str]) -> list[str]:
+    """For another precision than fp16, the only one with a loss scale."""
+    return [s for s in settings if not s.startswith("precision.")]
+
+
 @contextlib.contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
     """A file system of its own at `path`; skips where this may not be mounted."""

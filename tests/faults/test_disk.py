@@ -18,6 +18,7 @@ from tests.faults.helpers import (
     assert_whole_files,
     go_on,
     small_disk,
+    without_scale,
 )
 
 # A user's hook that takes the disk away and gives it back, by step.
@@ -164,7 +165,7 @@ def test_a_disk_that_is_full_from_the_start(here, settings, ranks):
 def test_one_rank_of_two_cannot_write(here, settings):
     """Both go on, and the log of the one has its reason."""
     done = llmexp(
-        "train", *settings, "hydra.run.dir=run", *HOOKED, "precision=fp32", "parallelism=fsdp",
+        "train", *without_scale(settings), "hydra.run.dir=run", *HOOKED, "precision=fp32", "parallelism=fsdp",
         "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1", cwd=here, FAULT_RANK="1",
         FAULT_PLAN="step_start-3:4000,step_start-5:unlimited",
     )  # fmt: skip

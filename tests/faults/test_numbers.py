@@ -15,7 +15,7 @@ from llmexp.train.loop import read_ahead
 from llmexp.train.step import set_up
 from tests.conftest import llmexp
 from tests.faults import bombs
-from tests.faults.helpers import assert_says, assert_status
+from tests.faults.helpers import assert_says, assert_status, without_scale
 
 LAYER = "blocks.1.mlp.up_proj"
 TWO = ["parallelism.nproc_per_node=2", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
@@ -79,8 +79,8 @@ def here(tmp_path: Path) -> Path:
 def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     """Both ranks stop in the step in which one of them goes wrong, and nothing is saved after it."""
     failed = llmexp(
-        "train", *settings, f"parallelism={kind}", *TWO, "precision=fp32", "hydra.run.dir=run", "--allow", "bombs",
-        "hooks=[bombs.hook]", *more, cwd=here, FAULT_BOMB=f"{bomb} 7 1",
+        "train", *without_scale(settings), f"parallelism={kind}", *TWO, "precision=fp32", "hydra.run.dir=run",
+        "--allow", "bombs", "hooks=[bombs.hook]", *more, cwd=here, FAULT_BOMB=f"{bomb} 7 1",
     )  # fmt: skip
     assert failed.code == 3, failed.err
     line = assert_says(
