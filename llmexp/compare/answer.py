@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmexp.compare import settings
-from llmexp.compare.budgets import Place
 from llmexp.compare.figures import shown
 from llmexp.compare.judging import FEW, LOSSES, Effect, Floor, Judgement, Verdict, by_seed
+from llmexp.compare.places import Place
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.statistics import seeds_needed
 

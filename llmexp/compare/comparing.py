@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare import budgets, settings
+from llmexp.compare import places, settings
 from llmexp.compare.answer import Findings, headline, sign
 from llmexp.compare.figures import COLUMNS, common_position, figures, rounded
 from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Judgement, Verdict, all_pairs, effects, floors, judge
@@ -94,12 +94,12 @@ def _findings(c: Comparison, metric: Column, out: Mapping[int, str], negligible:
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
         ranked = []
     loss = metric.key in LOSSES
-    places = {}
+    known = {}
     for e in ranked if loss else []:
         run = next(r for r in e.runs if id(r) not in out)
-        if place := budgets.place_of(run, c.align, c.align_at):
-            places[e.name] = place
-    groups = budgets.groups(ranked, places)
+        if place := places.place_of(run, c.align, c.align_at):
+            known[e.name] = place
+    groups = places.groups(ranked, known)
     tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in out}) if loss else 1
     direction = -1.0 if metric.better == "higher" else 1.0
     comparable = {e.name for e in groups[0]} if groups and tasks == 1 else set()
@@ -115,7 +115,7 @@ def _findings(c: Comparison, metric: Column, out: Mapping[int, str], negligible:
     group_of = {e.name: i for i, group in enumerate(groups) for e in group}
     found = effects(metric.key, ranked, keys, out, group_of) if loss and tasks == 1 else []
     floor = floors(ranked, metric.key, out) if loss else None
-    return Findings(metric, tuple(ranked), judged, groups, places, floor, found, out, negligible, mixed, tasks)
+    return Findings(metric, tuple(ranked), judged, groups, known, floor, found, out, negligible, mixed, tasks)
 
 
 def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmexp.budgets import Spent, common
 from llmexp.compare.answer import Findings, digits, listed
-from llmexp.compare.budgets import Place
 from llmexp.compare.figures import counts, number, positions
 from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, by_seed, same_batches, stepwise
+from llmexp.compare.places import Place
 from llmexp.compare.records import Comparison, Entry, Record
 from llmexp.labels import short_keys
 from llmexp.labels import shown as value
@@ -87,8 +88,8 @@ def _names(c: Comparison, f: Findings) -> list[str]:
 def _settles(c: Comparison, places: Sequence[Place]) -> str:
     if any(k.startswith("train.max_") for k in c.factors):
         return "The budget itself was swept: read each run at its own end, as points of a curve over tokens."
-    tokens = max(p.planned for p in places)
-    return f"To settle it: the same with train.max_tokens={tokens:.0f} for every point."
+    tokens = common([Spent({}, round(p.planned), max(1, round(p.planned / (p.grain or p.planned)))) for p in places])
+    return f"To settle it: the same with train.max_tokens={tokens} for every point."
 
 
 def _effect(c: Comparison, e: Effect) -> str:

@@ -215,7 +215,7 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
     assert (first, last) == ("accum=1 clip=0.5", "accum=4 clip=0.5")
     assert f"{first} at equal tokens ({equal[first]:.5g}), {last} at its own end ({end[last]:.5g})" in c.headline
     assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
-    assert c.notes[1] == "To settle it: the same with train.max_tokens=1638400 for every point."
+    assert c.notes[1] == "To settle it: the same with train.max_tokens=409600 for every point."
     shown = lines_of(c)
     assert len(shown) <= 12
     for label in equal:

@@ -1,0 +1,69 @@
+"""Settings between which nothing differs, trained for real: seldom called different, though rounding parts them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmexp.compare.comparing import compare_records
+from llmexp.compare.reading import find, read
+from tests.conftest import llmexp
+
+SEEDS = 24
+# Two layers of width 48 and batches of 4 x 32, at a rate at which rounding grows to a part of the loss.
+SMALL = [
+    "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=48", "model.d_ff=192",
+    "model.max_position_embeddings=32", "batch.sequence_length=32", "batch.micro_batch_size=4", "optimizer.lr=3e-3",
+    "train.max_steps=600", "train.eval_every=null", "train.log_every=50", "precision=fp32", "tracker=none",
+    "train.sample_tokens=0", "metrics.picture=false", "metrics.noise_scale_every=null", "train.device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """Runs of optimizer.eps=1e-8 and 1.001e-8, which no loss can tell apart, each with the same seeds."""
+    where = tmp_path_factory.mktemp("null") / "sweep"
+    done = llmexp(
+        "train", "-m", *SMALL, "optimizer.eps=1e-8,1.001e-8", f"train.seed=range(1,{SEEDS + 1})",
+        f"hydra.sweep.dir={where}", "sweep.max_parallel=2", cwd=where.parent, timeout=3600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return where
+
+
+@pytest.mark.slow
+def test_pairs_of_one_seed_are_never_called_different_though_they_are(pairs):
+    records = read(find([pairs])[0])
+    apart = []
+    for seed in range(1, SEEDS + 1):
+        pair = [r for r in records if r.config["train.seed"] == seed]
+        c = compare_records(pair)
+        assert c.headline.startswith("Undecided, one seed each"), c.headline
+        apart.append(abs(c.entries[1].standing.difference))
+    # The premise: these differ by more than a floor of 0.0001 that is assumed.
+    assert np.median(apart) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("seeds", [2, 3, 6])
+def test_few_null_pairs_of_several_seeds_are_called_different(pairs, paired, seeds):
+    """At most 5 % over 2,000 draws of seeds, of the same ones for both settings or of others for each."""
+    if seeds == 2 and not paired:
+        pytest.skip("two seeds that are not shared are never judged")
+    records = read(find([pairs])[0])
+    by = {(r.config["optimizer.eps"], r.config["train.seed"]): r for r in records}
+    first, second = sorted({eps for eps, _ in by})
+    rng = np.random.default_rng(1)
+    called = 0
+    for _ in range(2000):
+        drawn = rng.permutation(np.arange(1, SEEDS + 1))
+        ours, theirs = drawn[:seeds], drawn[:seeds] if paired else drawn[seeds : 2 * seeds]
+        chosen = [by[first, int(s)] for s in ours] + [by[second, int(s)] for s in theirs]
+        c = compare_records(chosen)
+        called += any(e.standing.mark == "worse" for e in c.entries)
+    # The draws share 24 runs, so their rate scatters as that of independent groups, 24 / seeds of them, at worst.
+    assert called / 2000 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / (SEEDS / seeds))
