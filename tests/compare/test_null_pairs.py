@@ -30,7 +30,7 @@ def pairs(tmp_path_factory) -> Path:
         "train", "-m", *SMALL, "optimizer.eps=1e-8,1.001e-8", f"train.seed=range(1,{SEEDS + 1})",
         f"hydra.sweep.dir={where}", "sweep.max_parallel=2", cwd=where.parent, timeout=3600,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     return where
 
 
