@@ -78,7 +78,7 @@ class Display:
         points = self._ledger.points
         order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
         shown = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(lines - 6, 3)]
-        rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "tokens/s", "left")]
+        rows: list[tuple[str, ...]] = [("run", "state", "step", "train loss", "tokens/s", "left")]
         left: dict[str, float] = {}
         for entry in sorted(shown, key=lambda e: e.number):
             row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
@@ -126,9 +126,10 @@ def told(entry: Entry, where: Path) -> str:
         return f"{text}: {flat(entry.error)}"
     if entry.state == "finished":
         summary = summary_of(where / entry.folder)
-        loss = shown_as(summary.get("final val/loss", summary.get("final train/loss")), ".4f")
+        kind = "val" if "final val/loss" in summary else "train"
+        loss = shown_as(summary.get(f"final {kind}/loss"), ".4f")
         took = f" in {format_duration(entry.ended - entry.started)}" if entry.ended and entry.started else ""
-        return text + (loss and f", loss {loss}") + took
+        return text + (loss and f", {kind} loss {loss}") + took
     return text
 
 
