@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.compare.records import Entry, Record
+from llmexp.compare.settings import factors
 from llmexp.config import ConfigError
 from llmexp.run import solve_rates
 from tests.conftest import TINY, llmexp, train
@@ -68,6 +72,20 @@ def test_the_rate_of_a_run_is_that_of_its_batch(tmp_path, optimizer, rule, rate)
         assert cut.code == 75
         assert llmexp("resume", str(cut.folder), "batch.micro_batch_size=2", cwd=tmp_path).code == 0
         assert [row["lr"] for row in cut.rows()] == [rate] * 4
+
+
+@pytest.mark.parametrize(("rules", "swept"), [(["linear"], []), (["none", "linear"], ["optimizer.lr_rule"])])
+def test_a_rate_that_follows_the_batch_is_no_setting_of_its_own(rules, swept):
+    swept = ["batch.real_batch_size", *swept]
+    entries = []
+    for rule, batch in itertools.product(rules, (8, 16)):
+        scaled, _ = solve_rates({"lr": 0.1, "lr_rule": rule, "reference_batch": 8 if rule != "none" else None}, batch)
+        config = {"batch.real_batch_size": batch, **{f"optimizer.{k}": v for k, v in scaled.items()}}
+        record = Record(Path("run"), "run", None, "finished", config, {}, {}, {}, swept=tuple(swept))
+        entries.append(Entry("run", (record,), config, {}, {}, "finished"))
+    differing = sorted({k for e in entries for k in e.values if len({f.values[k] for f in entries}) > 1})
+    assert "optimizer.lr" in differing
+    assert sorted(factors(entries, differing)) == sorted(swept)
 
 
 def test_a_rule_without_its_reference_is_refused_by_the_command_line(tmp_path):

@@ -17,6 +17,7 @@ from llmexp.knobs import affects, is_record
 SEED, TWIN = "train.seed", "train.twin"
 _STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
 _PREFERRED = ("batch.gradient_accumulation_steps", "batch.real_batch_size", "batch.micro_batch_size")
+_RATES = re.compile(r"optimizer\.(lr|\w+_lr|reference_batch)")  # what optimizer.lr_rule writes
 
 
 def is_execution(key: str) -> bool:
@@ -142,12 +143,15 @@ def _notes(group: Sequence[Record], used: int, left_out: Mapping[int, str], toke
 
 
 def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return the differing keys less the seed, and less those that follow from another one, as the real batch does from
-    the accumulation."""
+    """Return the differing keys less the seed, and less those that follow from others: the real batch from the
+    accumulation, the rate from the batch by optimizer.lr_rule."""
     entries = [e for e in entries if e.values]
     swept = [key for e in entries for r in e.runs for key in r.swept]
     varied = [key for key in differing if len({text(e.values.get(key)) for e in entries}) > 1]
     keys = [key for key in varied if all(key in e.values for e in entries) and key != SEED]
+    rules = [r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for e in entries for r in e.runs]
+    if all(rules) or "optimizer.lr_rule" in swept:
+        keys = [key for key in keys if key in swept or not _RATES.fullmatch(key)]
 
     def weight(key: str) -> tuple[bool, bool, int, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
@@ -162,11 +166,8 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 
 def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str]) -> bool:
     """Tell whether the value of `key` follows from that of `other`: a key of its section, or a batch that decides the
-    budget or, by optimizer.lr_rule, the rate."""
-    scaled = key.startswith("optimizer.") and all(
-        "optimizer.reference_batch" in r.config for e in entries for r in e.runs
-    )
-    follows = (key.startswith("train.max_") or scaled) and other.startswith("batch.")
+    budget."""
+    follows = key.startswith("train.max_") and other.startswith("batch.")
     if key in swept or not (follows or key.partition(".")[0] == other.partition(".")[0]):
         return False
     pairs = {(text(e.values[other]), text(e.values[key])) for e in entries}
