@@ -347,4 +347,7 @@ def _label(model: dict[str, Any]) -> str:
     name = str(model["_target_"]).rpartition(".")[2]
     layers = "layer" if model.get("n_layers") == 1 else "layers"
     sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model"))) if v]
+    width, inner = model.get("d_model"), model.get("d_ff")
+    if isinstance(width, int) and isinstance(inner, int) and width:  # a new width alone leaves the MLP as it was
+        sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
     return ", ".join([name, *sizes])

@@ -173,6 +173,22 @@ def solve_batch(batch: Batch, dp_size: int) -> Batch:
     return replace(batch, micro_batch_size=micro, gradient_accumulation_steps=accum, real_batch_size=real)
 
 
+def too_large(given: Batch, solved: Batch, dp_size: int, train_sequences: int) -> ConfigError:
+    """The refusal of a batch that the data do not fill, by the key that was given."""
+    micro, accum, real = solved.micro_batch_size, solved.gradient_accumulation_steps, solved.real_batch_size
+    assert accum is not None
+    why = (
+        f"more than the {train_sequences} training sequences of {solved.sequence_length} tokens; more data, a shorter "
+        "batch.sequence_length or a smaller batch is needed"
+    )
+    if given.real_batch_size is not None:
+        return refuse("batch.real_batch_size", real, f"is {why}", train_sequences)
+    product = f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = {real} is {why}"
+    if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
+        return refuse("batch.gradient_accumulation_steps", accum, product, 1)
+    return refuse("batch.micro_batch_size", micro, product, max(1, train_sequences // (accum * dp_size)))
+
+
 def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
     """The same real batch on another number of replicas: the largest micro-batch up to the old one that fits, or any
     that fits where the number is not known yet."""
@@ -304,13 +320,7 @@ def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str,
             f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} ({facts.data})",
         )
     if real > train_sequences:
-        raise refuse(
-            "batch.real_batch_size",
-            real,
-            f"is more than the {train_sequences} training sequences of {length} tokens; more data, a shorter "
-            "batch.sequence_length or a smaller batch is needed",
-            train_sequences,
-        )
+        raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
     budget = solve_budget(config.train, real, length, train_sequences)
     eval_tokens = config.train.eval_tokens
     tokens = budget.total_sequences * length

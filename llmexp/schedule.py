@@ -79,10 +79,20 @@ def wsd(
     decay_ratio: float = 0.2,
     end_ratio: float = 0.0,
 ) -> float:
-    """Warm-up, stable, then a line to `end_ratio` over the last `decay_ratio` of all updates (Hu et al. 2024)."""
+    """Warm-up, stable, then a line to `end_ratio` over the last `decay_ratio` of all updates (Hu et al. 2024).
+
+    Raises ValueError where the warm-up reaches into the decay: the rate would fall from 1 in one step.
+    """
     start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
+    decay = round(_share("decay_ratio", decay_ratio) * total_updates)
+    if total_updates - decay < start < total_updates:
+        key, value = ("warmup_steps", warmup_steps) if warmup_steps is not None else ("warmup_ratio", warmup_ratio)
+        raise ValueError(
+            f"schedule.{key}={value}: the warm-up of {start} updates reaches into the decay, which is the last {decay} "
+            f"of {total_updates}; a shorter warm-up or a smaller schedule.decay_ratio is needed; for example "
+            f"schedule.decay_ratio={math.floor(100 * (1 - start / total_updates)) / 100:g}"
+        )
     if update < start:
         return (update + 1) / start
-    decay = round(_share("decay_ratio", decay_ratio) * total_updates)
     left = total_updates - 1 - update  # updates still to come after this one
     return 1.0 if left >= decay else 1 + (_share("end_ratio", end_ratio) - 1) * (decay - left) / decay

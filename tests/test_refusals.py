@@ -146,6 +146,10 @@ BAD = [
      "batch.real_batch_size=7", "= 8"),
     ("batch.real_batch_size=10000", "batch.real_batch_size=10000", "374 training sequences"),
     ("train.max_steps=3 train.max_epochs=2", "train.max_steps=3, train.max_epochs=2", "one budget"),
+    ("batch.micro_batch_size=10000", "batch.micro_batch_size=10000: micro_batch_size 10000 x", "batch_size=374"),
+    ("batch.gradient_accumulation_steps=500", "batch.gradient_accumulation_steps=500: micro_batch_size 8", "= 4000 is"),
+    ("schedule=wsd schedule.warmup_steps=99 train.max_steps=100", "schedule.warmup_steps=99: the warm-up of 99 updates",
+     "schedule.decay_ratio=0.01"),
     ("parallelism.nproc_per_node=2", "parallelism.nproc_per_node=2", "parallelism=ddp"),
     ("precision=tf32 train.device=cpu", "precision.kind=tf32", "precision=fp32"),
     # data
@@ -214,6 +218,12 @@ def test_the_valid_run_is_not_refused_and_plan_writes_nothing(capsys, home):
     out, err = capsys.readouterr()
     assert "1,170 tokens, 97 sequences of 12" in out
     assert err == ""
+
+
+def test_the_banner_tells_the_width_of_the_mlp(capsys, home):
+    """A new d_model alone leaves it as it was."""
+    assert run(["plan", *SYNTHETIC, "model.d_model=48", "model.d_ff=24"]) == 0
+    assert "48 wide, d_ff 24 = 0.5 x d_model" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_warmup_longer_than_the_run_is_a_loud_warning(capsys, home):

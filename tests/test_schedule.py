@@ -15,6 +15,10 @@ ends = st.floats(0, 1)
 
 @given(totals, st.integers(0, 600), ends, st.sampled_from([schedule.linear, schedule.cosine, schedule.wsd]))
 def test_warmup_rises_linearly_and_the_end_value_is_reached_on_the_last_update(total, warmup, end, f):
+    if f is schedule.wsd and total - round(0.2 * total) < warmup < total:
+        with pytest.raises(ValueError, match=f"schedule.warmup_steps={warmup}: .* reaches into the decay"):
+            f(0, total, warmup_steps=warmup, end_ratio=end)
+        return
     factors = [f(u, total, warmup_steps=warmup, end_ratio=end) for u in range(total)]
     for u in range(min(warmup, total)):
         assert factors[u] == (u + 1) / warmup
@@ -35,6 +39,17 @@ def test_cosine_is_half_a_cosine():
 def test_wsd_is_stable_then_a_line():
     factors = [schedule.wsd(u, 10, decay_ratio=0.4, end_ratio=0.0) for u in range(10)]
     assert factors == pytest.approx([1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
+
+
+@given(totals, st.integers(0, 600), st.floats(0, 1))
+def test_wsd_never_falls_faster_than_its_decay(total, warmup, ratio):
+    """A warm-up that reaches into the decay would end in a fall from 1 to the end value in one step."""
+    try:
+        factors = [schedule.wsd(u, total, warmup_steps=warmup, decay_ratio=ratio) for u in range(total)]
+    except ValueError:
+        return
+    decay = round(ratio * total)
+    assert all(a - b <= 1 / max(decay, 1) + 1e-12 for a, b in itertools.pairwise(factors))
 
 
 def test_the_lr_used_not_the_next_one():

@@ -110,7 +110,7 @@ def test_models_of_full_size_are_planned(name, work, capsys, monkeypatch):
     """On the meta device: no memory, no time."""
     monkeypatch.chdir(work)
     assert run(["plan", f"model={name}", "data=synthetic", "batch.sequence_length=256"]) == 0
-    parameters = int(capsys.readouterr().out.partition(" wide, ")[2].partition(" parameters")[0].replace(",", ""))
+    parameters = int(capsys.readouterr().out.partition(" x d_model, ")[2].partition(" parameters")[0].replace(",", ""))
     sizes = {"gpt2_small": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
              "llama_1b": 1_235_814_400}  # the published checkpoints  # fmt: skip
     assert parameters == sizes.get(name, parameters)
