@@ -29,6 +29,7 @@ from llmexp.models.memory import saved_bytes
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
 from llmexp.targets import bind, hook, locate, place
+from llmexp.trial import try_model
 
 T = TypeVar("T")
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
@@ -151,10 +152,15 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Pa
     flops = getattr(model, "flops_per_token", None)
     vocab_size = getattr(model, "vocab_size", None)
     positions = getattr(model, "max_position_embeddings", None)
+    dotted = str(model_config["_target_"])
     # Before the data are prepared for nothing.
     check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
     ids = vocab_size or tokenizer.n_vocab
     deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
+    if not dotted.startswith("llmexp."):
+        sizes = (batch.sequence_length, tokenizer.n_vocab, model_config.get("vocab_size") or vocab_size)
+        tried = [model_config, kind, *sizes]
+        once("trial", tried, lambda: try_model(dotted, model, build_model, *sizes, device))
     corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
     facts = Facts(
         parallelism=config.parallelism.kind,
@@ -199,7 +205,11 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Pa
     def rate_factor(update: int) -> float:
         return factor(update, run.max_steps)
 
-    rate_factor(0), rate_factor(run.max_steps - 1)  # refuses bad knobs now
+    for update in (0, run.max_steps - 1):  # refuses bad knobs now
+        if not isinstance(found := rate_factor(update), (int, float)):
+            at = _place_of(config.schedule, "schedule")
+            text = f"returned {found!r} for update {update}; the factor on the base rate, a number, is needed{at}"
+            raise refuse("schedule._target_", config.schedule["_target_"], text)
     vocabulary = {k: v for k, v in model_config.items() if k == "vocab_size" and saved.model[k] is None}
     solved = dataclasses.replace(
         saved,

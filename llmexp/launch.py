@@ -120,7 +120,7 @@ def typed(cfg: DictConfig) -> Config:
     refuse_secrets(tree)
     fill_names(tree, cfg)
     refuse_unplaced(tree, cfg)
-    replace_budgets(tree, cfg.hydra.overrides.task)
+    replace_budgets(tree, OmegaConf.select(cfg, "hydra.overrides.task") or [])
     config = build({str(k): v for k, v in tree.items()})
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:

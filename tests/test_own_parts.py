@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,57 @@ class Empty(nn.Module):
 def every(event, context, every: int, name: str = "mine/seen"):
     if event == "step_end" and context.step % every == 0:
         return {name: context.user["scale"] * context.step}
+
+
+class Tuple(Bigram):
+    def forward(self, tokens_bt):
+        return super().forward(tokens_bt), None
+
+
+class Turned(Bigram):
+    def forward(self, tokens_bt):
+        return super().forward(tokens_bt).transpose(1, 2)
+
+
+class Narrow(Bigram):
+    def __init__(self, vocab_size: int, width: int):
+        super().__init__(257, width)
+
+
+class Chosen(Bigram):
+    def forward(self, tokens_bt):
+        return (super().forward(tokens_bt) * 9).long()
+
+
+class Detached(Bigram):
+    def forward(self, tokens_bt):
+        return super().forward(tokens_bt).detach()
+
+
+class Crashes(Bigram):
+    def forward(self, tokens_bt):
+        return self.head(self.embed(tokens_bt).mT)
+
+
+class NotOnMeta(Bigram):
+    def forward(self, tokens_bt):
+        assert tokens_bt.max().item() >= 0
+        return super().forward(tokens_bt)
+
+
+class Output(dict):
+    pass
+
+
+class Wrapped(Bigram):
+    def forward(self, tokens_bt):
+        found = Output()
+        found.logits = super().forward(tokens_bt)
+        return found
+
+
+def never(update, total):
+    return None
 
 
 def counts(event, context):
@@ -306,6 +358,42 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
         expected += [("step_end", step, step % 2 == 0)]
         expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (step in (3, 6))
     assert [(event, int(step), row != "-") for event, step, row in seen] == expected
+
+
+@pytest.mark.parametrize(
+    ("part", "says", "line"),
+    [
+        ("model=Tuple", "returned a tuple of 2, where a tensor of logits (2, 12, 320) = (batch", "tokens_bt), None"),
+        ("model=Wrapped", "= (batch, time, vocabulary) is needed; return its .logits", "found = Output()"),
+        ("model=Turned", "returned a tensor (2, 320, 12), where", "transpose(1, 2)"),
+        ("model=Narrow", "returned logits over 257 ids, where the vocabulary has 320", "def forward(self, tokens_bt):"),
+        ("model=Chosen", "returned int64 values, where floating-point logits", "* 9).long()"),
+        ("model=Detached", "its logits depend on no parameter", "super().forward(tokens_bt).detach()"),
+        ("model=Crashes", "failed on tokens (2, 12): RuntimeError: mat1 and mat2", "self.embed(tokens_bt).mT"),
+        ("schedule=never", "returned None for update 0", "def never("),
+    ],
+)  # fmt: skip
+def test_a_wrong_output_is_refused_before_training_with_its_line(own, capsys, monkeypatch, part, says, line):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    section, _, name = part.partition("=")
+    (own / "conf/schedule").mkdir(exist_ok=True)
+    (own / "conf/schedule/never.yaml").write_text("_target_: mymodel.never\n")
+    assert run(["plan", *BASE, f"model._target_=mymodel.{name}" if section == "model" else part]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    number = next(i for i, text in enumerate(CODE.splitlines(), 1) if line in text)
+    places = {int(n) for n in re.findall(r'mymodel.py(?::|", line )(\d+)', err)}
+    assert places & {number, number - 1}, err
+
+
+def test_a_model_that_the_meta_device_cannot_run_is_tried_on_a_tiny_batch(own, capsys, monkeypatch):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    assert run(["plan", *BASE, "model._target_=mymodel.NotOnMeta"]) == 0
 
 
 def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
