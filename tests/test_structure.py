@@ -125,7 +125,7 @@ def test_distributed_and_wandb_stay_in_their_files():
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_starts_first_imports_nothing_slow(name):
-    assert uses(name, "torch", "wandb", "matplotlib", "numpy", "tiktoken", top_level_only=True) == set()
+    assert uses(name, "torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken", top_level_only=True) == set()
     # Nor by way of another file of ours, as far as it is not light itself.
     ours = {f for f in uses(name, "llmexp", top_level_only=True) if f in MODULES and f != "llmexp"}
     assert ours <= set(LIGHT)

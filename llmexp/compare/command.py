@@ -117,6 +117,6 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     for name, suffix in _TEXTS.items():
         text = f"the table as {name}, on standard output or into a {suffix} file"
         parser.add_argument(f"--{name}", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument("--html", metavar="FILE", help="one self-contained page")
+    parser.add_argument("--html", metavar="FILE", help="a page in one file, figures and all")
     parser.add_argument("--png", metavar="FILE", help="the curves as a picture")
     return parser.parse_args(arguments)

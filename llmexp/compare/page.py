@@ -1,88 +1,71 @@
-"""The comparison as one HTML file that asks the network for nothing: it opens from a mail attachment."""
+"""The comparison as an HTML page that asks the network for nothing."""
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import json
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
 
-from llmexp.compare.pagedata import chart_data, clip_table, runs
-from llmexp.compare.pagetables import (
-    as_dict,
-    config_table,
-    counted,
-    environment_table,
-    figure_cell,
-    name_cell,
-    plain_table,
-    run_table,
-    value_cell,
-)
+from plotly.offline import get_plotlyjs
+
+from llmexp import folder
+from llmexp.compare import pagetables
+from llmexp.compare.plot_settings import maps, over_keys, parallel
+from llmexp.compare.plot_training import losses, others
+from llmexp.compare.plotting import Choice, Plot, templates
 from llmexp.compare.records import Comparison
 
-BATCH = {
-    "iso-batch": "the real batch is held (iso-batch)",
-    "scaling": "the real batch is scaled",
-    "same": "one real batch size",
-    "mixed": "several real batch sizes",
-}
+LIBRARY = "plotly.min.js"
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s of training"}
+MISSING = (
+    f"This figure needs the file {LIBRARY} beside the page. "
+    "A page in one file, to be sent around: llmexp compare FOLDER --html page.html"
+)
 
 
-def page(comparison: Comparison) -> str:
-    """The whole page: answer, table, curves and what else there are data for, with styles, scripts and plotly inside.
+def write_beside(comparison: Comparison, where: Path) -> Path:
+    """Write compare.html into the folder, and the library that it names, once."""
+    if not (where / LIBRARY).exists():
+        folder.write_whole(where / LIBRARY, str(get_plotlyjs()))
+    folder.write_whole(where / "compare.html", page(comparison, inline=False))
+    return where / "compare.html"
 
-    What comes from runs is escaped; besides, the page forbids every request and every script but its own two, by
-    their SHA-256 (Content Security Policy level 3), so that a label could not do anything if it were not.
+
+def page(comparison: Comparison, inline: bool = True) -> str:
+    """Return the page with everything inside; without `inline` it names the library's file, which must lie beside it.
+
+    What comes from runs is escaped; besides, the page forbids every request and every script but its own, by their
+    SHA-256 (Content Security Policy level 3), so that a label could not do anything if it were not.
     """
-    data = chart_data(comparison)
-    drawn = any(key in data for key in ("curves", "heat", "parallel", "clip", "noise"))
+    over_time = losses(comparison)
+    settings = [*over_keys(comparison), *maps(comparison), *(p for p in [parallel(comparison)] if p)]
+    more = others(comparison)
+    plots = [plot for plot in (over_time, *settings, more) if plot]
+    drawn = "".join(map(_figure, settings))
     sections = [
-        ("table", "Runs", run_table(comparison)),
-        ("curves", "Curves", _curves(comparison, data)),
-        ("heat", "Heat map", _heat(data)),
-        (
-            "parallel",
-            "Parallel coordinates",
-            _plot("parallel", "Swept values and the figure of each run", "wide", data),
-        ),
-        ("clip", "Gradient clipping", _clip(comparison, data)),
-        ("noise", "Gradient noise scale", _noise(comparison, data)),
-        ("config", "Configuration", config_table(comparison)),
-        ("environment", "Environment", environment_table(comparison)),
-        ("problems", "Problems", _list(comparison.problems)),
-    ]
-    sections = [(key, title, body) for key, title, body in sections if body]
-    style, script = _asset("page.css"), _asset("page.js")
-    plotly = _plotly() if drawn else ""
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)} {_hash(plotly)}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-    packed = "".join(
-        f'<script type="text/plain" id="{key}">{_packed(text)}</script>\n'
-        for key, text in (("data", json.dumps(data, separators=(",", ":"), allow_nan=False)), ("plotly", plotly))
-    )
-    nav = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    parts = "".join(
-        f'<section aria-labelledby="{key}">\n<h2 id="{key}">{title}</h2>\n{body}</section>\n'
-        for key, title, body in sections
-    )
+        _section("losses", "Losses", _figure(over_time) if over_time else ""),
+        _section("settings", "Over the settings", f'<div class="grid">{drawn}</div>' if drawn else ""),
+        _section("table", "Runs", pagetables.run_table(comparison)),
+        _folded("other-curves", "Other curves", _figure(more) if more else ""),
+        _folded("clip", "Gradient clipping", pagetables.clip_tables(comparison)),
+        _folded("noise", "Gradient noise scale", pagetables.noise_table(comparison)),
+        _folded("config", "Configuration", pagetables.config_table(comparison)),
+        _folded("environment", "Environment", pagetables.environment_table(comparison)),
+        _section("problems", "Problems", _list(comparison.problems)),
+    ]  # fmt: skip
+    title = escape(_title(comparison))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(inline)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(_title(comparison))}</title>\n<style>\n{style}</style>\n</head>\n"
-        f'<body data-entries="{len(comparison.entries)}">\n'
-        f'<header>\n<h1>{escape(_title(comparison))}</h1>\n<p class="muted">{escape(_about(comparison))}</p>\n'
-        f'<nav aria-label="Parts of this page"><ul>{nav}</ul></nav>\n</header>\n<main>\n'
-        f"{_answer(comparison)}{parts}</main>\n{packed if drawn else ''}<script>{script}</script>\n</body>\n</html>\n"
+        f"<title>{title}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
+        f'<header>\n<h1>{title}</h1>\n<p class="muted">{escape(_about(comparison))}</p>\n</header>\n'
+        f"<main>\n{_answer(comparison)}{''.join(sections)}</main>\n{_scripts(plots, inline)}</body>\n</html>\n"
     )
 
 
@@ -90,44 +73,51 @@ def _asset(name: str) -> str:
     return (files("llmexp.compare") / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+def _policy(inline: bool) -> str:
+    scripts = [_asset("page.js"), *([str(get_plotlyjs())] if inline else [])]
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts]
+    beside = [] if inline else ["'self'", "file:"]  # a file beside it, opened from a disk or served
+    allowed = " ".join([*hashes, *beside])
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
-    return str(get_plotlyjs())
 
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _packed(text: str) -> str:
-    # mtime: the same comparison gives the same bytes.
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+def _scripts(plots: Iterable[Plot], inline: bool) -> str:
+    figures = ",".join(f"{json.dumps(plot.name)}:{plot.as_json()}" for plot in plots)
+    data = f'{{"templates":{json.dumps(templates())},"figures":{{{figures}}}}}'.replace("<", "\\u003c")
+    library = f"<script>{get_plotlyjs()}</script>" if inline else f'<script src="{LIBRARY}"></script>'
+    return (
+        f'<script type="application/json" id="data">{data}</script>\n{library}\n<script>{_asset("page.js")}</script>\n'
+    )
 
 
 def _title(comparison: Comparison) -> str:
-    sweeps = {r.sweep for _, r in runs(comparison)}
+    sweeps = {record.sweep for entry in comparison.entries for record in entry.runs}
     sweep = sweeps.pop() if len(sweeps) == 1 else None
     of = f" of {'/'.join(sweep.parts[-2:])}" if sweep else ""
     total = sum(len(entry.runs) for entry in comparison.entries)
-    return f"{counted(total, 'run')}{of}"
+    return f"{total:,} run{'' if total == 1 else 's'}{of}"
 
 
 def _about(comparison: Comparison) -> str:
     at = comparison.align_at
     where = "each run at its own end" if at is None else f"compared at {at:,.10g} {UNITS.get(comparison.align, '')}"
-    batch = BATCH.get(comparison.batch, comparison.batch)
     total, entries = sum(len(entry.runs) for entry in comparison.entries), len(comparison.entries)
-    folded = [f"{counted(entries, 'setting')}, seeds folded"] if entries != total else []
-    words = [*folded, f"ordered by {comparison.metric}", where, *([batch] if batch else [])]
-    return (text := " · ".join(words))[:1].upper() + text[1:]
+    folded = [f"{entries:,} setting{'' if entries == 1 else 's'}, seeds folded"] if entries != total else []
+    words = " · ".join([*folded, f"ordered by {comparison.metric}", where])
+    return words[:1].upper() + words[1:]
 
 
 def _answer(comparison: Comparison) -> str:
+    """What the comparison says: the result, what must be known beside it, and folded what both rest on."""
     if not comparison.sentences:
         return ""
-    lines = "".join(f"<p>{escape(sentence)}</p>\n" for sentence in comparison.sentences)
-    return f'<section class="answer" aria-labelledby="answer">\n<h2 id="answer">Answer</h2>\n{lines}</section>\n'
+    beside, below = ("".join(f"<p>{escape(t)}</p>\n" for t in lines) for lines in (comparison.notes, comparison.why))
+    folded = f"<details>\n<summary>Why</summary>\n{below}</details>\n" if below else ""
+    headline = f'<p class="headline">{escape(comparison.headline)}</p>\n'
+    return f'<section class="answer">\n{headline}{beside}{folded}</section>\n'
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -135,103 +125,32 @@ def _list(lines: Iterable[str]) -> str:
     return f"<ul>\n{items}</ul>\n" if items else ""
 
 
-def _plot(key: str, label: str, more: str, data: dict[str, Any]) -> str:
-    if key not in data:
-        return ""
+def _section(key: str, title: str, body: str) -> str:
+    return f'<section id="{key}">\n<h2>{title}</h2>\n{body}</section>\n' if body else ""
+
+
+def _folded(key: str, title: str, body: str) -> str:
+    return f'<details class="part" id="{key}">\n<summary><h2>{title}</h2></summary>\n{body}</details>\n' if body else ""
+
+
+def _figure(plot: Plot) -> str:
+    controls = "".join(_control(name, choice) for name, choice in plot.choices.items())
+    title = escape(plot.title)
     return (
-        f'<div class="{more}"><div class="plot" id="{key}-plot" role="img" aria-label="{escape(label)}"></div></div>\n'
+        f'<figure data-plot="{escape(plot.name)}">\n<h3>{title}</h3>\n<div class="controls">{controls}</div>\n'
+        f'<div class="plot" role="img" aria-label="{title}"><p>{MISSING}</p></div>\n'
+        f"<figcaption>{escape(plot.caption)}</figcaption>\n</figure>\n"
     )
 
 
-def _options(options: Iterable[tuple[Any, str]], chosen: Any = None) -> str:
-    return "".join(
-        f'<option value="{escape(str(value))}"{" selected" if value == chosen else ""}>{escape(title)}</option>'
-        for value, title in options
+def _control(name: str, choice: Choice) -> str:
+    title, words = escape(choice.title), [escape(word) for word, _ in choice.options]
+    if choice.slider:
+        spoken = f'<output data-words="{escape(json.dumps(words))}">{words[choice.chosen]}</output>'
+        slider = f'<input type="range" name="{name}" max="{len(words) - 1}" value="{choice.chosen}" autocomplete="off">'
+        return f"<label>{title} {slider}{spoken}</label>\n"
+    options = "".join(
+        f'<option value="{i}"{" selected" if i == choice.chosen else ""}>{word}</option>'
+        for i, word in enumerate(words)
     )
-
-
-def _curves(comparison: Comparison, data: dict[str, Any]) -> str:
-    if "curves" not in data:
-        return ""
-    quantities = list(data["quantities"].items())
-    if {"train/loss", "val/loss"} <= set(data["quantities"]):
-        # Of many runs the training losses are a fog, and slow to draw: there they are the second choice.
-        quantities.insert(0, ("loss", "Loss, training and validation"))
-        if len(comparison.entries) > 40:
-            quantities.sort(key=lambda quantity: quantity[0] != "val/loss")
-    buttons = "".join(
-        f'<button type="button" aria-pressed="true" data-entry="{number}">{name_cell(entry.name, number)}</button>\n'
-        for number, entry in enumerate(comparison.entries)
-    )
-    return (
-        '<div class="controls">\n'
-        f'<label>Show <select id="quantity">{_options(quantities)}</select></label>\n'
-        f'<label>over <select id="axis">{_options(data["axes"].items(), comparison.align)}</select></label>\n'
-        '<label><input type="checkbox" id="log"> logarithmic</label>\n'
-        '<button type="button" class="plain" id="show-all">All runs</button>\n</div>\n'
-        f'<div class="legend" role="group" aria-label="Runs shown">\n{buttons}</div>\n'
-        f"{_plot('curves', 'Curves of the chosen quantity', '', data)}"
-        '<p class="muted controls">Click a name to hide or show its curve; double click, or Shift and Enter, to see it '
-        "alone.</p>\n"
-    )
-
-
-def _heat(data: dict[str, Any]) -> str:
-    if "heat" not in data:
-        return ""
-    figures = data["heat"]["figures"]
-    chosen = next((i for i, figure in enumerate(figures) if figure["key"] == data["heat"]["metric"]), 0)
-    options = _options([(i, figure["title"]) for i, figure in enumerate(figures)], chosen)
-    return (
-        f'<div class="controls"><label>Show <select id="figure">{options}</select></label></div>\n'
-        f"{_plot('heat', 'The chosen figure for each pair of swept values', '', data)}"
-        '<p class="muted">The stronger the colour, the better, where one direction is better; the best cell is framed.'
-        "</p>\n"
-    )
-
-
-def _clip(comparison: Comparison, data: dict[str, Any]) -> str:
-    rows, lines = [], []
-    for number, record in runs(comparison):
-        clip = as_dict(record.status.get("clip"))
-        if not clip:
-            continue
-        quantiles = as_dict(clip.get("quantiles"))
-        limit = record.config.get("clip.max_norm") if record.config.get("clip.kind", "norm") == "norm" else None
-        cells = [value_cell(limit), figure_cell(clip.get("share"), percent=True), figure_cell(clip.get("steps"))]
-        cells += [figure_cell(quantiles.get(q)) for q in ("50", "90", "99")]
-        rows.append(f'<tr><th scope="row">{name_cell(record.name, number)}</th>{"".join(cells)}</tr>\n')
-        for row in clip_table(record):
-            cells = [figure_cell(row.get("limit"), 4), figure_cell(row.get("share"), percent=True)]
-            cells += [figure_cell(row.get("coefficient"))]
-            lines.append(f'<tr><th scope="row">{name_cell(record.name, number)}</th>{"".join(cells)}</tr>\n')
-    if not rows:
-        return ""
-    heads = ("Run", "Limit", "Steps clipped", "Steps", "Norm: median", "90 %", "99 %")
-    elsewhere = (
-        '<h3>At other limits</h3>\n<p class="muted">From the norms that each run has seen, to first order: under '
-        "another limit it would have taken another path.</p>\n"
-        f"{_plot('clip', 'Share of steps that a limit would clip', '', data)}<details><summary>The figures</summary>\n"
-        f"{plain_table(('Run', 'Limit', 'Steps clipped', 'Mean coefficient'), lines, 'At other limits')}</details>\n"
-    )
-    return plain_table(heads, rows, "Clipping of each run") + (elsewhere if lines else "")
-
-
-def _noise(comparison: Comparison, data: dict[str, Any]) -> str:
-    rows = []
-    for number, record in runs(comparison):
-        noise = as_dict(record.status.get("noise"))
-        if not noise:
-            continue
-        cells = [figure_cell(record.facts.get("real_batch_size"))]
-        cells += [figure_cell(noise.get(key)) for key in ("noise_scale", "low", "high", "measurements")]
-        cells += [f'<td class="chips">{escape(str(noise.get("verdict") or ""))}</td>']
-        rows.append(f'<tr><th scope="row">{name_cell(record.name, number)}</th>{"".join(cells)}</tr>\n')
-    heads = ("Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict")
-    table = plain_table(heads, rows, "Noise scale of each run") if rows else ""
-    plot = _plot("noise", "Noise scale over training, with its band, against the real batch size", "", data)
-    about = (
-        '<p class="muted">In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains '
-        "nearly as well per token as a small one, one far above it wastes tokens.</p>\n"
-    )
-    return f"{about}{plot}{table}" if plot or table else ""
+    return f'<label>{title} <select name="{name}" autocomplete="off">{options}</select></label>\n'

@@ -1,184 +1,164 @@
-"""The tables of the page as HTML: the runs, what sets each apart, and where it ran. What is no figure is escaped."""
+"""The tables of the page as HTML. Whatever comes from a run is escaped."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from llmexp.compare.figures import setting
-from llmexp.compare.pagedata import ended, plain, runs
+from llmexp.compare.figures import setting, shown
+from llmexp.compare.numbers import with_interval
+from llmexp.compare.plotting import looks
 from llmexp.compare.records import Column, Comparison, Entry, Record
-from llmexp.compare.table import shown
+from llmexp.labels import short_keys
 
 # Of run.json: what tells one machine and installation from another. `versions` holds one entry a package.
 FACTS = (
     "device_name", "device", "world_size", "nnodes", "parallelism", "threads_per_rank", "precision", "loss_kernel",
     "commit", "data", "tokenizer",
 )  # fmt: skip
-STATES = ("queued", "running", "finished", "failed", "preempted", "cut", "infeasible")
+CLIP = ("Run", "Limit", "Steps clipped", "Steps", "Norm: median", "90 %", "99 %")
+ELSEWHERE = (
+    '<h3>At other limits</h3>\n<p class="muted">From the norms that each run has seen, to first order: under another '
+    "limit it would have taken another path.</p>\n"
+)
+NOISE = (
+    '<p class="muted">In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains nearly '
+    "as well per token as a small one, one far above it wastes tokens.</p>\n"
+)
 
 
-def counted(n: int, word: str) -> str:
-    return f"{n:,} {word}{'' if n == 1 else 's'}"
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], about: str, kind: str = "") -> str:
+    """A table that scrolls inside its own box, which the keyboard can reach; heads and cells are HTML."""
+    lines = [f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, *cells in rows]
+    head = "".join(f'<th scope="col">{title}</th>' for title in heads)
+    box = f'<div class="box" role="region" tabindex="0" aria-label="{escape(about)}">\n<table class="{kind}">\n'
+    return f"{box}<thead><tr>{head}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody></table>\n</div>\n" if lines else ""
 
 
-def _key(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    return f"<small>{escape(section)}</small>{_breakable(name)}" if section else _breakable(key)
+def cell(html: str, kind: str = "", value: Any = None) -> str:
+    """`value` is what the column is sorted by."""
+    data = "" if value is None else f' data-value="{escape(str(value))}"'
+    return f'<td class="{kind}"{data}>{html}</td>'
 
 
-def _state(state: str) -> str:
-    known = state if state in STATES else ""
-    return f'<span class="state {known}">{escape(state)}</span>'
-
-
-def name_cell(name: str, entry: int) -> str:
-    """A name with the colour of its curves; a long one is broken at its commas first."""
-    parts = "".join(f'<span class="part">{_breakable(part)}</span>' for part in re.findall(r"[^,]*,|[^,]+", name))
-    return f'<span class="name"><span class="swatch" data-entry="{entry}"></span><span>{parts}</span></span>'
-
-
-def _breakable(text: str) -> str:
-    return escape(text).replace("_", "_<wbr>")
-
-
-def _head(titles: Sequence[tuple[str, str]]) -> str:
-    """Column titles that sort: (html, attributes)."""
-    cells = "".join(f'<th scope="col" {more}><button type="button">{title}</button></th>' for title, more in titles)
-    return f"<thead><tr>{cells}</tr></thead>\n"
-
-
-def plain_table(heads: Sequence[str], rows: Iterable[str], label: str) -> str:
-    cells = "".join(f'<th scope="col">{head}</th>' for head in heads)
-    return box(f"<table>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody></table>", label)
-
-
-def figure_cell(value: Any, digits: int = 3, percent: bool = False) -> str:
+def number_cell(value: Any, digits: int = 3, percent: bool = False) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return '<td class="number"></td>'
-    return f'<td class="number">{f"{100 * value:.1f} %" if percent else shown(value, digits)}</td>'
+        return cell("", "number")
+    return cell(f"{100 * value:.1f} %" if percent else shown(value, digits), "number", value)
+
+
+def _setting(value: Any) -> str:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return cell(escape(setting(value)), "number" if numeric else "", setting(value))
+
+
+def runs(c: Comparison) -> Iterator[tuple[Entry, str, Record]]:
+    """Every run with its entry, and its name beside the colour of its curves."""
+    for entry, look in zip(c.entries, looks(c), strict=True):
+        for record in entry.runs:
+            words = entry.label if len(entry.runs) == 1 else record.name
+            yield entry, f'<span class="swatch" style="background:{look.colour}"></span> {escape(words)}', record
+
+
+def run_table(c: Comparison) -> str:
+    """A row an entry, best first, the leading one with a star: its standing, its settings and its figures."""
+    short = short_keys(c.differing)
+    columns = sorted(c.columns, key=lambda column: column.key != c.metric)
+    titles = [escape(column.title) for column in columns]
+    settings = [f'<abbr title="{escape(key)}">{escape(short[key])}</abbr>' for key in c.differing]
+    heads = ["Setting", "Standing", "Difference", *titles[:1], *settings, *titles[1:], "Runs", "State"]
+    rows = []
+    for e, look in zip(c.entries, looks(c), strict=True):
+        star = ' <b class="star">★</b>' if look.lead else ""
+        note = f'<small class="note">{escape(e.note)}</small>' if e.note else ""
+        first = f'<span class="swatch" style="background:{look.colour}"></span> {escape(e.label)}{star}{note}'
+        figures = [_figure(e, column) for column in columns]
+        values = [_setting(e.values[key]) if key in e.values else cell("") for key in c.differing]
+        state = cell(escape(e.state), "ok" if e.state == "finished" else "warn")
+        cells = [cell(escape(e.standing.mark)), _difference(e), *figures[:1], *values, *figures[1:]]
+        rows.append([first, *cells, number_cell(len(e.runs)), state])
+    return table([f'<button type="button">{head}</button>' for head in heads], rows, "Runs", "runs")
+
+
+def _difference(entry: Entry) -> str:
+    stands = entry.standing
+    if stands.difference is None:
+        return cell("", "number")
+    words = with_interval(abs(stands.difference), stands.half, 2)
+    sign = "+" if stands.difference > 0 else "−" if stands.difference < 0 else ""
+    return cell(f"{sign}{words} <small>{escape(stands.basis)}</small>", "number", stands.difference)
+
+
+def _figure(entry: Entry, column: Column) -> str:
+    value = entry.figures.get(column.key)
+    if value is None:
+        return cell("", "number")
+    low, high = entry.intervals.get(column.key, (0.0, 0.0))
+    return cell(with_interval(value, (high - low) / 2, column.digits), "number", value)
 
 
 def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def value_cell(value: Any) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f'<td{" class=number" if number else ""} data-value="{escape(plain(value))}">{escape(setting(value))}</td>'
-
-
-def _entry_cell(entry: Entry, column: Column, best: float | None) -> str:
-    value = entry.figures.get(column.key)
-    if value is None:
-        return '<td class="number" data-value=""></td>'
-    interval = entry.intervals.get(column.key)
-    text = shown(value, column.digits)
-    if interval is not None:
-        text += f' <small title="95 % interval">± {(interval[1] - interval[0]) / 2:.2g}</small>'
-    mark = " best" if value == best and ended(entry) else ""
-    return f'<td class="number{mark}" data-value="{value!r}">{text}</td>'
-
-
-def _best(comparison: Comparison, column: Column) -> float | None:
-    # What has not come to its end is not the fastest for having done the least.
-    found = [entry.figures[column.key] for entry in comparison.entries if column.key in entry.figures and ended(entry)]
-    if column.better not in ("lower", "higher") or len(set(found)) < 2:
-        return None
-    return min(found) if column.better == "lower" else max(found)
-
-
-def run_table(comparison: Comparison) -> str:
-    entries = comparison.entries
-    seeds = any(len(entry.runs) > 1 for entry in entries)
-
-    def column_head(column: Column) -> tuple[str, str]:
-        order = {"lower": "ascending", "higher": "descending"}.get(column.better, "none")
-        order = order if column.key == comparison.metric else "none"
-        return escape(column.title), f'class="number" aria-sort="{order}" data-better="{escape(column.better)}"'
-
-    titles = [("Run", 'aria-sort="none"'), ("State", 'aria-sort="none"')]
-    titles += [(_key(key), 'aria-sort="none"') for key in comparison.differing]
-    titles += [column_head(column) for column in comparison.columns]
-    titles += [("Seeds", 'class="number" aria-sort="none"')] if seeds else []
-    best = {column.key: _best(comparison, column) for column in comparison.columns}
-    rows = []
-    for number, entry in enumerate(entries):
-        note = f'<small class="note">{escape(entry.note)}</small>' if entry.note else ""
-        cells = [f'<th scope="row" data-value="{escape(entry.name)}">{name_cell(entry.name, number)}{note}</th>']
-        cells += [f"<td>{_state(entry.state)}</td>"]
-        cells += [value_cell(entry.values[k]) if k in entry.values else "<td></td>" for k in comparison.differing]
-        cells += [_entry_cell(entry, column, best[column.key]) for column in comparison.columns]
-        cells += [f'<td class="number">{len(entry.runs)}</td>'] if seeds else []
-        rows.append(f"<tr>{''.join(cells)}</tr>\n")
-    return box(f'<table class="runs">\n{_head(titles)}<tbody>\n{"".join(rows)}</tbody></table>', "Runs")
-
-
-def box(table: str, label: str) -> str:
-    """A table that scrolls inside its own box, which the keyboard can reach."""
-    return f'<div class="box" role="region" tabindex="0" aria-label="{escape(label)}">\n{table}\n</div>\n'
-
-
-def config_table(comparison: Comparison) -> str:
-    records = list(runs(comparison))
-    keys = list(dict.fromkeys(key for _, record in records for key in record.config))
-    texts = {k: [plain(r.config[k]) if k in r.config else None for _, r in records] for k in keys}
-    common = {key: values[0] for key, values in texts.items() if len(set(values)) == 1}
-    rows = []
-    for i, (number, record) in enumerate(records):
-        found = [(key, texts[key][i]) for key in keys if key not in common]
-        chips = " ".join(f"<code>{escape(k if v is None else f'{k}={v}')}</code>{_absent(v)}" for k, v in found)
-        if chips:
-            rows.append(
-                f'<tr><th scope="row">{name_cell(record.name, number)}</th><td class="chips">{chips}</td></tr>\n'
-            )
-    lines = [
-        f"<tr><td><code>{escape(k)}</code></td><td><code>{escape(str(v))}</code></td></tr>\n" for k, v in common.items()
-    ]
-    apart = plain_table(("Run", "What sets it apart"), rows, "Configuration of each run") if rows else ""
-    table = plain_table(("Key", "Value"), lines, "Common configuration") if lines else ""
-    what = (
-        f"{counted(len(common), 'key')} with the same value in all runs"
-        if len(records) > 1
-        else counted(len(common), "key")
-    )
-    return apart + (f"<details><summary>{what}</summary>\n{table}</details>\n" if table else "")
-
-
-def _absent(value: str | None) -> str:
-    return "<small>absent</small>" if value is None else ""
-
-
-def _facts(record: Record) -> dict[str, str]:
-    found = {key: plain(record.facts[key]) for key in FACTS if record.facts.get(key) is not None}
-    if record.status.get("host") is not None:
-        found["host"] = plain(record.status["host"])
-    return found | {key: plain(value) for key, value in as_dict(record.facts.get("versions")).items()}
-
-
-def environment_table(comparison: Comparison) -> str:
-    facts = [(record.name, _facts(record)) for _, record in runs(comparison)]
-    rows = []
-    for key in dict.fromkeys(key for _, found in facts for key in found):
-        holders: dict[str | None, list[str]] = {}
-        for name, found in facts:
-            holders.setdefault(found.get(key), []).append(name)
-        if len(holders) == 1:
-            rows.append(f"<tr><th scope='row'>{escape(key)}</th><td>{escape(str(next(iter(holders))))}</td></tr>\n")
+def clip_tables(c: Comparison) -> str:
+    """How often each run was clipped, and how often other limits would have."""
+    rows, others = [], []
+    for _, words, record in runs(c):
+        if not (clip := as_dict(record.status.get("clip"))):
             continue
-        values = "".join(
-            f"<div>{escape(value or '')}{_absent(value)} <small>{escape(_some(names))}</small></div>"
-            for value, names in holders.items()
-        )
-        rows.append(
-            f"<tr><th scope='row'>{escape(key)} <span class='differs'>differs</span></th><td>{values}</td></tr>\n"
-        )
-    return plain_table(("Fact", "Value"), rows, "Environment of the runs") if rows else ""
+        quantiles, found = as_dict(clip.get("quantiles")), clip.get("table")
+        limit = record.config.get("clip.max_norm") if record.config.get("clip.kind", "norm") == "norm" else None
+        cells = [_setting(limit), number_cell(clip.get("share"), percent=True), number_cell(clip.get("steps"))]
+        rows.append([words, *cells, *(number_cell(quantiles.get(q)) for q in ("50", "90", "99"))])
+        for row in map(as_dict, found if isinstance(found, list) else []):
+            cells = [number_cell(row.get("limit"), 4), number_cell(row.get("share"), percent=True)]
+            others.append([words, *cells, number_cell(row.get("coefficient"))])
+    elsewhere = table(("Run", "Limit", "Steps clipped", "Mean coefficient"), others, "At other limits")
+    return table(CLIP, rows, "Clipping of each run") + (ELSEWHERE + elsewhere if elsewhere else "")
+
+
+def noise_table(c: Comparison) -> str:
+    """The gradient noise scale of each run against its batch."""
+    rows = []
+    for _, words, record in runs(c):
+        if noise := as_dict(record.status.get("noise")):
+            cells = [number_cell(record.facts.get("real_batch_size"))]
+            cells += [number_cell(noise.get(key)) for key in ("noise_scale", "low", "high", "measurements")]
+            rows.append([words, *cells, cell(escape(str(noise.get("verdict") or "")), "words")])
+    heads = ("Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict")
+    return NOISE + table(heads, rows, "Noise scale of each run") if rows else ""
+
+
+def config_table(c: Comparison) -> str:
+    return _told_apart([(entry.label, record.config) for entry, _, record in runs(c)], "Configuration of the runs")
+
+
+def environment_table(c: Comparison) -> str:
+    found = []
+    for entry, _, record in runs(c):
+        facts = {key: record.facts.get(key) for key in FACTS} | {"host": record.status.get("host")}
+        facts |= as_dict(record.facts.get("versions"))
+        found.append((entry.label, {key: value for key, value in facts.items() if value is not None}))
+    return _told_apart(found, "Environment of the runs")
+
+
+def _told_apart(found: Sequence[tuple[str, Mapping[str, Any]]], about: str) -> str:
+    """A row a key: its value, or its values and which runs have them; those that differ come first."""
+    differing, alike = [], []
+    for key in dict.fromkeys(key for _, facts in found for key in facts):
+        holders: dict[str, list[str]] = {}
+        for who, facts in found:
+            holders.setdefault(setting(facts[key]) if key in facts else "absent", []).append(who)
+        if len(holders) == 1:
+            alike.append([escape(key), cell(escape(next(iter(holders))), "words")])
+            continue
+        values = [f"<div>{escape(v)} <small>({escape(_some(names))})</small></div>" for v, names in holders.items()]
+        differing.append([f'{escape(key)} <b class="warn">differs</b>', cell("".join(values), "words")])
+    return table(("Key", "Value"), [*differing, *alike], about)
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-    return f"({', '.join(names[:3] if more else names)}{more})"
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -308,11 +308,11 @@ def report(current: Current, ledger: Ledger) -> list[str]:
     from llmexp.compare import reading, table, throughput
     from llmexp.compare.command import columns
     from llmexp.compare.comparing import compare
-    from llmexp.compare.page import page
+    from llmexp.compare.page import write_beside
 
     if current.settings.report == "throughput":
         text = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
         return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
     comparison = compare([ledger.path], negligible=current.settings.negligible)
-    folder.write_whole(ledger.path / "compare.html", page(comparison))
-    return [*table.lines(comparison, columns()), f"page   {ledger.path / 'compare.html'}"]
+    written = write_beside(comparison, ledger.path)
+    return [*table.lines(comparison, columns()), f"page   {written}"]

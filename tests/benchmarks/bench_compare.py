@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_compare.py [--runs 200] [--rows 10000] [--no-page] [--keep FOLDER]
 
 Makes the runs (each row as a training writes it: 22 keys, 620 bytes; an evaluation every 100 rows), then starts the
-command as a user does. Goals: 200 runs x 10,000 rows in under 10 s, the page under 20 MB.
+command as a user does. Goals: 200 runs x 10,000 rows in under 10 s, the page under 12 MB.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Column, Comparison, Entry, Record
+from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
 
 COLUMNS = (
     Column("final val/loss", "Final val loss", "lower"),
@@ -93,6 +94,12 @@ def comparison(entries: list[Entry], **more: Any) -> Comparison:
         entries=tuple(entries), differing=differing, columns=columns, metric="final val/loss", align="tokens",
         align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
     )  # fmt: skip
+    judged = [e for e in entries if e.state == "finished" and "final val/loss" in e.figures]
+    marks = {id(e): Standing("worse", 0.0173 * i) if i else Standing("best") for i, e in enumerate(judged)}
+    marked = [
+        replace(e, standing=marks[id(e)] if len(judged) > 1 else Standing("")) if id(e) in marks else e for e in entries
+    ]
+    fields["entries"] = tuple(e if e.label else replace(e, label=e.name) for e in marked)
     headline, *notes = more.pop("sentences", sentences) or ("",)
     return Comparison(**fields | {"headline": headline, "notes": tuple(notes)} | more)
 

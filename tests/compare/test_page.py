@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import re
 import shutil
@@ -15,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.compare.page import page
-from llmexp.compare.pagedata import POINTS, chart_data
-from llmexp.compare.records import Comparison
-from llmexp.compare.table import shown
+from llmexp.compare.curves import smooth
+from llmexp.compare.figures import shown
+from llmexp.compare.numbers import with_interval
+from llmexp.compare.page import LIBRARY, page, write_beside
+from llmexp.compare.plot_settings import scale
+from llmexp.compare.plot_training import AXES, POINTS, SMOOTHING, USUAL
+from llmexp.compare.records import Comparison, Standing
+from llmexp.labels import label
 from tests.compare.made import comparison, entry, grid
 
-ACCUMULATION, CLIP = "batch__gradient_accumulation_steps", "clip__max_norm"
+ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"
 FOUR_BY_THREE = {ACCUMULATION: [1, 2, 4, 8], CLIP: [0.5, 1.0, 2.0]}
 EVIL = """</script><img src=x onerror="document.title='owned'">&amp;<b>"""
 
@@ -30,14 +33,19 @@ def array(packed: dict[str, str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(packed["bdata"]), dtype="<" + packed["dtype"]).astype(float)
 
 
-def embedded(html: str, name: str) -> str:
-    found = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', html)
+def figures(html: str) -> dict[str, Any]:
+    """What the page draws, by the name of the figure."""
+    found = re.search(r'<script type="application/json" id="data">([^<]*)</script>', html)
     assert found
-    return gzip.decompress(base64.b64decode(found.group(1))).decode()
+    return json.loads(found.group(1))["figures"]
+
+
+def labelled(made: Comparison) -> Comparison:
+    return replace(made, entries=tuple(replace(e, label=label(e.values)) for e in made.entries))
 
 
 class Outline(HTMLParser):
-    """Headings, tags, attributes that could load something, and text outside of scripts and styles."""
+    """Tags with their attributes, and text outside of scripts and styles."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -62,17 +70,20 @@ def test_the_assets_are_in_the_package():
     assert {"page.css", "page.js"} <= {f.name for f in files("llmexp.compare").iterdir()}
 
 
-def test_nothing_is_fetched_and_no_script_but_its_own_may_run():
-    html = page(comparison(grid(n=30, **FOUR_BY_THREE)))
-    outline = Outline(html)
-    loads = [v for _, a in outline.tags for k, v in a.items() if k in ("src", "href", "srcset", "action", "data")]
-    assert all(v is not None and v.startswith(("#", "data:,")) for v in loads)
-    policy = next(a["content"] for t, a in outline.tags if t == "meta" and a.get("http-equiv"))
-    assert policy is not None
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe-inline" not in policy.split("style-src")[0]
-    assert "unsafe-eval" not in policy
-    assert "http" not in policy
+def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
+    made = comparison(grid(n=30, **FOUR_BY_THREE))
+    written = write_beside(made, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"compare.html", LIBRARY}
+    for html, allowed in ((page(made), ()), (written.read_text(encoding="utf-8"), (LIBRARY,))):
+        outline = Outline(html)
+        loads = [v for _, a in outline.tags for k, v in a.items() if k in ("src", "href", "srcset", "action", "data")]
+        assert all(v is not None and v.startswith(("#", "data:,", *allowed)) for v in loads)
+        policy = next(a["content"] for t, a in outline.tags if t == "meta" and a.get("http-equiv"))
+        assert policy is not None
+        assert policy.startswith("default-src 'none'; script-src 'sha256-")
+        assert "unsafe-inline" not in policy.split("style-src")[0]
+        assert "unsafe-eval" not in policy
+        assert "http" not in policy
 
 
 def test_the_title_names_the_sweep_where_all_runs_are_of_it():
@@ -83,25 +94,26 @@ def test_the_title_names_the_sweep_where_all_runs_are_of_it():
     assert "<h1>2 runs</h1>" in page(replace(made, entries=(first, alone)))
 
 
-def test_what_broke_off_is_never_the_best():
-    entries = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
-    broken = replace(entries[0], runs=(replace(entries[0].runs[0], state="cut"),), state="cut")
-    html = page(comparison([broken, *entries[1:]]))
-    rate = [shown(e.figures["mean tokens_per_sec"], 4) for e in entries]
-    assert rate[0] > rate[1] > rate[2]
-    assert re.findall(r'class="number best" data-value="[^"]*">([^<]*)<', html).count(rate[1]) == 1
-    assert f'best" data-value="{entries[0].figures["mean tokens_per_sec"]!r}"' not in html
+def test_the_answer_is_the_comparisons_own():
+    first, second = grid(n=20, **{CLIP: [0.5, 1.0]})
+    second = replace(second, standing=Standing("undecided", 0.0173, 0.0046, "3 seeds"))
+    made = comparison([first, second], headline="clip=0.5 leads.", notes=("Budgets differ.",), why=("A.",))
+    made = replace(made, entries=(replace(made.entries[0], standing=Standing("lowest")), second))
+    html = page(made)
+    answer = html[html.index('class="answer"') : html.index("</section>")]
+    assert re.findall(r"<p[^>]*>([^<]*)</p>", answer) == ["clip=0.5 leads.", "Budgets differ.", "A."]
+    assert answer.index("<details>") < answer.index("A.")
+    _, *rows = re.findall(r"<tr>.*?</tr>", html[html.index('class="runs"') :])[:3]
+    assert ["★" in row for row in rows] == [True, False]
+    assert ">lowest<" in rows[0]
+    assert ">undecided<" in rows[1]
+    assert "+0.0173 ± 0.0046 <small>3 seeds" in rows[1]
 
 
-def test_only_what_has_ended_is_marked_best_and_nothing_where_all_are_alike():
-    first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
-    going = replace(first, runs=(replace(first.runs[0], state="preempted"),), state="preempted")
-    alike = {e.name: e.figures | {"peak_memory_gib": 11.25} for e in (going, second, third)}
-    html = page(comparison([replace(e, figures=alike[e.name]) for e in (going, second, third)]))
-    marked = [float(v) for v in re.findall(r'class="number best" data-value="([^"]*)"', html)]
-    assert second.figures["final val/loss"] in marked
-    assert first.figures["final val/loss"] not in marked
-    assert 11.25 not in marked
+def test_nothing_has_a_star_where_the_answer_names_no_leader():
+    made = comparison(grid(n=20, **FOUR_BY_THREE))
+    assert "★" in page(made)
+    assert "★" not in page(replace(made, entries=tuple(replace(e, standing=Standing("")) for e in made.entries)))
 
 
 def test_why_a_run_failed_stands_under_its_name_and_long_values_are_short():
@@ -110,11 +122,10 @@ def test_why_a_run_failed_stands_under_its_name_and_long_values_are_short():
     html = page(comparison([entry(0, {"optimizer.lr": 0.25}), broken]))
     (row,) = [r for r in re.findall(r"<tr>.*?</tr>", html) if "SIGKILL" in r]
     assert "SIGKILL" in row.partition("</th>")[0]
-    assert f'data-value="{long!r}">0.0123457<' in row
-    axes = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[1e-4, long])))["parallel"]["axes"]
-    assert [label for _, label in axes[2]["ticks"]] == ["0.0001", "0.0123457"]
-    near = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[long, long + 1e-12])))["parallel"]["axes"]
-    assert len({label for _, label in near[2]["ticks"]}) == 2  # they still look different
+    assert ">0.0123457<" in row
+    assert scale(grid(n=20, **{RATE: [1e-4, long]}), "optimizer.lr").labels == ("0.0001", "0.0123457")
+    near = scale(grid(n=20, **{RATE: [long, long + 1e-12]}), "optimizer.lr").labels
+    assert len(set(near)) == 2  # they still look different
 
 
 def test_the_same_comparison_gives_the_same_bytes():
@@ -125,13 +136,11 @@ def test_the_same_comparison_gives_the_same_bytes():
 def test_parts_without_data_are_absent():
     bare = replace(entry(0, {}).runs[0], columns={"step": np.zeros(0)}, status={}, facts={}, config={})
     alone = replace(entry(0, {}), runs=(bare,), figures={})
-    html = page(comparison([alone], columns=(), sentences=(), align_at=None))
-    assert re.findall(r"<h2 id=\"(\w+)\"", html) == ["table"]
-    assert 'id="plotly"' not in html
-    assert "default-src 'none'" in html
+    parts = r'<(?:section|details class="part") id="([\w-]+)"'
+    assert re.findall(parts, page(comparison([alone], columns=(), headline="", notes=(), align_at=None))) == ["table"]
     whole = page(comparison(grid(n=30, **FOUR_BY_THREE), problems=("x: no run",)))
-    expected = ["answer", "table", "curves", "heat", "clip", "noise", "config", "environment", "problems"]
-    assert re.findall(r"<h2 id=\"(\w+)\"", whole) == expected
+    expected = ["losses", "settings", "table", "other-curves", "clip", "noise", "config", "environment", "problems"]
+    assert re.findall(parts, whole) == expected
 
 
 def test_a_comparison_of_nothing_is_a_page():
@@ -149,83 +158,175 @@ def test_what_comes_from_runs_is_text():
         facts=record.facts | {"commit": EVIL, "versions": {EVIL: EVIL}},
         status=record.status | {"host": EVIL, "noise": {"verdict": EVIL}},
     )  # fmt: skip
-    first = replace(entry(0, {"clip.max_norm": EVIL}), name=EVIL, runs=(evil,), note=EVIL, state=EVIL)
-    html = page(comparison([first, entry(1, {"clip.max_norm": 1.0})], sentences=(EVIL,), problems=(EVIL,), metric=EVIL))
+    standing = Standing(EVIL, 0.5, 0.1, EVIL)
+    words = dict(name=EVIL, label=EVIL, note=EVIL, state=EVIL)
+    first = replace(entry(0, {"clip.max_norm": EVIL}), runs=(evil,), standing=standing, **words)
+    more = dict(problems=(EVIL,), metric=EVIL, headline=EVIL, notes=(EVIL,), why=(EVIL,))
+    html = page(comparison([first, entry(1, {"clip.max_norm": 1.0})], **more))
     outline = Outline(html)
-    assert not [a for t, a in outline.tags if t in ("img", "b")]
-    assert outline.text().count("onerror=") >= 8
+    assert not [a for t, a in outline.tags if t == "img"]
+    assert outline.text().count("onerror=") >= 10
     assert html.count("<script") == html.count("</script>") == 3
 
 
-def test_curves_keep_their_spikes_their_evaluations_and_their_precision():
+def test_curves_keep_their_spikes_and_their_evaluations():
     made = comparison([entry(0, {}, n=10_000)])
     columns = made.entries[0].runs[0].columns
     columns["train/loss"][6_543] = 77.25
-    curves = chart_data(made)["curves"]
-    (train,), (val,) = curves["train/loss"], curves["val/loss"]
-    y = array(train["y"])
+    drawn = figures(page(made))["losses"]
+    raw, smoothed, val = drawn["figure"]["data"][:3]
+    y = array(raw["y"])
     assert len(y) <= POINTS
     assert y.max() == 77.25
-    at = int(array(train["steps"])[y.argmax()])
-    assert at == columns["step"][6_543]
-    # Counts are stored as float64, so exactly; the seconds as float32: 2^-24 of their size.
-    assert array(train["tokens"])[y.argmax()] == columns["tokens_seen"][6_543]
+    places = [update[0]["x"] for update in drawn["choices"]["axis"]]
+    assert len(places) == len(AXES)
+    steps = array(places[1][0])
+    assert steps[y.argmax()] == columns["step"][6_543]
     seconds = sum(10 * t for t in columns["step_time"][: 6_543 + 1])
-    assert array(train["time"])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
-    evaluated = np.isfinite(columns["val/loss"])
-    assert array(val["steps"]).tolist() == columns["step"][evaluated].tolist()
-    assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated], rel=2**-23)
+    assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)  # float32: 2^-24 of its size
+    # Each level of the slider is the plain mean around the row; the page begins with the usual one.
+    levels = drawn["choices"]["smoothing"]
+    assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))
+    at = int(np.flatnonzero(columns["step"] == steps[300])[0])
+    for share, level in zip(SMOOTHING, levels, strict=True):
+        reach = int(share * 10_000) // 2
+        around = columns["train/loss"][max(0, at - reach) : at + reach + 1]
+        assert array(level[0]["y"][0])[300] == pytest.approx(around.mean(), rel=1e-6)
+    evaluated = np.flatnonzero(np.isfinite(columns["val/loss"]))
+    kept = np.isin(columns["step"][evaluated], array(places[1][2]))
+    assert len(array(val["y"])) == kept.sum() <= POINTS
+    assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated][kept], rel=2**-23)
+
+
+def test_smoothing_neither_lags_nor_invents():
+    line = np.arange(100.0)[None]
+    assert smooth(line, 0.1)[0, 10:90] == pytest.approx(line[0, 10:90])
+    noise = np.random.default_rng(0).standard_normal((2, 50))
+    assert smooth(noise, 0.0) == pytest.approx(noise)
+    assert smooth(noise, 0.4).max() <= noise.max()
+
+
+def test_a_band_spans_the_seeds():
+    made = comparison(grid(n=40, seeds=3, **{CLIP: [0.5, 1.0]}))
+    drawn = figures(page(made))["losses"]
+    band = next(
+        t for t in drawn["figure"]["data"] if t.get("fill") == "toself" and len(array(t["y"])) < 20
+    )  # validation
+    high, low = np.split(array(band["y"]), 2)
+    seeds = np.stack([r.columns["val/loss"] for r in made.entries[0].runs])
+    evaluated = np.isfinite(seeds[0])
+    assert high == pytest.approx(seeds[:, evaluated].max(axis=0), rel=1e-6)
+    assert low[::-1] == pytest.approx(seeds[:, evaluated].min(axis=0), rel=1e-6)
+
+
+def test_the_pointer_tells_the_last_evaluation_and_none_before_the_first():
+    made = comparison([entry(0, {}, n=30)])
+    columns = made.entries[0].runs[0].columns
+    _, smoothed, *_ = figures(page(made))["losses"]["figure"]["data"]
+    assert smoothed["customdata"][8] == ""  # the first evaluation is that of the tenth row
+    assert smoothed["customdata"][15] == f", val {columns['val/loss'][9]:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "kind"),
+    [
+        ("optimizer.lr", [1e-3, 2e-3], "log"),
+        ("batch.gradient_accumulation_steps", [1, 2, 4, 8], "log"),
+        ("batch.micro_batch_size", [8, 16, 24, 32], "linear"),
+        ("model.dropout", [0.0, 0.1, 0.2], "linear"),
+        ("clip.max_norm", [None, 0.5], "category"),
+        ("optimizer.nesterov", [False, True], "category"),
+    ],
+)
+def test_an_axis_is_logarithmic_for_rates_and_for_factors(key, values, kind):
+    assert scale([entry(i, {key: v}, n=20) for i, v in enumerate(values)], key).kind == kind
+
+
+def test_each_swept_number_has_its_figure_with_the_intervals_of_the_seeds():
+    made = comparison(grid(n=20, seeds=3, **{RATE: [1e-4, 1e-3, 1e-2], CLIP: [0.5, 1.0]}, model__kind=["a", "b"]))
+    drawn = figures(page(made))
+    assert [name for name in drawn if name.startswith("over")] == ["over optimizer.lr", "over clip.max_norm"]
+    traces = drawn["over optimizer.lr"]["figure"]["data"]
+    assert {t["name"] for t in traces} == {"clip=0.5 kind=a", "clip=0.5 kind=b", "clip=1.0 kind=a", "clip=1.0 kind=b"}
+    points = {(x, y): half for t in traces for x, y, half in zip(t["x"], t["y"], t["error_y"]["array"], strict=True)}
+    for e in made.entries:
+        low, high = e.intervals["final val/loss"]
+        assert points[e.values["optimizer.lr"], e.figures["final val/loss"]] == pytest.approx((high - low) / 2)
+    assert sum(t["marker"]["symbol"].count("star") for t in traces) == 1
 
 
 def test_the_heat_map_has_each_figure_in_its_place():
     made = comparison(grid(n=20, **FOUR_BY_THREE)[::-1])
-    heat = chart_data(made)["heat"]
-    assert (heat["x"]["title"], heat["x"]["levels"]) == ("batch.gradient_accumulation_steps", ["1", "2", "4", "8"])
-    assert (heat["y"]["title"], heat["y"]["levels"]) == ("clip.max_norm", ["0.5", "1.0", "2.0"])
-    figure = next(f for f in heat["figures"] if f["key"] == "final val/loss")
+    drawn = figures(page(made))["map batch.gradient_accumulation_steps and clip.max_norm"]
+    layout, trace = drawn["figure"]["layout"], drawn["figure"]["data"][0]
+    assert (layout["xaxis"]["ticktext"], layout["yaxis"]["ticktext"]) == (["1", "2", "4", "8"], ["0.5", "1.0", "2.0"])
     for e in made.entries:
-        x = heat["x"]["levels"].index(str(e.values["batch.gradient_accumulation_steps"]))
-        y = heat["y"]["levels"].index(str(e.values["clip.max_norm"]))
-        assert figure["z"][y][x] == e.figures["final val/loss"]
+        x, y = (
+            [1, 2, 4, 8].index(e.values["batch.gradient_accumulation_steps"]),
+            [0.5, 1.0, 2.0].index(e.values["clip.max_norm"]),
+        )
+        assert trace["z"][y][x] == e.figures["final val/loss"]
+        assert trace["text"][y][x].endswith(shown(e.figures["final val/loss"], 4))
+        assert ("★" in trace["text"][y][x]) == (e is made.entries[0])
+    rates = drawn["choices"]["figure"][[c.key for c in made.columns].index("mean tokens_per_sec")]
+    assert rates[1] == {"coloraxis.reversescale": False}  # more is better
+    assert not any("★" in words for row in rates[0]["text"][0] for words in row)
 
 
-def test_the_framed_cell_is_of_a_run_that_counts_and_of_two_in_a_cell_the_better_stays():
+def test_of_two_in_a_cell_the_better_stays_and_what_broke_off_is_in_the_map_but_in_no_line():
     entries = grid(n=20, **FOUR_BY_THREE)  # the best one first
-    for change in (dict(state="failed"), dict(rung=0.5), dict(lost="says finished at step 9, but its rows end at 4")):
-        out = replace(entries[0], runs=(replace(entries[0].runs[0], **change),))
-        again = replace(entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()})
-        heat = chart_data(comparison([*entries[1:], again, out]))["heat"]
-        figure = next(f for f in heat["figures"] if f["key"] == "final val/loss")
-        x = heat["x"]["levels"].index(str(entries[1].values["batch.gradient_accumulation_steps"]))
-        y = heat["y"]["levels"].index(str(entries[1].values["clip.max_norm"]))
-        assert figure["best"] == [[y, x]]
-        assert figure["z"][y][x] == entries[1].figures["final val/loss"]
-        assert min(min(row) for row in figure["z"]) == entries[0].figures["final val/loss"]  # it is still shown
-    without = next(f for f in heat["figures"] if f["key"] == "tokens_seen")
-    assert without["best"] == []  # neither more nor less is better
+    broken = replace(entries[0], standing=Standing("failed"), state="failed")
+    again = replace(entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()})
+    drawn = figures(page(comparison([*entries[1:], again, broken])))
+    trace = next(f for name, f in drawn.items() if name.startswith("map"))["figure"]["data"][0]
+    (star,) = [(y, x) for y, row in enumerate(trace["text"]) for x, words in enumerate(row) if "★" in words]
+    assert star == (1, 0)
+    assert trace["z"][1][0] == entries[1].figures["final val/loss"]
+    assert trace["text"][0][0] == f"{shown(entries[0].figures['final val/loss'], 4)}<br>failed"
+    lines = [y for t in drawn["over clip.max_norm"]["figure"]["data"] for y in t["y"]]
+    assert entries[0].figures["final val/loss"] not in lines
+    assert len(lines) == len(entries)
 
 
-def test_more_than_two_keys_are_parallel_coordinates_from_end_to_end():
-    data = chart_data(comparison(grid(n=20, **FOUR_BY_THREE, optimizer__lr=[1e-4, 1e-3])))
-    assert "heat" not in data
-    assert [axis["title"] for axis in data["parallel"]["axes"]][2:] == ["optimizer.lr", "Final val loss"]
-    for axis in data["parallel"]["axes"]:
-        assert (min(axis["places"]), max(axis["places"])) == (0.0, 1.0)
-        assert all(0 <= place <= 1 for place, _ in axis["ticks"])
+def test_three_keys_are_parallel_coordinates_from_end_to_end_and_a_map_a_pair():
+    drawn = figures(page(comparison(grid(n=20, **FOUR_BY_THREE, **{RATE: [1e-4, 1e-3]}))))
+    assert sum(name.startswith("map") for name in drawn) == 3
+    assert "parallel" not in figures(page(comparison(grid(n=20, **FOUR_BY_THREE))))
+    places = np.array([t["x"] for t in drawn["parallel"]["figure"]["data"]])
+    assert places.shape == (24, 4)
+    assert places.min(axis=0).tolist() == [0.0] * 4
+    assert places.max(axis=0).tolist() == [1.0] * 4
 
 
-def test_two_hundred_long_runs_are_a_page_under_20_megabytes():
+@pytest.mark.parametrize(
+    ("value", "half", "digits", "text"),
+    [
+        (1500.0, 0.0, 4, "1,500"),
+        (34_534.0, 39_144.0, 4, "35,000 ± 39,000"),
+        (2.56441, 0.011234, 5, "2.564 ± 0.011"),
+        (2.56441, 0.00000012, 5, "2.5644"),
+        (2.56441, 0.00006, 5, "2.56441 ± 0.00006"),
+        (183_201.3, 450.0, 4, "183,200 ± 450"),
+        (0.0, 0.0023, 2, "0.0000 ± 0.0023"),
+        (2.5, None, 4, "2.500"),
+    ],
+)
+def test_a_figure_has_as_many_digits_as_its_interval_bears(value, half, digits, text):
+    assert with_interval(value, half, digits) == text
+
+
+def test_two_hundred_long_runs_are_a_page_of_some_megabytes():
     one = entry(0, {}, n=10_000).runs[0]
     entries = []
-    for i in range(200):  # the values differ, so that nothing is packed away as a repetition
+    for i in range(200):
         e = entry(i, {"optimizer.lr": 1e-4 * (i + 1)}, n=20)
         noise = np.random.default_rng(i).standard_normal(10_000)
         noisy = {k: v * (1 + 1e-3 * noise) if k in ("train/loss", "grad_norm", "step_time", "tokens_per_sec") else v
                  for k, v in one.columns.items()}  # fmt: skip
         entries.append(replace(e, runs=(replace(e.runs[0], columns=noisy),)))
-    html = page(comparison(entries))
-    assert len(html.encode()) < 20e6
-    assert len(json.loads(embedded(html, "data"))["curves"]["train/loss"]) == 200
+    html = page(comparison(entries), inline=False)
+    assert len(html.encode()) < 10e6
+    assert len([t for t in figures(html)["losses"]["figure"]["data"] if "legendgroup" in t]) == 200 * 3
 
 
 # In the browser
@@ -250,15 +351,17 @@ def show(browser, tmp_path):
     wrong: list[str] = []
     contexts = []
 
-    def opened(made: Comparison, width: int = 1280, scheme: str = "light") -> Any:
-        (tmp_path / "page.html").write_text(page(made), encoding="utf-8")
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def opened(made: Comparison, width: int = 1280, scheme: str = "light", beside: bool = False) -> Any:
+        where = write_beside(made, tmp_path) if beside else tmp_path / "page.html"
+        if not beside:
+            where.write_text(page(made), encoding="utf-8")
+        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else wrong.append(r.url))
-        tab.goto((tmp_path / "page.html").as_uri())
+        tab.goto(where.as_uri())
         tab.wait_for_selector("html[data-ready]", timeout=60_000)
         return tab
 
@@ -268,11 +371,13 @@ def show(browser, tmp_path):
     assert wrong == []
 
 
-def drawn(tab: Any, plot: str = "curves-plot") -> list[dict[str, Any]]:
+PLOT = "figure[data-plot=losses] .plot"
+
+
+def drawn(tab: Any, plot: str = PLOT) -> list[dict[str, Any]]:
     """The traces of a plot as Plotly has them."""
-    script = (
-        "id => document.getElementById(id)._fullData.map(t => ({name: t.name, mode: t.mode, x: Array.from(t.x ?? [])}))"
-    )
+    script = """p => document.querySelector(p)._fullData.map(
+        t => ({group: t.legendgroup, visible: t.visible, x: Array.from(t.x ?? []), y: Array.from(t.y ?? [])}))"""
     return tab.evaluate(script, plot)
 
 
@@ -284,134 +389,160 @@ def test_sorting_by_click_and_by_keyboard(show):
     entries = grid(n=30, **FOUR_BY_THREE)
     entries[2] = entry(2, entries[2].values, n=30, state="failed")  # without a figure
     tab = show(comparison(entries))
-    heads = tab.eval_on_selector_all(
-        ".runs th[aria-sort]", "hs => hs.map(h => h.innerText.replace(/\\s+/g, ' ').trim())"
-    )
+    buttons = tab.locator(".runs th button")
+    heads = buttons.all_inner_texts()
     loss, rate = heads.index("Final val loss"), heads.index("Tokens/s")
-    head = tab.locator(".runs thead th").nth(loss)
-    assert head.get_attribute("aria-sort") == "ascending"  # as it comes
-    head.click(position={"x": 2, "y": 2})  # beside its words
-    assert head.get_attribute("aria-sort") == "descending"
-    figures = column(tab, loss)
-    assert figures[-1] == ""  # what is unknown stays last, whichever the direction
+    buttons.nth(loss).click()
     known = [e.figures["final val/loss"] for e in entries if "final val/loss" in e.figures]
-    assert figures[:-1] == [shown(f, 4) for f in sorted(known, reverse=True)]
-    tab.locator(".runs thead th").nth(rate).locator("button").focus()
+    assert column(tab, loss) == [*(shown(f, 4) for f in sorted(known)), ""]
+    buttons.nth(loss).click()
+    assert column(tab, loss) == [*(shown(f, 4) for f in sorted(known, reverse=True)), ""]  # the unknown stays last
+    buttons.nth(rate).focus()
     tab.keyboard.press("Enter")
-    assert head.get_attribute("aria-sort") == "none"
-    assert tab.locator(".runs thead th").nth(rate).get_attribute("aria-sort") == "descending"  # higher is better
     rates = [float(r.replace(",", "")) for r in column(tab, rate) if r]
-    assert rates == sorted(rates, reverse=True)
-    tab.keyboard.press("Space")
-    assert [float(r.replace(",", "")) for r in column(tab, rate) if r] == sorted(rates)
-    assert column(tab, rate)[-1] == ""
+    assert rates == sorted(rates)
 
 
-def test_the_legend_toggles_and_isolates(show):
-    made = comparison(grid(n=30, **FOUR_BY_THREE))
+def test_the_legend_hides_and_shows_alone(show):
+    made = labelled(comparison(grid(n=30, **{CLIP: [0.5, 1.0], ACCUMULATION: [1, 2]})))
     tab = show(made)
-    buttons = tab.locator(".legend button")
     names = [e.name for e in made.entries]
+    items = tab.locator(f"{PLOT} .legend .legendtoggle")
 
-    def shown() -> set[str]:
-        return {t["name"] for t in drawn(tab)}
+    def groups() -> set[str]:
+        return {t["group"] for t in drawn(tab) if t["visible"] is True and t["group"]}
 
-    assert shown() == set(names)
-    buttons.nth(3).click()
-    assert buttons.nth(3).get_attribute("aria-pressed") == "false"
-    assert shown() == set(names) - {names[3]}
-    buttons.nth(3).focus()
-    tab.keyboard.press("Enter")
-    assert shown() == set(names)
-    buttons.nth(5).dblclick()
-    assert shown() == {names[5]}
-    assert tab.locator(".legend button[aria-pressed=true]").count() == 1
-    buttons.nth(5).dblclick()
-    assert shown() == set(names)
-    buttons.nth(2).focus()
-    tab.keyboard.press("Shift+Enter")
-    assert shown() == {names[2]}
-    tab.click("#show-all")
-    assert shown() == set(names)
+    keys = tab.locator(f"{PLOT} .legend2text").all_text_contents()
+    assert keys == ["validation", "train, smoothed", "train, each row", "compared here"]
+    titles = tab.locator(f"{PLOT} .legend .legendtext").all_text_contents()
+    assert titles == ["★ clip=0.5 accum=1", *(e.label for e in made.entries[1:])]
+    assert groups() == set(names)
+    items.nth(2).click()
+    tab.wait_for_function("p => document.querySelector(p)._fullData.some(t => t.visible === 'legendonly')", arg=PLOT)
+    assert groups() == set(names) - {names[2]}
+    items.nth(1).dblclick()
+    tab.wait_for_timeout(600)
+    assert groups() == {names[1]}
 
 
-def test_quantity_axis_and_scale_can_be_chosen(show):
-    made = comparison(grid(n=30, **{CLIP: [0.5, 1.0]}))
+def test_slider_axis_and_range_change_what_is_drawn(show):
+    made = comparison(grid(n=200, **{CLIP: [0.5, 1.0]}))
     tab = show(made)
     columns = made.entries[0].runs[0].columns
-    assert len(drawn(tab)) == 4  # training and validation of both
-    tab.select_option("#quantity", "grad_norm")
-    tab.select_option("#axis", "steps")
-    assert [t["x"] for t in drawn(tab)] == [columns["step"].tolist()] * 2
-    tab.select_option("#axis", "time")
-    seconds = np.cumsum(10 * columns["step_time"])
-    assert drawn(tab)[-1]["x"] == pytest.approx(seconds.tolist(), rel=2**-23)  # held as float32
-    tab.check("#log")
-    assert tab.evaluate("document.getElementById('curves-plot').layout.yaxis.type") == "log"
-    tab.select_option("#quantity", "val/loss")
-    assert {t["mode"] for t in drawn(tab)} == {"lines+markers"}
+    slider = tab.locator("[name=smoothing]")
+    assert tab.locator("output").inner_text() == "5% of the rows"
+    assert np.ptp(np.diff(drawn(tab)[1]["y"])) < 0.5 * np.ptp(np.diff(drawn(tab)[0]["y"]))
+    slider.focus()
+    tab.keyboard.press("Home")
+    assert tab.locator("output").inner_text() == "none"
+    assert drawn(tab)[1]["y"] == pytest.approx(columns["train/loss"].tolist(), rel=1e-6)
+    tab.keyboard.press("End")
+    assert drawn(tab)[1]["y"] == pytest.approx(smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6)
+    tab.select_option("[name=axis]", label="Steps")
+    assert drawn(tab)[0]["x"] == columns["step"].tolist()
+    assert drawn(tab)[1]["y"] == pytest.approx(smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6)
+    top = f"document.querySelector('{PLOT}')._fullLayout.yaxis.range[1]"
+    assert tab.evaluate(top) < columns["train/loss"].max() - 0.5
+    tab.select_option("[name=range]", label="all")
+    assert tab.evaluate(top) > columns["train/loss"].max()
+    tab.select_option("[name=range]", label="logarithmic")
+    assert tab.evaluate(f"document.querySelector('{PLOT}')._fullLayout.yaxis.type") == "log"
+    tab.click("text=Other curves")
+    tab.select_option("[name=quantity]", label="Learning rate")
+    assert drawn(tab, "figure[data-plot=others] .plot")[0]["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
 
 
-def test_ticks_of_logarithmic_axes_are_whole_values(show):
-    """The limits are 0.25 to 4, the noise scales about 20 to 40."""
-    made = comparison(grid(n=30, **{CLIP: [0.5, 1.0]}))
-    tab = show(made)
-    ticks = (
-        "id => [...document.querySelectorAll(`#${id} .${id[0] === 'c' ? 'x' : 'y'}tick text`)].map(t => t.textContent)"
-    )
-    limits = [float(t) for t in tab.evaluate(ticks, "clip-plot")]
-    assert set(limits) >= {0.5, 1.0, 2.0}
-    assert limits == sorted(limits)
-    sequences = [float(t) for t in tab.evaluate(ticks, "noise-plot")]
-    assert 20.0 in sequences
-    assert sequences == sorted(sequences)
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_pointer_lists_all_runs_there(show, width):
+    made = labelled(comparison(grid(n=60, **{CLIP: [0.5, 1.0, 2.0], RATE: [1e-4, 1e-3]}), align_at=500_000.0))
+    tab = show(made, width)
+    place = tab.locator(f"{PLOT} .nsewdrag").first.bounding_box()
+    tab.mouse.move(place["x"] + 0.6 * place["width"], place["y"] + 0.4 * place["height"])
+    tab.wait_for_selector(f"{PLOT} .hoverlayer .legendtext")
+    words = tab.locator(f"{PLOT} .hoverlayer .legendtext").all_text_contents()
+    assert [w.partition(" : ")[0] for w in words] == [e.label for e in made.entries]
+    assert all(re.fullmatch(r".* : train \d\.\d{4}, val \d\.\d{4}", w) for w in words)
+    box = tab.locator(f"{PLOT} .hoverlayer .legend").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
 
 
 def test_a_label_that_is_markup_shows_as_text_and_does_nothing(show):
     evil = replace(entry(0, {"clip.max_norm": EVIL}, n=30), name=EVIL)
     evil = replace(evil, runs=(replace(evil.runs[0], name=EVIL),))
     more = [replace(entry(i, {"clip.max_norm": EVIL * i, "optimizer.lr": i % 2}, n=30)) for i in range(1, 5)]
-    tab = show(comparison([evil, *more], sentences=(EVIL,)))
-    assert tab.locator(".answer p").first.inner_text() == EVIL
-    assert tab.locator(".legend button").first.inner_text().replace("\n", "") == EVIL
-    assert column(tab, 0)[0].replace("\n", "") == EVIL
-    assert tab.locator("img").count() == 0
+    tab = show(comparison([evil, *more], headline=EVIL))
+    assert tab.locator(".headline").inner_text() == EVIL
+    assert EVIL in column(tab, 0)[0]
+    assert tab.locator("main img").count() == 0
     assert "owned" not in tab.title()
-    tab.locator("#curves-plot").hover()  # the label over the curve
+    place = tab.locator(f"{PLOT} .nsewdrag").first.bounding_box()
+    tab.mouse.move(place["x"] + 0.3 * place["width"], place["y"] + 0.4 * place["height"])
     words = tab.locator(".plot text, .plot tspan").all_text_contents()
-    assert any("<img src=x onerror=" in word for word in words)  # the levels of the map
+    assert any("<img src=x" in word for word in words)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_its_window_in_both_schemes(show, scheme):
-    tab = show(comparison(grid(n=30, **FOUR_BY_THREE, optimizer__lr=[1e-4, 1e-3])), 1280, scheme)
-    for width in (1280, 390):
-        tab.set_viewport_size({"width": width, "height": 900})
+@pytest.mark.parametrize("count", [1, 6, 48])
+def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, count, scheme):
+    keys = {
+        1: {},
+        6: {CLIP: [0.5, 1.0, 2.0], ACCUMULATION: [1, 2]},
+        48: {**FOUR_BY_THREE, RATE: [1e-4, 3e-4, 1e-3, 3e-3]},
+    }
+    made = labelled(comparison(grid(n=30, **keys[count])))
+    tab = show(made, 1400, scheme, beside=count == 6)
+    for width in (1400, 390):
+        tab.set_viewport_size({"width": width, "height": 844})
+        tab.wait_for_function("w => document.querySelector('.plot svg').clientWidth <= w", arg=width)
         assert tab.evaluate("document.documentElement.scrollWidth") == width
+        cut = """[...document.querySelectorAll('.plot')].filter(p => p.offsetParent).flatMap(p => [
+            ...p.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .annotation-text')
+            ].filter(t => {
+                const [a, b] = [t.getBoundingClientRect(), p.getBoundingClientRect()];
+                return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+            }).map(t => t.textContent))"""
+        assert tab.evaluate(cut) == []
+    curves = tab.locator(f"{PLOT} .nsewdrag").first.bounding_box()
+    assert curves["y"] + curves["height"] < 844  # on the first screen of a phone
 
     def brightness(script: str) -> int:
         return sum(int(channel) for channel in re.findall(r"\d+", tab.evaluate(script))[:3])
 
     background = brightness("getComputedStyle(document.body).backgroundColor")
-    ink = brightness("getComputedStyle(document.querySelector('#curves-plot .xtick text')).fill")
+    ink = brightness("getComputedStyle(document.querySelector('.xtick text')).fill")
     # Of 3 x 255: nearly white and nearly black, one upon the other.
     assert (background > 650, ink < 150) == ((True, True) if scheme == "light" else (False, False))
     assert (background < 100, ink > 600) == ((False, False) if scheme == "light" else (True, True))
 
 
-def test_colours_follow_the_scheme_and_paper_is_white(show):
+def test_figures_follow_the_scheme_and_paper_is_white(show):
     tab = show(comparison(grid(n=30, **{CLIP: [0.5, 1.0]})), scheme="dark")
 
     def ink_becomes(light: bool) -> None:
         colour = "#1c2330" if light else "#e4e8ef"  # --text of page.css
-        tab.wait_for_function("c => document.getElementById('curves-plot').layout.font.color === c", arg=colour)
+        tab.wait_for_function(f"c => document.querySelector('{PLOT}')._fullLayout.font.color === c", arg=colour)
 
     ink_becomes(light=False)
     tab.emulate_media(color_scheme="light")
     ink_becomes(light=True)
     tab.emulate_media(color_scheme="dark")
     ink_becomes(light=False)
-    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    tab.emulate_media(media="print")
     ink_becomes(light=True)
-    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    tab.emulate_media(media="screen")
     ink_becomes(light=False)
+
+
+def test_without_its_library_the_page_says_what_it_needs(show, tmp_path):
+    made = comparison(grid(n=30, **{CLIP: [0.5, 1.0]}))
+    tab = show(made, beside=True)
+    assert len(drawn(tab)) > 0
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tmp_path / "compare.html", alone)
+    tab = tab.context.browser.new_page()
+    tab.goto((alone / "compare.html").as_uri())
+    tab.wait_for_selector("html[data-ready]")
+    assert LIBRARY in tab.locator(PLOT).inner_text()
+    assert column(tab, 0)[0].startswith("max_norm=0.5")

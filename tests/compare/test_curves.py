@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.compare.downsample import downsample
+from llmexp.compare.curves import downsample
 
 CURVES = st.lists(
     st.one_of(st.floats(-1e6, 1e6), st.sampled_from([np.nan, np.inf, -np.inf])), min_size=0, max_size=400
