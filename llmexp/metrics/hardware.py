@@ -7,10 +7,12 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,6 +100,17 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def drivers() -> dict[str, str]:
+    """Return the versions of CUDA, cuDNN and the NVIDIA driver; what is not there is absent."""
+    found: dict[str, Any] = {"cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        found["cudnn"] = torch.backends.cudnn.version()
+    with contextlib.suppress(OSError):
+        told = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", Path("/proc/driver/nvidia/version").read_text())
+        found["driver"] = told[1] if told else None
+    return {name: str(version) for name, version in found.items() if version is not None}
 
 
 def source_digest() -> str:

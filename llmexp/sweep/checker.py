@@ -104,6 +104,9 @@ def serve() -> None:
 if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
+    from llmexp import provenance
+
+    provenance.begin()  # once, for all points
     import llmexp.train.worker  # noqa: F401 (slow; before there is anything to do)
 
     serve()

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 import yaml
 
-from llmexp import checkpoint, folder, mesh, saving
+from llmexp import checkpoint, folder, mesh, provenance, saving
 from llmexp.assemble import Parts, assemble
 from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
@@ -49,8 +50,10 @@ def main(argument: str) -> int:
     STOP.importing = False
     path: Path | None = None
     before: dict[str, bytes] = {}
+    origins: list[Path] | None = None
     try:
         if argument == "-":
+            provenance.begin()
             text = sys.stdin.read()
             if not text:  # the parent has gone
                 return REFUSED
@@ -61,6 +64,7 @@ def main(argument: str) -> int:
                 return DONE
             if not fresh:
                 before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).is_file()}
+                origins = provenance.folders(path)
         else:
             path = Path(argument)
             if is_finished(path):
@@ -76,7 +80,7 @@ def main(argument: str) -> int:
         many = parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ
         code = (supervised if many else work)(path, parts, request)
         if code == REFUSED:
-            put_back(path, before)
+            put_back(path, before, origins)
         return code
     except ConfigError as error:
         return never_began(path if argument != "-" else None, REFUSED, str(error))
@@ -103,13 +107,16 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
     return code
 
 
-def put_back(path: Path, before: dict[str, bytes]) -> None:
+def put_back(path: Path, before: dict[str, bytes], origins: list[Path] | None) -> None:
     """After a refusal to go on with a run: its folder is what it was."""
     with contextlib.suppress(ConfigError, OSError, ValueError), folder.locked(path):  # the disk may be full
         now = folder.read_status(path)
         if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
                 folder.write_whole(path / name, content.decode())
+            for place in provenance.folders(path) if origins is not None else ():
+                if place not in origins:
+                    shutil.rmtree(place, ignore_errors=True)
 
 
 def is_finished(path: Path) -> bool:
@@ -178,7 +185,7 @@ def environment(parts: Parts) -> dict[str, str]:
 
 
 def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
-    """config.yaml with every derived value written back, run.json, and the status."""
+    """config.yaml with every derived value written back, run.json, provenance/, and the status."""
     folder.write_whole(path / folder.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
         **{key: request.get(key) for key in RECORDED},
@@ -187,6 +194,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         "data_files": parts.corpus.states(),
     }
     folder.write_json(path / folder.RUN, concealed(run))
+    provenance.write(path, hardware.drivers(), resumed=(path / folder.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
     folder.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
 

@@ -1,0 +1,277 @@
+"""What a run was made of, in its folder's `provenance/`: the user's code, the packages, the drivers.
+
+provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers, container image
+<repository>.diff   uncommitted changes; `git apply` of it on the commit gives the tree of the run
+packages.txt        name==version of each installed distribution
+
+The repositories are looked into on a thread beside the start of the run. Nothing here fails a run or holds it up by
+more than `LIMIT_S`: what could not be found out is left out, and provenance.json says why. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmexp import folder
+from llmexp.environment import concealed, redacted
+
+FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
+LIMIT_S = 2.0  # for all of it
+MAX_DIFF = 2**20  # bytes of each repository's
+MAX_NAMES = 200  # of changed files, and of untracked ones
+DIFF = (
+    "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/",
+    "--find-renames", "--unified=3", "--submodule=short", "--ignore-submodules=dirty",
+)  # fmt: skip
+IMAGE = "LLMEXP_CONTAINER_IMAGE"  # where nothing inside the container tells it, as with Docker
+
+
+class Unknown(Exception):
+    """Why something could not be found out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The part of provenance.json about the repositories, and their diffs by the names of their files."""
+
+    about: dict[str, Any]
+    files: dict[str, bytes]
+
+
+class Search:
+    """Looks into the repositories on a thread, from now on."""
+
+    def __init__(self) -> None:
+        self.deadline = time.monotonic() + LIMIT_S
+        self._found: Found | None = None
+        self._thread = threading.Thread(target=self._work, name="provenance", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._found = gather(self.deadline - 0.2)  # git is ended then, and what is known so far is told
+        except Exception as error:  # such as of a folder that was removed under the command
+            self._found = Found({"left_out": f"{type(error).__name__}: {error}"}, {})
+
+    def result(self) -> Found:
+        """Wait until the deadline at most."""
+        self._thread.join(max(0.0, self.deadline - time.monotonic()))
+        return self._found or Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
+
+
+SEARCH: list[Search] = []  # one or none: a process that makes many runs looks once
+
+
+def begin() -> Search:
+    """Start to look, unless this process has."""
+    if not SEARCH:
+        SEARCH.append(Search())
+    return SEARCH[0]
+
+
+def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
+    """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another state of things.
+
+    A run that its sweep has queued has the repositories from there: they are looked into once for all points. `drivers`
+    are the versions of CUDA and the like.
+    """
+    written = folders(run_dir)
+    if any(path.is_symlink() for path in written):
+        return
+    before = read(written[-1]) if written else {}
+    packages = "".join(f"{line}\n" for line in installed()).encode()
+    about = {"gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "platform": platform.platform(), **drivers}
+    about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
+    if container := image():
+        about["container"] = container
+    if queued := bool(before) and not resumed:
+        found = Found({key: before[key] for key in ("repositories", "left_out") if key in before}, {})
+    else:
+        found = begin().result()
+    about = json.loads(json.dumps(concealed(about | found.about)))
+    if _essence(before) == _essence(about):
+        return
+    path = run_dir / (f"{FOLDER}-{len(written) + 1}" if written and not queued else FOLDER)
+    try:
+        path.mkdir(exist_ok=True)
+        for name, content in {PACKAGES: packages, **found.files}.items():
+            folder.write_whole(path / name, content)
+        folder.write_json(path / FILE, about)
+    except OSError as error:
+        print(f"llmexp: {path} could not be written: {error.strerror}; the run goes on", file=sys.stderr)
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """Return provenance/, provenance-2/, ... of a run, as far as they are there."""
+    found = [run_dir / FOLDER]
+    while os.path.lexists(found[-1]):
+        found.append(run_dir / f"{FOLDER}-{len(found) + 1}")
+    return found[:-1]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return provenance.json of one of `folders`; an empty dict where there is none that can be read."""
+    try:
+        about = folder.read_json(path / FILE)
+    except folder.ConfigError:
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def read_packages(path: Path) -> dict[str, str]:
+    """Return the versions in packages.txt of one of `folders`, by name."""
+    lines = folder.tail(path / PACKAGES, MAX_DIFF).decode(errors="replace").splitlines()
+    return {name: version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def _essence(about: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in about.items() if key != "gathered"}
+
+
+def gather(deadline: float) -> Found:
+    """Look into the repositories until the deadline (of time.monotonic)."""
+    files: dict[str, bytes] = {}
+    about: dict[str, Any] = {"repositories": []}
+    for root in repositories():
+        one: dict[str, Any] = {"name": root.name, "folder": str(root), "notes": []}
+        about["repositories"].append(one)
+        try:
+            diff = _look_into(root, one, deadline)
+        except Unknown as reason:
+            one["notes"].append(str(reason))
+            continue
+        if diff:
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", root.name) or "root"
+            one["diff"] = f"{name}.diff" if f"{name}.diff" not in files else f"{name}-{len(files)}.diff"
+            files[one["diff"]] = diff
+    if not about["repositories"]:
+        about["left_out"] = f"{Path.cwd()} is in no git repository"
+    return Found(about, files)
+
+
+def repositories() -> list[Path]:
+    """Return the top folders of the repositories that the current folder and the allowed packages are in."""
+    places = [Path.cwd()]
+    for name in filter(None, (n.strip().partition(".")[0] for n in os.environ.get("LLMEXP_ALLOW", "").split(","))):
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):
+            continue
+        origins = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
+        places += [Path(origin).resolve() for origin in origins[:1]]
+    tops = [next((p for p in (place, *place.parents) if (p / ".git").exists()), None) for place in places]
+    return list(dict.fromkeys(top for top in tops if top is not None))
+
+
+def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
+    """Fill in what is known of a repository; return its diff, where there is one to keep. Raises Unknown."""
+    words = _git(root, deadline, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")[0].decode().split()
+    one["commit"], branch = words[0], words[-1]
+    one["branch"] = branch if branch != "HEAD" else None  # detached
+    status, _ = _git(root, deadline, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
+    entries = [os.fsdecode(entry) for entry in status.split(b"\0") if entry]
+    for key, names in (
+        ("changed", [e.strip() for e in entries if not e.startswith("??")]),
+        ("untracked", [e[3:] for e in entries if e.startswith("??")]),
+    ):
+        one[key] = names[:MAX_NAMES]
+        if len(names) > MAX_NAMES:
+            one["notes"].append(f"{len(names):,} {key} files, of which {MAX_NAMES} are named")
+    if (root / ".gitmodules").exists():
+        one["notes"].append("uncommitted changes inside submodules are left out")
+    if not one["changed"]:
+        return b""
+    diff, digest = _git(root, deadline, *DIFF, "--binary", one["commit"], "--", limit=MAX_DIFF)
+    one["diff_sha256"] = digest
+    if len(diff) > MAX_DIFF:
+        diff, _ = _git(root, deadline, *DIFF, one["commit"], "--", limit=MAX_DIFF)
+        if len(diff) > MAX_DIFF:
+            raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
+        one["notes"].append(f"the diff has no binary files: with them it is larger than {MAX_DIFF:,} bytes")
+    text = diff.decode("utf-8", "surrogateescape")
+    if (clean := redacted(text)) != text:
+        one["notes"].append("the diff has the names of secrets in place of their values, and may not apply")
+    return clean.encode("utf-8", "surrogateescape")
+
+
+def _git(root: Path, deadline: float, *arguments: str, limit: int = 2**22) -> tuple[bytes, str]:
+    """Return a git command's output, cut soon after `limit` bytes, and the sha256 of all of it. Raises Unknown."""
+    what = f"git {arguments[0]}"
+    # A file system monitor is a program of the repository's; locks would be in the way of the user's own git.
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true", *arguments]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                command, cwd=root, env=env | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, process_group=0,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+        except OSError as error:
+            raise Unknown(f"{what}: {error.strerror} (is git installed?)") from None
+        late = threading.Timer(max(0.0, deadline - time.monotonic()), _kill, (process.pid,))
+        late.start()
+        digest, kept = hashlib.sha256(), bytearray()
+        with process:
+            for chunk in _chunks(process.stdout):
+                digest.update(chunk)
+                if len(kept) <= limit:
+                    kept += chunk
+        late.cancel()
+        if process.returncode < 0:
+            raise Unknown(f"{what}: did not end within {LIMIT_S:g} s")
+        if process.returncode:
+            errors.seek(0)
+            said = errors.read(400).decode(errors="replace").strip().splitlines() or ["no reason given"]
+            raise Unknown(redacted(f"{what}: {said[0]}"))
+    return bytes(kept), digest.hexdigest()
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _chunks(stream: Any) -> Iterator[bytes]:
+    while chunk := stream.read(2**16):
+        yield chunk
+
+
+def installed() -> list[str]:
+    """Return name==version of each installed distribution, by the names of their folders: to read them takes longer."""
+    found = set()
+    for entry in sys.path:
+        for path in Path(entry or ".").glob("*.dist-info"):
+            name, _, version = path.stem.rpartition("-")
+            found.add(f"{name}=={version}")
+    return sorted(found, key=str.lower)
+
+
+def image() -> str | None:
+    """Return the container's image, where something tells it: the environment, Podman, Apptainer, NVIDIA's images."""
+    for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
+        if value := os.environ.get(name):
+            return value
+    try:
+        told = re.search(r'^image="(.+)"', Path("/run/.containerenv").read_text(encoding="utf-8"), re.M)
+    except (OSError, ValueError):
+        told = None
+    if told:
+        return told[1]
+    build = os.environ.get("NVIDIA_BUILD_ID")
+    return f"of NVIDIA's build {build}" if build else None

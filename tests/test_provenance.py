@@ -1,0 +1,269 @@
+"""What a run was made of, in its folder: real repositories, real diffs, and git as bad as it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmexp import provenance
+from llmexp.compare.provenance import differences
+from llmexp.compare.reading import find
+from llmexp.compare.reading import read as read_records
+from tests.conftest import TINY, llmexp
+
+HOOK = "def watch(event, context):\n    return None\n"
+OWN = ["--allow", "own", "hooks=[own.watch]", "data=synthetic", "train.max_steps=2"]
+
+
+def git(where: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=where, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def repository(path: Path, **files: bytes) -> Path:
+    """One with a commit of these files; `__` stands for a dot."""
+    path.mkdir(parents=True)
+    git(path, "init", "-q", "-b", "trunk")
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_bytes(content)
+    git(path, "add", ".")
+    git(path, "commit", "-q", "--allow-empty", "-m", "first")
+    return path
+
+
+def tree(path: Path) -> dict[str, tuple[bytes, bool]]:
+    """The tracked files as they are now, and whether they can be executed."""
+    names = [name for name in git(path, "ls-files", "-z").split("\0") if name and (path / name).exists()]
+    return {n: ((path / n).read_bytes(), bool((path / n).stat().st_mode & stat.S_IXUSR)) for n in names}
+
+
+def about(run: Path, folder: str = provenance.FOLDER) -> dict:
+    return json.loads((run / folder / provenance.FILE).read_text())
+
+
+@pytest.fixture
+def in_repository(tmp_path, monkeypatch):
+    """A repository of one file that has changed, as the current folder."""
+    work = repository(tmp_path / "work", own__py=HOOK.encode())
+    (work / "own.py").write_text(HOOK + "\n# changed\n")
+    monkeypatch.chdir(work)
+    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
+    return work
+
+
+def gathered() -> dict:
+    """What a search of its own finds now: of the one repository."""
+    (one,) = provenance.Search().result().about["repositories"]
+    return one
+
+
+def test_the_diff_on_the_commit_gives_the_tree(tmp_path):
+    text = "".join(f"line {n}\n" for n in range(40))
+    work = repository(
+        tmp_path / "work", own__py=HOOK.encode(), logo__bin=bytes(range(256)) * 8, old__txt=text.encode(),
+        gone__txt=b"to be deleted", run__sh=b"echo", latin__txt="caf\u00e9\n".encode("latin-1"), gone__bin=b"\0" * 99,
+    )  # fmt: skip
+    git(work, "config", "diff.noprefix", "true")  # habits of the user's
+    git(work, "config", "diff.mnemonicPrefix", "true")
+    git(work, "config", "color.ui", "always")
+    (work / "own.py").write_text(HOOK + "\n# changed\n")
+    (work / "logo.bin").write_bytes(bytes(reversed(range(256))) * 9)
+    git(work, "mv", "old.txt", "new name.txt")
+    (work / "new name.txt").write_text(text.replace("line 7", "line seven"))
+    (work / "gone.txt").unlink()
+    (work / "gone.bin").unlink()
+    (work / "run.sh").chmod(0o755)
+    (work / "latin.txt").write_bytes("\u00e9t\u00e9\n".encode("latin-1"))
+    (work / "added.py").write_text("new = 1\n")
+    git(work, "add", "added.py")
+    (work / "notes.txt").write_text("not tracked")
+    run = llmexp("train", *TINY, *OWN, f"hydra.run.dir={tmp_path / 'run'}", cwd=work)
+    assert run.code == 0, run.err
+    told = about(tmp_path / "run")
+    (one,) = told["repositories"]
+    assert (one["commit"], one["branch"]) == (git(work, "rev-parse", "HEAD"), "trunk")
+    assert (one["untracked"], one["diff"], one["notes"]) == (["notes.txt"], "work.diff", [])
+    assert {"M own.py", "M logo.bin", "D gone.txt"} <= set(one["changed"])
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(work), str(clone))
+    git(clone, "checkout", "-q", one["commit"])
+    git(clone, "apply", "--index", str(tmp_path / "run" / "provenance" / one["diff"]))
+    assert tree(clone) == tree(work)
+    packages = provenance.read_packages(tmp_path / "run" / "provenance")
+    assert {"torch", "numpy"} <= packages.keys()
+    assert told["packages_sha256"]
+
+
+def test_a_repository_of_an_allowed_package_counts_too(tmp_path, monkeypatch, in_repository):
+    other = repository(tmp_path / "lib" / "theirs", theirs_pkg__py=b"x = 1")
+    (other / "theirs_pkg.py").write_text("x = 2")
+    monkeypatch.syspath_prepend(str(other))
+    monkeypatch.setenv("LLMEXP_ALLOW", "theirs_pkg.inner, nowhere_to_be_found")
+    found = provenance.Search().result()
+    assert [one["name"] for one in found.about["repositories"]] == ["work", "theirs"]
+    assert sorted(found.files) == ["theirs.diff", "work.diff"]
+
+
+def test_secrets_in_a_diff_are_named_and_not_written(tmp_path):
+    work = repository(tmp_path / "work", own__py=HOOK.encode())
+    secret = "hf_canary0123456789"
+    (work / "own.py").write_text(HOOK + f"TOKEN = '{secret}'\n")
+    (work / f"{secret}.txt").touch()
+    run = llmexp("train", *TINY, *OWN, "hydra.run.dir=run", cwd=work, HF_TOKEN=secret)
+    assert run.code == 0, run.err
+    (one,) = about(work / "run")["repositories"]
+    assert "may not apply" in one["notes"][0]
+    assert "+TOKEN = '<$HF_TOKEN>'" in (work / "run" / "provenance" / "work.diff").read_text()
+    for path in (work / "run").rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_a_sweep_looks_once_and_a_resumed_run_again(tmp_path):
+    work = repository(tmp_path / "work", own__py=HOOK.encode())
+    (work / "own.py").write_text(HOOK + "\n")
+    tools, real = tmp_path / "tools", shutil.which("git")
+    tools.mkdir()
+    (tools / "git").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {real} "$@"\n')
+    (tools / "git").chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    sweep = [*TINY, *OWN, "-m", "train.seed=1,2,3", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    done = llmexp("train", *sweep, cwd=work, PATH=path)
+    assert done.code == 0, done.err
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if str(work) not in line]
+    assert len([c for c in calls if " status " in c]) == 1
+    runs = sorted(p for p in (tmp_path / "sweep").iterdir() if p.is_dir())
+    assert len({(run / "provenance" / "work.diff").read_text() for run in runs}) == 1
+    assert all(len(provenance.folders(run)) == 1 for run in runs)
+    assert differences(read_records(find([tmp_path / "sweep"])[0])) == ()
+
+    run = llmexp("train", *TINY, *OWN, "train.stop_step=1", f"hydra.run.dir={tmp_path / 'one'}", cwd=work)
+    assert run.code == 75, run.err
+    (work / "own.py").write_text(HOOK + "# other\n")
+    assert llmexp("resume", str(tmp_path / "one"), "--allow", "own", cwd=work).code == 0
+    assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance", "provenance-2"]
+    assert "+# other" in (tmp_path / "one" / "provenance-2" / "work.diff").read_text()
+    said = differences(read_records(find([tmp_path / "sweep", tmp_path / "one"])[0]))
+    assert said[0].startswith("uncommitted changes to work differ: see provenance/ of ")
+    assert said[1] == "resumed with other code, packages or drivers than begun with: one"
+
+
+def test_without_git_outside_of_a_repository_and_before_the_first_commit(tmp_path, monkeypatch, in_repository):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert "is git installed?" in gathered()["notes"][0]
+    monkeypatch.undo()
+    (tmp_path / "plain").mkdir()
+    monkeypatch.chdir(tmp_path / "plain")
+    assert "is in no git repository" in provenance.Search().result().about["left_out"]
+    (tmp_path / "new").mkdir()
+    git(tmp_path / "new", "init", "-q")
+    monkeypatch.chdir(tmp_path / "new")
+    one = gathered()
+    assert "commit" not in one
+    assert one["notes"][0].startswith("git rev-parse: fatal")
+    (tmp_path / "broken" / ".git").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "broken")
+    assert "not a git repository" in gathered()["notes"][0]
+
+
+@pytest.mark.parametrize("command", ["rev-parse", "status", "diff"])
+def test_a_git_that_hangs_is_ended_and_what_was_known_is_kept(tmp_path, monkeypatch, in_repository, command):
+    tools, real = tmp_path / "tools", shutil.which("git")
+    tools.mkdir()
+    hang = f'for a in "$@"; do [ "$a" = {command} ] && sleep 600; done'
+    (tools / "git").write_text(f'#!/bin/sh\n{hang}\nexec {real} "$@"\n')
+    (tools / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    one = gathered()
+    assert one["notes"] == [f"git {command}: did not end within 2 s"]
+    assert ("commit" in one) == (command != "rev-parse")
+    assert one.get("changed", []) == (["M own.py"] if command == "diff" else [])
+
+
+def test_a_diff_that_is_too_large_is_left_out_and_binary_files_first(monkeypatch, in_repository):
+    (in_repository / "big.bin").write_bytes(os.urandom(20_000))
+    git(in_repository, "add", "big.bin")
+    monkeypatch.setattr(provenance, "MAX_DIFF", 5000)
+    found = provenance.Search().result()
+    (one,) = found.about["repositories"]
+    assert "the diff has no binary files" in one["notes"][0]
+    assert b"# changed" in found.files["work.diff"]
+    monkeypatch.setattr(provenance, "MAX_DIFF", 50)
+    one = gathered()
+    assert "the diff is left out: it is larger than 50 bytes" in one["notes"][0]
+    assert "diff" not in one
+    assert one["diff_sha256"]
+
+
+def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_repository):
+    lib = repository(tmp_path / "lib", a__txt=b"1")
+    git(in_repository, "submodule", "--quiet", "add", str(lib), "sub")
+    git(in_repository, "commit", "-q", "-am", "second")
+    (in_repository / "sub" / "a.txt").write_text("2")
+    git(in_repository / "sub", "commit", "-qam", "moved")
+    (in_repository / "sub" / "a.txt").write_text("3")
+    git(in_repository, "checkout", "-q", "--detach")
+    for number in range(provenance.MAX_NAMES + 5):
+        (in_repository / f"u{number}").touch()
+    found = provenance.Search().result()
+    (one,) = found.about["repositories"]
+    assert (one["branch"], one["changed"]) == (None, ["M sub"])
+    assert b"Subproject commit" in found.files["work.diff"]
+    assert one["notes"] == [
+        "205 untracked files, of which 200 are named",
+        "uncommitted changes inside submodules are left out",
+    ]
+    assert len(one["untracked"]) == provenance.MAX_NAMES
+
+
+def test_the_image_of_the_container_where_it_is_told(monkeypatch):
+    for name in (provenance.IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "NVIDIA_BUILD_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVIDIA_BUILD_ID", "123")
+    assert "123" in (provenance.image() or "")
+    monkeypatch.setenv(provenance.IMAGE, "me/train:7")
+    assert provenance.image() == "me/train:7"
+
+
+def test_a_run_folder_that_cannot_be_written_only_says_so(tmp_path, monkeypatch, capsys, in_repository):
+    monkeypatch.setattr(provenance, "SEARCH", [])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "provenance").symlink_to(tmp_path / "elsewhere")
+    provenance.write(tmp_path / "run", {}, resumed=True)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    provenance.write(tmp_path / "gone", {}, resumed=False)
+    assert "could not be written: No such file or directory; the run goes on" in capsys.readouterr().err
+
+
+def test_what_compare_says_of_runs_that_differ(tmp_path):
+    """A few plain lines, however many runs and packages there are."""
+
+    def made(name: str, commit: str, torch: str, **more: str) -> None:
+        where = tmp_path / name / "provenance"
+        where.mkdir(parents=True)
+        one = {"name": "proj", "commit": commit * 20, "changed": [], "notes": []}
+        told = {"repositories": [one], "packages_sha256": torch, **more}
+        (where / provenance.FILE).write_text(json.dumps(told))
+        (where / provenance.PACKAGES).write_text(f"a==1\ntorch=={torch}\n")
+        (tmp_path / name / "config.yaml").write_text("name: x\n")
+        (tmp_path / name / "run.json").write_text("{}")
+
+    made("a", "12", "2.4", driver="550")
+    made("b", "12", "2.5", driver="550")
+    made("c", "ab", "2.4", driver="535")
+    said = differences(read_records(find([tmp_path])[0]))
+    assert said == (
+        "commit of proj differs: 1212121212 in a, b; ababababab in c",
+        "packages differ: torch 2.4 or 2.5",
+        "NVIDIA driver differs: 550 in a, b; 535 in c",
+    )
+    for text in ("[1]", "{", '{"repositories": [3], "packages_sha256": 7}', '{"repositories": {"a": 1}}'):
+        (tmp_path / "c" / "provenance" / provenance.FILE).write_text(text)
+        differences(read_records(find([tmp_path])[0]))
