@@ -114,9 +114,8 @@ def put_back(path: Path, before: dict[str, bytes], origins: list[Path] | None) -
         if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
                 folder.write_whole(path / name, content.decode())
-            for place in provenance.folders(path) if origins is not None else ():
-                if place not in origins:
-                    shutil.rmtree(place, ignore_errors=True)
+            for place in set(provenance.folders(path)) - set(provenance.folders(path) if origins is None else origins):
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def is_finished(path: Path) -> bool:
