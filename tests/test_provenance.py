@@ -146,12 +146,19 @@ def test_a_sweep_looks_once_and_a_resumed_run_again(tmp_path):
     run = llmexp("train", *TINY, *OWN, "train.stop_step=1", f"hydra.run.dir={tmp_path / 'one'}", cwd=work)
     assert run.code == 75, run.err
     (work / "own.py").write_text(HOOK + "# other\n")
+    (manifest,) = (tmp_path / "one" / "checkpoints").glob("*/manifest.json")
+    manifest.rename(tmp_path / "kept")
+    assert llmexp("resume", str(tmp_path / "one"), "--allow", "own", cwd=work).code == 2
+    assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance"]  # of a refusal nothing is left
+    (tmp_path / "kept").rename(manifest)
     assert llmexp("resume", str(tmp_path / "one"), "--allow", "own", cwd=work).code == 0
     assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance", "provenance-2"]
     assert "+# other" in (tmp_path / "one" / "provenance-2" / "work.diff").read_text()
+    done = llmexp("compare", str(tmp_path / "sweep"), str(tmp_path / "one"), cwd=work)
+    assert "The uncommitted changes to work differ" in done.out
     said = differences(read_records(find([tmp_path / "sweep", tmp_path / "one"])[0]))
-    assert said[0].startswith("uncommitted changes to work differ: see provenance/ of ")
-    assert said[1] == "resumed with other code, packages or drivers than begun with: one"
+    assert said[0].startswith("The uncommitted changes to work differ: see provenance/ of ")
+    assert said[1] == "Resumed with other code, packages or drivers than begun with: one."
 
 
 def test_without_git_outside_of_a_repository_and_before_the_first_commit(tmp_path, monkeypatch, in_repository):
@@ -260,9 +267,9 @@ def test_what_compare_says_of_runs_that_differ(tmp_path):
     made("c", "ab", "2.4", driver="535")
     said = differences(read_records(find([tmp_path])[0]))
     assert said == (
-        "commit of proj differs: 1212121212 in a, b; ababababab in c",
-        "packages differ: torch 2.4 or 2.5",
-        "NVIDIA driver differs: 550 in a, b; 535 in c",
+        "The commit of proj differs: 1212121212 in a, b; ababababab in c.",
+        "The packages differ: torch 2.4 or 2.5.",
+        "The NVIDIA driver differs: 550 in a, b; 535 in c.",
     )
     for text in ("[1]", "{", '{"repositories": [3], "packages_sha256": 7}', '{"repositories": {"a": 1}}'):
         (tmp_path / "c" / "provenance" / provenance.FILE).write_text(text)

@@ -11,6 +11,7 @@ from llmexp.compare.answer import Findings, digits, listed
 from llmexp.compare.figures import counts, number, positions
 from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, by_seed, same_batches, stepwise
 from llmexp.compare.places import Place
+from llmexp.compare.provenance import differences
 from llmexp.compare.records import Comparison, Entry, Record
 from llmexp.labels import short_keys
 from llmexp.labels import shown as value
@@ -31,7 +32,7 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
     said += _unequal_seeds(f)
     if f.mixed:
         said.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
-    return tuple(said)
+    return (*said, *differences(_taking_part(c, f))[:2])
 
 
 def why(c: Comparison, f: Findings, limiting: Record | None) -> tuple[str, ...]:
@@ -46,7 +47,11 @@ def why(c: Comparison, f: Findings, limiting: Record | None) -> tuple[str, ...]:
         said.append("The evaluations are over different numbers of sequences, which adds to their differences.")
     if len(devices := {str(d) for r in runs if (d := r.facts.get("device_name"))}) > 1:
         said.append(f"The devices differ ({listed(sorted(devices))}), so rates and times do not compare.")
-    return tuple(said)
+    return (*said, *differences(_taking_part(c, f))[2:])
+
+
+def _taking_part(c: Comparison, f: Findings) -> list[Record]:
+    return [r for e in c.entries for r in e.runs if id(r) not in f.left_out]
 
 
 def _budgets(c: Comparison, f: Findings) -> list[str]:

@@ -22,10 +22,15 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
     known = [(name, provenance.read(where[-1])) for name, where in found if where]
     lines = _code(known)
     lines += _packages([(name, where[-1]) for name, where in found if where], dict(known))
-    for key, title in (("driver", "NVIDIA driver"), ("cuda", "CUDA"), ("cudnn", "cuDNN"), ("container", "container")):
-        lines += _differing(f"{title} differs", [(run, about.get(key)) for run, about in known])
+    for key, title in (
+        ("driver", "NVIDIA driver"),
+        ("cuda", "CUDA version"),
+        ("cudnn", "cuDNN version"),
+        ("container", "container"),
+    ):
+        lines += _differing(f"The {title} differs", [(run, about.get(key)) for run, about in known])
     if resumed := [name for name, where in found if len(where) > 1]:
-        lines.append(f"resumed with other code, packages or drivers than begun with: {_some(resumed)}")
+        lines.append(f"Resumed with other code, packages or drivers than begun with: {_some(resumed)}.")
     return tuple(clean(line) for line in lines)
 
 
@@ -33,13 +38,13 @@ def _code(known: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     lines: list[str] = []
     for repository in dict.fromkeys(name for _, about in known for name in _repositories(about)):
         having = [(run, one) for run, about in known if (one := _repositories(about).get(repository))]
-        commits = _differing(f"commit of {repository} differs", [(run, _commit(one)) for run, one in having])
+        commits = _differing(f"The commit of {repository} differs", [(run, _commit(one)) for run, one in having])
         lines += commits
         if not commits:  # of one commit
             states = {_changes(one) for _, one in having}
             if len(states) > 1:
                 some = [next(run for run, one in having if _changes(one) == state) for state in sorted(states)]
-                lines.append(f"uncommitted changes to {repository} differ: see provenance/ of {_some(some)}")
+                lines.append(f"The uncommitted changes to {repository} differ: see provenance/ of {_some(some)}.")
     return lines
 
 
@@ -68,7 +73,7 @@ def _packages(places: Sequence[tuple[str, Path]], known: dict[str, dict[str, Any
     told = [
         f"{package} {' or '.join(sorted({v.get(package) or 'none' for v in lists.values()}))}" for package in differing
     ]
-    return [f"packages differ: {_some(told)}"]
+    return [f"The packages differ: {_some(told)}."]
 
 
 def _differing(title: str, values: Sequence[tuple[str, Any]]) -> list[str]:
@@ -79,7 +84,7 @@ def _differing(title: str, values: Sequence[tuple[str, Any]]) -> list[str]:
             groups.setdefault(str(value), []).append(run)
     if len(groups) < 2:
         return []
-    return [f"{title}: " + "; ".join(f"{text} in {_some(runs)}" for text, runs in groups.items())]
+    return [f"{title}: {'; '.join(f'{text} in {_some(runs)}' for text, runs in groups.items())}."]
 
 
 def _some(names: Sequence[str]) -> str:
