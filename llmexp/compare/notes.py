@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmexp.budgets import Spent, common
-from llmexp.compare.answer import Findings, digits, listed
+from llmexp.compare.answer import Findings, digits, listed, plural
 from llmexp.compare.figures import counts, number, positions
 from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, by_seed, same_batches, stepwise
 from llmexp.compare.places import Place
@@ -116,20 +116,29 @@ def _left_out(c: Comparison, f: Findings) -> list[str]:
             if id(r) in f.left_out and r.rung is None:
                 name = e.label if len(e.runs) == 1 else r.name
                 by_reason.setdefault(f.left_out[id(r)], []).append(name)
-    if not by_reason:
-        return []
-    parts = [f"{len(names)} {reason} ({listed(names)})" for reason, names in by_reason.items()]
-    return [f"Left out: {'; '.join(parts)}."]
+    words = {"other task": "of another task", "rows lost": "with lost rows", "no rows": "without rows"}
+    parts = [
+        f"{len(names)} run{plural(len(names))} {words.get(reason, reason)} ({listed(names)})"
+        for reason, names in by_reason.items()
+    ]
+    return [f"Left out: {'; '.join(parts)}."] if parts else []
 
 
 def _unequal_seeds(f: Findings) -> list[str]:
     """Say that means are over different sets of seeds, where some are."""
     found = [(e, set(by_seed(e, f.metric.key, f.left_out))) for e in f.ranked]
-    wanted = set().union(*(seeds for _, seeds in found)) if found else set()
-    lacking = [f"{e.label} lacks {listed(sorted(wanted - seeds))}" for e, seeds in found if seeds < wanted]
-    if not lacking or not any(len(seeds) > 1 for _, seeds in found):
+    several = [(e, seeds) for e, seeds in found if len(seeds) > 1]
+    wanted = set().union(*(seeds for _, seeds in several))
+    lacking = [
+        f"{e.label} lacks {listed(sorted(wanted - seeds, key=_number))}" for e, seeds in several if seeds < wanted
+    ]
+    if not lacking or f.metric.key not in LOSSES:
         return []
     return [f"The means are not over the same seeds: {listed(lacking)}."]
+
+
+def _number(seed: str) -> tuple[int, str]:
+    return (int(seed), "") if seed.isdecimal() else (0, seed)
 
 
 def _tokens(c: Comparison, f: Findings) -> list[str]:

@@ -88,7 +88,8 @@ def _names(c: Comparison) -> list[list[str]]:
 
 
 def _mark(entry: Entry) -> str:
-    return entry.standing.mark or ("" if entry.state == "finished" else entry.state)
+    unfinished = entry.state if len(entry.runs) == 1 and entry.state != "finished" else ""
+    return entry.standing.mark or unfinished
 
 
 def _difference(entry: Entry) -> str:
@@ -96,7 +97,8 @@ def _difference(entry: Entry) -> str:
     s = entry.standing
     if s.difference is None:
         return ""
-    return f"{s.difference:+.2g}" + (f" ± {s.half:.2g}" if s.half is not None else "")
+    size = f"{s.difference:+,.0f}" if abs(s.difference) >= 100 else f"{s.difference:+.2g}"
+    return size + (f" ± {s.half:.2g}" if s.half is not None else "")
 
 
 def _width(column: list[str]) -> int:

@@ -165,7 +165,7 @@ def test_a_run_whose_last_rows_are_lost_is_said_and_has_no_say(tmp_path, kept):
     assert [e.name for e in c.entries] == ["a", "b", "torn"]
     assert said in c.entries[-1].note
     assert not {"val/loss", "final val/loss", "train/loss"} & set(c.entries[-1].figures)
-    assert "Left out: 1 rows lost (clip=3.0)." in c.notes
+    assert "Left out: 1 run with lost rows (clip=3.0)." in c.notes
     assert "clip=1.0 has the lowest" in c.headline
 
 
