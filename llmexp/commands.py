@@ -94,7 +94,7 @@ def plan(arguments: list[str]) -> int:
     from llmexp import flags, folder, launch
     from llmexp.sweep.main import settings_of
     from llmexp.sweep.planning import plan_sweep
-    from llmexp.sweep.points import expand, is_grid, load_points, twins
+    from llmexp.sweep.points import duplicates, expand, is_grid, load_points
 
     args = launch.parse("plan", arguments)
     if flags.asked(args):
@@ -109,7 +109,7 @@ def plan(arguments: list[str]) -> int:
             settings, where = settings_of(cfg)
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
-            same = twins(points, [p.identity for p in points])
+            same = duplicates(points, [p.identity for p in points])
             points = [p for p in points if p.name not in {s.name for s in same}]
             return plan_sweep(points, [*refused, *same], settings, arguments)
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,17 @@ def shown(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     text = str(value)
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
+
+
+def parsed(text: str) -> Any:
+    """Return the value that the text of an override stands for: a number, true, false, null, or the text."""
+    words: dict[str, Any] = {"true": True, "false": False, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def label(values: Mapping[str, Any]) -> str:

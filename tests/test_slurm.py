@@ -231,8 +231,8 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     client(cluster, "scancel", job)
     out, err = waiting.communicate(timeout=60)
     assert waiting.returncode == 1, out + err
-    assert "1 jobs submitted before are still there" in out
-    assert "1 jobs submitted; what their processes print is in sweep/slurm-3\n" in out
+    assert "1 job submitted before is still there" in out
+    assert "1 job submitted; what their processes print is in sweep/slurm-3\n" in out
     ledger = json.loads((work / "sweep" / "sweep.json").read_text())
     assert [p["state"] for p in ledger["points"]] == ["preempted", "failed"]
     assert "0-hooks__slow.slow  preempted; the job ended as CANCELLED" in out

@@ -374,7 +374,7 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
         for entry in entries:
             if look:
                 ledger.look(entry, alive=True)
-            assert show.told(entry, tmp_path).startswith(entry.folder)
+            assert show.told(entry, ledger).startswith(f"{entry.number} ")
         assert "1-x" in str(display._table())
         assert "1-x" in show.results_table(ledger)
     display.tick()

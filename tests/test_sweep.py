@@ -487,7 +487,7 @@ def test_points_as_tasks_of_ray(tmp_path):
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in err) == (75, False), err
-    assert "stopping: 2 under way save a checkpoint and leave" in out
+    assert "stopping: 2 under way save a checkpoint first" in out
     assert out.splitlines()[-1] == f"stopped; to go on: llmexp {' '.join(again)}"
     assert set(states(tmp_path / "s").values()) == {"preempted"}
     done = llmexp(*again, cwd=tmp_path)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import signal
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
 from llmexp import precision
-from tests.conftest import TINY, llmexp, train
+from tests.conftest import TINY, llmexp, start, train
+from tests.test_cli import wait_for
 from tests.test_invariance import weights
 
 SETTINGS = [
@@ -56,3 +62,74 @@ def test_a_twin_is_the_same_on_any_layout_and_after_a_resume(tmp_path):
     assert cut.code == 75, cut.err
     assert llmexp("resume", "cut", cwd=tmp_path).code == 0
     assert all(torch.equal(w, weights(twin, 4)[name]) for name, w in weights(cut, 4).items())
+
+
+POINTS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null", "precision=fp32",
+          "batch.micro_batch_size=2"]  # fmt: skip
+
+
+def ledger_of(folder: Path) -> dict[str, tuple[str, int]]:
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    return {p["label"]: (p["state"], p["attempts"]) for p in points}
+
+
+def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):
+    grid = [*TINY, *POINTS, "optimizer.lr=1e-5,1e-2", "hydra.sweep.dir=s"]
+    plan = llmexp("plan", "-m", *grid, "sweep.twins=2", cwd=tmp_path)
+    assert "2 runs, then 2 twins of the leading setting: 4 runs in all" in plan.out
+    done = llmexp("train", "-m", *grid, "sweep.twins=2", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    assert "1 lr=0.01 leads; 2 twins of it will show what rounding makes" in done.out
+    before = ledger_of(tmp_path / "s")
+    assert list(before) == ["lr_1e-05", "lr_0.01", "lr_0.01+twin_1", "lr_0.01+twin_2"]
+    assert set(before.values()) == {("finished", 1)}
+    read = [yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "s").glob("[0-9]-*/config.yaml"))]
+    assert [c["train"]["twin"] for c in read] == [0, 0, 1, 2]
+    read[1]["train"]["twin"] = 1
+    assert read[1] == read[2]
+    # Twins that are done are not done again, whatever else is; where another setting leads, it gets its own.
+    assert llmexp("resume", "s", cwd=tmp_path).code == 0
+    assert ledger_of(tmp_path / "s") == before
+    wider = llmexp(
+        "train", "-m", *TINY, *POINTS, "optimizer.lr=1e-5,2e-2", "sweep.twins=1", "sweep.resume=s", cwd=tmp_path
+    )
+    assert wider.code == 0, wider.err + wider.out
+    assert "4 lr=0.02, where another setting led before, leads; 1 twin of it will show what rounding makes" in wider.out
+    after = ledger_of(tmp_path / "s")
+    assert list(after)[4:] == ["lr_0.02", "lr_0.02+twin_1"]
+    assert {label: after[label] for label in before} == before
+
+
+def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
+    """Halving: the twins are those of the winner; they do not race."""
+    (tmp_path / "own.py").write_text(
+        "import os, sys, time\nfrom llmexp.process import STOP\n\n"
+        "def wait(event, context):\n"
+        "    here = event == 'step_start' and context.step == 3 and sys.argv[-1].endswith('twin_2')\n"
+        "    while here and not (STOP.requested or os.path.exists('go')):\n"
+        "        open('there', 'w').close()\n        time.sleep(0.02)\n"
+    )
+    halving = ["optimizer.lr=1e-5,1e-2", "sweep.halving=0.5", "sweep.twins=2", "hydra.sweep.dir=s"]
+    hook = ["--allow", "own", "hooks=[own.wait]"]
+    process = start("train", "-m", *TINY, *POINTS, *halving, *hook, "train.log_every=1", cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "there").exists(), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert "preempted" not in out.partition("stopping")[0]
+    assert "0 lr=1e-05  waits at step 2, val loss" in out
+    assert ledger_of(tmp_path / "s")["lr_0.01+twin_2"][0] == "preempted"
+    (tmp_path / "go").touch()
+    done = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
+    assert done.code == 0, done.err + done.out
+    found = ledger_of(tmp_path / "s")
+    assert list(found) == ["lr_1e-05", "lr_0.01", "lr_0.01+twin_1", "lr_0.01+twin_2"]
+    assert [state for state, _ in found.values()] == ["preempted", *["finished"] * 3]
+
+
+def test_a_search_has_no_twins(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    refused = llmexp("train", *TINY, "experiment=lr_optuna", "sweep.twins=1", "hydra.sweep.dir=s", cwd=tmp_path)
+    assert refused.code == 2
+    assert "sweep.twins=1: needs a grid; OptunaSweeper chooses its points while it runs" in refused.err
+    assert not (tmp_path / "s").exists()

@@ -25,7 +25,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Job, run_all, visible_devices
 from llmexp.sweep.points import Point
-from llmexp.sweep.show import Display
+from llmexp.sweep.show import Display, name_of, plural
 
 PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this package only; `register` puts ours there
 
@@ -128,7 +128,7 @@ def at_work(current: Current, points: Sequence[Point], say: Callable[[str], None
 
     jobs = slurm.live_jobs([p.path for p in points])
     if jobs:
-        say(f"{len(jobs)} jobs submitted before are still there")
+        say(f"{plural(len(jobs), 'job')} submitted before {'is' if len(jobs) == 1 else 'are'} still there")
     return jobs
 
 
@@ -181,7 +181,7 @@ def execute(
         submitted = slurm.submit([job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}")
         for path in submitted:
             ledger.update(by_path[path], attempts=by_path[path].attempts + 1)
-        display.line(f"{len(submitted)} jobs submitted; what their processes print is in {where}")
+        display.line(f"{plural(len(submitted), 'job')} submitted; what their processes print is in {where}")
         jobs = jobs | submitted
 
     cancelled: dict[Path, Any] = {}  # with when their runs were queued; one that begins all the same renews that
@@ -198,7 +198,9 @@ def execute(
         if over:
             left.discard(path)
         look(path, alive=not over)
-        display.line(f"{job:<12} {by_path[path].folder}  {text}")
+        if over:
+            current.reasons.add(by_path[path].folder)
+        display.line(f"{job:<12} {name_of(by_path[path], ledger.swept)}  {text}")
         if over and by_path[path].state == "failed" and current.settings.stop_on_failure and not cancelled:
             found = {p: folder.read_status(p) for p in left}
             cancelled.update((p, s.get("started")) for p, s in found.items() if s.get("state") == "queued")

@@ -122,7 +122,7 @@ def run_all(
             ended(one.job)
         if stop.requested and active and not told:
             told = True
-            say(f"stopping: {len(active)} under way save a checkpoint and leave")
+            say(f"stopping: {len(active)} under way {'saves' if len(active) == 1 else 'save'} a checkpoint first")
         tick()
         time.sleep(POLL_S)
 

@@ -20,26 +20,27 @@ from llmexp import folder
 from llmexp.budgets import Spent
 from llmexp.config import ConfigError, Sweep, build_sweep, refuse
 from llmexp.guard import BY_HAND
-from llmexp.process import PREEMPTED, REFUSED
+from llmexp.process import PREEMPTED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import visible_devices
-from llmexp.sweep.matching import Pair, match, next_number
+from llmexp.sweep.matching import Pair, match, next_number, of_folder
 from llmexp.sweep.planning import warn
 from llmexp.sweep.points import (
     Point,
     Refused,
     as_given,
+    duplicates,
     expand,
     is_grid,
     load_points,
     no_start,
     refuse_hosts,
-    twins,
 )
 from llmexp.sweep.running import run_rungs
+from llmexp.sweep.twins import is_twin, run_twins
 
 LOCK = ".lock-sweep"
 
@@ -69,6 +70,10 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
+        if settings.twins and not current.grid:
+            sweeper = str(cfg.hydra.sweeper.get("_target_")).rpartition(".")[2]
+            text = f"needs a grid; {sweeper} chooses its points while it runs. Train twins of its best point afterwards"
+            raise refuse("sweep.twins", settings.twins, text, "0 and, with that point's values, -m train.twin=0,1")
         if current.grid:
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
             run_batch(current, points, refused)
@@ -183,7 +188,7 @@ def run_batch(
     if current.launcher != "slurm":
         for point in points:
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
-    if not again and (same := twins(points, [p.identity for p in points])):
+    if not again and (same := duplicates(points, [p.identity for p in points])):
         raise no_start([*same, *refused])
     found = current.checker.ask("check", points)
     refused += [p.refused(f["refused"]) for p, f in zip(points, found, strict=True) if "refused" in f]
@@ -192,7 +197,7 @@ def run_batch(
         most = len(visible_devices(max((f["devices"] for _, f in feasible), default=0)))
         if most and (current.settings.devices_per_run or 0) > most:
             raise refuse("sweep.devices_per_run", current.settings.devices_per_run, f"this host has {most}", most)
-    if not again and (same := twins([p for p, _ in feasible], [f["solved"] for _, f in feasible])):
+    if not again and (same := duplicates([p for p, _ in feasible], [f["solved"] for _, f in feasible])):
         raise no_start([*same, *refused])
     if refused and (current.settings.on_infeasible == "refuse" or not (feasible or again)):
         raise no_start(refused)
@@ -217,34 +222,30 @@ def run_batch(
     ledger.state = "running"
     ledger.save()
     run_rungs(current, ledger, list({e.folder: (p, e) for p, e, _ in pairs}.values()))
+    if current.grid:
+        run_twins(current, ledger)
     return [(p, e) for p, e, _ in pairs]
 
 
 def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
-    """The points of earlier commands that are not finished, from their folders."""
+    """The points of earlier commands that are not finished, from their folders. Twins have their time at the end."""
     found = []
     for entry in ledger.points:
-        path = ledger.path / entry.folder
-        if entry.folder in asked or entry.state == "infeasible" or not folder.is_run(path):
+        if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
+            continue
+        if not folder.is_run(ledger.path / entry.folder):
             continue
         if ledger.look(entry).get("state") == "finished" or entry.rung is not None:
             continue
-        try:
-            config = folder.built_config(path)
-            told = (entry.number, entry.overrides, ledger.swept, None, config, entry.label, path, ledger.group)
-            point = Point(*told)
-            (fact,) = current.checker.ask("check", [point])
-            if "refused" in fact:
-                raise ConfigError(fact["refused"])
-            found.append((point, entry, fact))
-        except ConfigError as error:
-            ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(str(error)))
+        if pair := of_folder(current.checker, ledger, entry):
+            found.append(pair)
     return found
 
 
 def open_ledger(current: Current) -> Ledger:
     """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
     from llmexp.launch import say
+    from llmexp.sweep import show
 
     resumed = current.settings.resume is not None
     if resumed and not os.access(current.where, os.W_OK | os.X_OK):
@@ -258,7 +259,8 @@ def open_ledger(current: Current) -> Ledger:
             ledger = ledgers.read(path)
         else:
             ledger = ledgers.rebuilt(path, current.name, current.launcher, recordable(current.arguments))
-            say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {len(ledger.points)} runs")
+            runs = show.plural(len(ledger.points), "run")
+            say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
         ledger.launcher, ledger.arguments = current.launcher, recordable(current.arguments)
     elif ledgers.is_sweep(path):
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
@@ -290,7 +292,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
         say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")  # its repr may hold a page
     for line in lines or [show.results_table(ledger)]:
         say(line)
-    for line in show.reasons(ledger):
+    for line in show.unfinished(ledger, current.reasons):
         say(line)
     if upload := upload_command(ledger.path):
         say(f"upload {upload}")

@@ -9,7 +9,9 @@ from typing import Any
 
 from llmexp import folder
 from llmexp.config import ConfigError
+from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Point, label
 
@@ -45,14 +47,30 @@ def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> lis
     return pairs
 
 
+def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Pair | None:
+    """The point of an earlier command, from its run's folder; None for one that cannot run, which is recorded."""
+    path = ledger.path / entry.folder
+    try:
+        config = folder.built_config(path)
+        told = (entry.number, entry.overrides, ledger.swept, None, config, entry.label, path, ledger.group)
+        point = Point(*told)
+        (fact,) = checker.ask("check", [point])
+        if "refused" in fact:
+            raise ConfigError(fact["refused"])
+    except ConfigError as error:
+        ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(str(error)))
+        return None
+    return point, entry, fact
+
+
 def told_apart(point: Point, ledger: Ledger) -> Point:
     """The new point with a label by what sets it apart from all others of the sweep, not from those of its command."""
     from llmexp.launch import visible
 
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
     text = label(point.overrides, swept)
-    if twin := next((e for e in ledger.points if e.label == text), None):
-        new = [o for o in visible(point.overrides) if o not in twin.overrides]
+    if other := next((e for e in ledger.points if e.label == text), None):
+        new = [o for o in visible(point.overrides) if o not in other.overrides]
         swept = list(dict.fromkeys([*swept, *(o.partition("=")[0] for o in new)]))
         text = label(point.overrides, swept)
     if any(e.label == text for e in ledger.points):  # of less than the other was given

@@ -165,7 +165,7 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
     return [said.get(o, o) for o in kept]
 
 
-def twins(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
+def duplicates(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
     """The points that are another one again: the same config but for what cannot change results, or the same folder."""
     found = []
     configs: dict[str, Point] = {}

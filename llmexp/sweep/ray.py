@@ -128,7 +128,7 @@ def run_all(
             if stop.requested and not told:
                 told = True
                 active = sum(job.path in running for job in left.values())
-                say(f"stopping: {active} under way save a checkpoint and leave")
+                say(f"stopping: {active} under way {'saves' if active == 1 else 'save'} a checkpoint first")
                 for task in left:
                     ray.cancel(task)
             done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)

@@ -12,9 +12,11 @@ from llmexp import folder
 from llmexp.config import ConfigError, Sweep
 from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
+from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Point
+from llmexp.sweep.show import plural
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 
@@ -81,12 +83,14 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
         if state != "finished" and not reached(ledger.path / entry.folder, stop_step):
             left.append((point, entry, stop_step))
     if 0 < len(left) < len(todo):
-        say(f"{len(todo) - len(left)} of {len(todo)} points are there already")
+        done = len(todo) - len(left)
+        say(f"{done} of {len(todo)} points {'is' if done == 1 else 'are'} there already")
     for attempt in range(1 + current.settings.max_retries):
         if not left or current.over:
             return
         if attempt:
-            say(f"{len(left)} failed or broke off, started again: {', '.join(e.folder for _, e, _ in left)}")
+            names = ", ".join(show.name_of(e, ledger.swept) for _, e, _ in left)
+            say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
         run_once(current, ledger, left)
         left = [
             (p, e, s) for p, e, s in left
@@ -98,7 +102,7 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
 def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
     """Queues the points' runs and waits until all have ended, or have been stopped."""
     from llmexp.launch import say
-    from llmexp.sweep import launchers, show
+    from llmexp.sweep import launchers
 
     at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
     new, deadline = [], time.monotonic() + ORPHAN_S
@@ -106,7 +110,7 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
         if point.path in at_work:
             continue
         if not is_free(point.path, current, deadline):
-            say(f"{entry.folder}  left alone: another process is training there")
+            say(f"{show.name_of(entry, ledger.swept)}  left alone: another process is training there")
             continue
         config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
         new.append((dataclasses.replace(point, config=config), entry))
@@ -115,13 +119,16 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
         if "refused" in fact:
             error = ledgers.one_line(fact["refused"])
             ledger.update(entry, state="failed", exit_code=REFUSED, error=error)
-            say(f"{entry.folder}  not started: {error}")
+            say(f"{show.name_of(entry, ledger.swept)}  not started: {error}")
+            current.reasons.add(entry.folder)
         else:
             ledger.update(entry, state="queued", error=None, exit_code=None)
             queued.append((point, entry))
     if current.over:
         return
-    with show.Display(ledger, lines=current.launcher != "slurm") as display:  # its jobs are told of with their ids
+    with show.Display(
+        ledger, current.launcher != "slurm", current.reasons
+    ) as display:  # jobs are told of with their ids
         launchers.execute(current, ledger, queued, at_work, display)
         display.tick()
     current.halted |= current.settings.stop_on_failure and any(e.state == "failed" for _, e, _ in todo)

@@ -8,15 +8,16 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from llmexp import folder
 from llmexp.config import ConfigError
-from llmexp.labels import label, short_keys, shown
+from llmexp.labels import label, parsed, short_keys, shown
 from llmexp.launch import say
 from llmexp.sweep.ledger import Entry, Ledger, figure
+from llmexp.sweep.local import by_plan
 
 REFRESH_S = 0.5
 TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
@@ -25,13 +26,15 @@ TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
 class Display:
     """What a person sees while the points run."""
 
-    def __init__(self, ledger: Ledger, lines: bool = True) -> None:
-        """`lines`: says each change of a point's state."""
+    def __init__(self, ledger: Ledger, lines: bool = True, reasons: set[str] | None = None) -> None:
+        """`lines`: says each change of a point's state. `reasons` gets the folders of those whose failure was told."""
+        self._reasons = set() if reasons is None else reasons
         self._ledger, self._slots, self._lines = ledger, 1, lines
         self._live: Any = None
         self._at = 0.0
         self._max_steps: dict[str, int] = {}
         self._state = {entry.folder: entry.state for entry in ledger.points}
+        self._waiting = {e.folder for e in ledger.points if e.state == "preempted" and waits(e, ledger.path)}
 
     def slots(self, number: int) -> None:
         """How many points run at the same time, for the time that is left."""
@@ -63,8 +66,13 @@ class Display:
         for entry in self._ledger.points:
             if (before := self._state.get(entry.folder)) != entry.state:
                 self._state[entry.folder] = entry.state
+                self._waiting.discard(entry.folder)
+                if entry.state == "preempted" and waits(entry, self._ledger.path):
+                    self._waiting.add(entry.folder)
                 if self._lines and (before is not None or entry.state != "queued"):
-                    self.line(told(entry, self._ledger.path))
+                    self.line(told(entry, self._ledger))
+                    if entry.error:
+                        self._reasons.add(entry.folder)
         if self._live is not None and now - self._at > REFRESH_S:
             self._at = now
             self._live.update(self._table(), refresh=True)
@@ -77,23 +85,33 @@ class Display:
         columns, lines = shutil.get_terminal_size((100, 24))
         points = self._ledger.points
         order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
-        shown = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(lines - 6, 3)]
-        rows: list[tuple[str, ...]] = [("run", "state", "step", "train loss", "tokens/s", "left")]
+        first = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(lines - 6, 3)]
+        entries = sorted(first, key=lambda e: e.number)
+        kept = 5 if columns >= 80 else 3
+        rows: list[tuple[str, ...]] = [("state", "step", "train loss", "tokens/s", "left")[:kept]]
         left: dict[str, float] = {}
-        for entry in sorted(shown, key=lambda e: e.number):
+        for entry in entries:
             row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
             if entry.state == "running" and (eta := figure(row.get("eta"))) is not None:
                 left[entry.folder] = eta
             cells = (
+                self._word(entry),
                 f"{row['step']:,}/{self._steps(entry):,}" if row else "",
                 shown_as(row.get("train/loss"), ".4f"),
                 shown_as(row.get("tokens_per_sec"), ",.0f"),
                 format_duration(left[entry.folder]) if entry.folder in left else "",
             )
-            rows.append((entry.folder, entry.state, *cells))
-        kept = 6 if columns >= 80 else 4
-        text = table([row[:kept] for row in rows], left=2, width=columns - 1)  # an echoed ^C must not wrap it
-        return Text(f"{text}\n{counts(points)}{self._time_left(left)}", no_wrap=True, overflow="ellipsis")
+            rows.append(cells[:kept])
+        swept = self._ledger.swept
+        # One column is left free: an echoed ^C must not wrap a line.
+        names = naming([(e.number, values_of(e, swept)) for e in entries], rows, columns - 1)
+        text = table([(*a, *b) for a, b in zip(names, rows, strict=True)], left=1, width=columns - 1)
+        return Text(
+            f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}", no_wrap=True, overflow="ellipsis"
+        )
+
+    def _word(self, entry: Entry) -> str:
+        return "waiting" if entry.folder in self._waiting else entry.state
 
     def _steps(self, entry: Entry) -> int:
         if entry.folder not in self._max_steps:
@@ -117,20 +135,56 @@ class Display:
         return f"; about {format_duration(seconds)} left"
 
 
-def told(entry: Entry, where: Path) -> str:
+def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
+    """The swept keys of a point with their values, as its overrides have them."""
+    keys = {key.lstrip("+") for key in swept}
+    given = (o.lstrip("+").partition("=") for o in entry.overrides)
+    return {key: parsed(text) for key, equals, text in given if equals and key in keys}
+
+
+def name_of(entry: Entry, swept: Sequence[str]) -> str:
+    """The number of a point, which begins its folder's name, and the short names of what is swept."""
+    return f"{entry.number} {label(values_of(entry, swept)) or entry.label}"
+
+
+def waits(entry: Entry, where: Path) -> bool:
+    """Tell whether a run has stopped at a rung of successive halving, where it was to stop."""
+    path = where / entry.folder
+    return not entry.error and by_plan(path, folder.read_status(path))
+
+
+def told(entry: Entry, ledger: Ledger) -> str:
     """A line for a point whose state has changed."""
     from llmexp.metrics.console import format_duration
 
-    text = f"{entry.folder}  {entry.state}"
+    path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:
-        return f"{text}: {flat(entry.error)}"
+        return f"{name}  {entry.state}: {flat(entry.error)}"
+    if entry.state == "preempted" and waits(entry, ledger.path):
+        row = latest_row(path)
+        return f"{name}  waits at step {row.get('step', 0):,}{loss_in(row)}"
     if entry.state == "finished":
-        summary = summary_of(where / entry.folder)
-        kind = "val" if "final val/loss" in summary else "train"
-        loss = shown_as(summary.get(f"final {kind}/loss"), ".4f")
         took = f" in {format_duration(entry.ended - entry.started)}" if entry.ended and entry.started else ""
-        return text + (loss and f", {kind} loss {loss}") + took
-    return text
+        return f"{name}  finished{loss_in(summary_of(path), 'final ')}{took}"
+    return f"{name}  {entry.state}"
+
+
+def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
+    """Return the validation loss in a row or summary, else the train loss, to be added to a line; empty without."""
+    for key, name in (("val/loss", "val loss"), ("train/loss", "train loss")):
+        if text := shown_as(figures.get(f"{prefix}{key}"), ".4f"):
+            return f", {name} {text}"
+    return ""
+
+
+def unfinished(ledger: Ledger, told: Collection[str] = ()) -> list[str]:
+    """Lines that say why points did not finish; shortly where that was `told` before, by the points' folders."""
+    lines = []
+    for entry in ledger.points:
+        if entry.state in ("failed", "infeasible", "preempted") and entry.error:
+            text = f"{name_of(entry, ledger.swept)}  {entry.state}: {flat(entry.error)}"
+            lines.append(textwrap.shorten(text, 79, placeholder=" ...") if entry.folder in told else fitted(text))
+    return lines
 
 
 def summary_of(path: Path) -> dict[str, Any]:
@@ -144,8 +198,10 @@ def shown_as(value: Any, form: str) -> str:
     return "" if figure(value) is None else format(value, form)
 
 
-def counts(points: Sequence[Entry]) -> str:
-    states = [entry.state if entry.rung is None else f"out at {entry.rung:.3g} of its steps" for entry in points]
+def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
+    """How many points are in which state; `waiting`: the folders of those that wait at a rung."""
+    states = ["waiting" if e.folder in waiting and e.rung is None else e.state for e in points]
+    states = [s if e.rung is None else f"out at {e.rung:.3g} of its steps" for s, e in zip(states, points, strict=True)]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
@@ -168,14 +224,10 @@ def results_table(ledger: Ledger) -> str:
         losses = [summary.get(f"final {k}", summary.get(f"latest {k}")) for k in ("train/loss", "val/loss")]
         rate = shown_as(summary.get("mean tokens_per_sec"), ",.0f")
         figures = (*(shown_as(loss, ".4f") for loss in losses), rate)
-        rows.append((entry.folder, entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures))
+        rows.append(
+            (name_of(entry, ledger.swept), entry.state if entry.rung is None else f"out at {entry.rung:.3g}", *figures)
+        )
     return table(rows, left=2, width=width_of(sys.stdout))
-
-
-def reasons(ledger: Ledger) -> list[str]:
-    """Return why points did not finish, a line each."""
-    broken = [e for e in ledger.points if e.state in ("failed", "infeasible", "preempted") and e.error]
-    return [fitted(f"{e.folder}: {e.state}: {flat(str(e.error))}") for e in broken]
 
 
 def flat(error: str) -> str:
