@@ -205,6 +205,7 @@ def test_a_search_by_optuna(work):
     small = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "hydra.sweeper.n_trials=1"]
     done = llmexp("train", "experiment=lr_optuna", *small, "hydra.sweep.dir=search", cwd=work)
     assert done.code == 0, done.err + done.out
+    assert "\x1b" not in done.err
     best = yaml.safe_load((work / "search" / "optimization_results.yaml").read_text())
     points = json.loads((work / "search" / "sweep.json").read_text())["points"]
     losses = []

@@ -86,7 +86,7 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(tmp_path
     monkeypatch.setattr(launchers, "slurm_settings", lambda cfg: None)
     current = SimpleNamespace(
         launcher="slurm", knobs={p.name: {"ranks": 1, "devices": 0} for p in paths}, cfg=None, stop=Stopped(),
-        settings=SimpleNamespace(stop_on_failure=True),
+        settings=SimpleNamespace(stop_on_failure=True), reasons=set(),
     )  # fmt: skip
     queued = [(SimpleNamespace(path=p, config=None), e) for p, e in zip(paths, ledger.points, strict=True)]
     display = SimpleNamespace(line=lambda text: None, tick=lambda: None)
@@ -102,7 +102,7 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
         ledger.points = [Entry(0, "a", "0-a", None, [], state="finished")]
         stop = Stopped()
         stop.requested = True
-        conclude(SimpleNamespace(ledger=ledger, stop=stop, grid=grid), lambda text: None)
+        conclude(SimpleNamespace(ledger=ledger, stop=stop, grid=grid, reasons=set()), lambda text: None)
         assert ledger.state == state
 
 
@@ -176,3 +176,19 @@ def test_a_sweeps_folder_that_is_a_file(tmp_path):
     (tmp_path / "f").touch()
     with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*is not a folder"):
         folder.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
+
+
+def test_a_reason_is_told_once_and_shortly_at_the_end(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "def hook(event, context):\n    if context.optimizers[0].param_groups[0]['lr'] == 0.5:\n"
+        "        raise RuntimeError('first ' + 'many words ' * 12 + 'the last one')\n"
+    )
+    command = ["-m", *RUN, "--allow", "long", "hooks=[long.hook]", "optimizer.lr=0.5", "hydra.sweep.dir=s"]
+    done = llmexp("train", *command, cwd=tmp_path)
+    assert done.code == 1
+    assert done.out.count("the last one") == 1
+    at_once, after = (line for line in done.out.splitlines() if "the hook long.hook failed" in line)
+    assert at_once.startswith("0 point  failed: the hook long.hook failed at step_start")
+    assert after.startswith("0 point: the hook long.hook failed at step_start")
+    assert after.endswith(" ...")
+    assert len(after) < 80

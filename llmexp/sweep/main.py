@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
             points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
             run_batch(current, points, refused)
         else:
+            if not sys.stderr.isatty():
+                os.environ.setdefault("NO_COLOR", "1")  # for the log of Optuna, which is coloured in files too
             here = f"hydra.sweep.dir={quoted(str(where))}"  # what ${now:} says is said once
             try:
                 with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
