@@ -189,6 +189,6 @@ def test_a_reason_is_told_once_and_shortly_at_the_end(tmp_path):
     assert done.out.count("the last one") == 1
     at_once, after = (line for line in done.out.splitlines() if "the hook long.hook failed" in line)
     assert at_once.startswith("0 point  failed: the hook long.hook failed at step_start")
-    assert after.startswith("0 point: the hook long.hook failed at step_start")
+    assert after.startswith("0 point failed: the hook long.hook failed at step_start")
     assert after.endswith(" ...")
     assert len(after) < 80

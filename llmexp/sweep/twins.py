@@ -45,6 +45,9 @@ def run_twins(current: Current, ledger: Ledger) -> None:
     """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not finished."""
     if current.over:
         return
+    # Twins that never began may be those of a setting that leads no more.
+    never = [e for e in ledger.points if is_twin(e) and not folder.is_run(ledger.path / e.folder)]
+    ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
     lead = leading(ledger) if current.settings.twins else None
     pairs = twins_of(current, ledger, lead) if lead is not None else []
     asked = {entry.folder for _, entry, _ in pairs}
