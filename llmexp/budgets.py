@@ -1,6 +1,6 @@
 """Whether the points of a sweep train on as many tokens as each other, and the budget that would make them comparable.
 
-Plain figures in, plain text out. Standard library and `labels` only.
+Plain figures in, plain text out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import combinations
 from typing import Any
 
 from llmexp.labels import label
+from llmexp.run import BUDGETS
 
-BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 CLOSE = 0.01  # share by which budgets may differ, such as by a last window that is left out
 
 

@@ -206,7 +206,7 @@ def run_batch(
         raise no_start(refused)
     if current.grid and current.settings.resume is None:
         spent = [Spent(p.values, f["max_tokens"], f["max_steps"]) for p, f in feasible]
-        warn(spent, current.settings, current.arguments, feasible[0][0].config)
+        warn(spent, current.settings, current.arguments)
     ledger = current.ledger or open_ledger(current)
     pairs = match(ledger, feasible)
     for one in refused:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from llmexp import budgets
-from llmexp.config import Config, ConfigError, Sweep
+from llmexp.config import ConfigError, Sweep
 from llmexp.environment import redacted
+from llmexp.run import BUDGETS
 from llmexp.sweep.points import Point, Refused, reasons
 from llmexp.sweep.progress import counted
 from llmexp.sweep.show import fitted, naming, plural, table, width_of
@@ -48,7 +48,7 @@ def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arg
         spent.append(budgets.Spent(point.values, run.max_tokens, run.max_steps))
     if feasible:
         print_points(feasible, figures, settings.twins)
-        warn(spent, settings, arguments, feasible[0].config)
+        warn(spent, settings, arguments)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0
@@ -73,20 +73,15 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
     print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)
 
 
-def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str], config: Config) -> None:
-    """Warn on standard error of points whose losses will not compare. `config`: of one of them."""
+def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]) -> None:
+    """Warn on standard error of points whose losses will not compare."""
     if settings.report == "throughput":  # no losses are of interest there
         return
-    for line in budgets.warning(spent, command_with(arguments, config)):
+    for line in budgets.warning(spent, lambda budget: command_with(arguments, budget)):
         print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
 
 
-def command_with(arguments: Sequence[str], config: Config) -> Any:
-    """Return what makes the same command with another budget, into a folder of its own, from the budget's override."""
-    flags = [a for a in arguments if not a.startswith((*(f"{key}=" for key in budgets.BUDGETS), "hydra.sweep.dir="))]
-    given = {a.partition("=")[0] for a in arguments}
-    sections = ((key, getattr(config.train, key.partition(".")[2])) for key in budgets.BUDGETS)
-    # A budget of a file has to be taken back.
-    off = [f"{key}=null" for key, value in sections if value is not None and key not in given]
-    off = [word for word in off if not word.startswith("train.max_tokens")]
-    return lambda budget: f"llmexp train {shlex.join([*flags, *off, budget])}"
+def command_with(arguments: Sequence[str], budget: str) -> str:
+    """Return the same command with another budget, into a folder of its own."""
+    replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
+    return f"llmexp train {shlex.join([a for a in arguments if not a.startswith(replaced)])} {budget}"
