@@ -11,6 +11,7 @@ llmexp: language-model pretraining experiments
 
   llmexp train [overrides]              train; with -m, every point of a sweep
   llmexp plan [overrides]               check everything and print the banner of the run; -m: a row a point
+  llmexp explain KEY [overrides]        what a knob is, who set it, what it changes; also numbers and groups
   llmexp prepare [overrides]            tokenise the data into the cache
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN_DIR --prompt TEXT   generate text from a run
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
     from llmexp.process import REFUSED
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    commands = ("train", "plan", "prepare", "resume", "sample", "sync", "compare", "runs", "verify")
+    commands = ("train", "plan", "explain", "prepare", "resume", "sample", "sync", "compare", "runs", "verify")
     try:
         if command in ("-h", "--help", "help"):
             print(USAGE, end="")
@@ -70,6 +71,10 @@ def run(arguments: list[str]) -> int:
             from llmexp import launch
 
             return launch.train(rest)
+        if command == "explain":
+            from llmexp import explain
+
+            return explain.run(rest)
         if command == "sync":
             from llmexp.sync import sync
 

@@ -101,11 +101,18 @@ def affects(key: str) -> str:
     return OPEN_AFFECTS.get(key) or fields().get(key, {}).get("affects", "result")
 
 
-# A knob that changes a result only where this holds; elsewhere it is recorded, or a limit that is checked.
-SOMETIMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "metrics.outlier_sigma": lambda flat: bool(flat.get("metrics.skip_outliers")),
-    "metrics.outlier_window": lambda flat: bool(flat.get("metrics.skip_outliers")),
-    "model.max_position_embeddings": lambda flat: flat.get("model._target_") != "llmexp.models.llama.Llama",
+# A knob that changes a result only where this holds, and in words; elsewhere it is recorded, or checked as a limit.
+_SKIPPING = (
+    lambda flat: bool(flat.get("metrics.skip_outliers")),
+    "with metrics.skip_outliers; else a figure in the rows",
+)
+SOMETIMES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
+    "metrics.outlier_sigma": _SKIPPING,
+    "metrics.outlier_window": _SKIPPING,
+    "model.max_position_embeddings": (
+        lambda flat: flat.get("model._target_") != "llmexp.models.llama.Llama",
+        "where the model has a table of positions; for Llama it is a limit that is checked",
+    ),
 }
 
 
@@ -133,7 +140,7 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
     """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs."""
-    without = {*dead(flat), *(key for key, holds in SOMETIMES.items() if not holds(flat))}
+    without = {*dead(flat), *(key for key, (holds, _) in SOMETIMES.items() if not holds(flat))}
     if not flat.get("hooks"):  # nobody else reads the section user
         without |= {key for key in flat if key.startswith("user.")}
     return {key: value for key, value in flat.items() if key not in without and not is_record(key)}

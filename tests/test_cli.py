@@ -81,7 +81,7 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
         assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
 
 
-@pytest.mark.parametrize("command", ["", "plan", "prepare", "resume", "sample"])
+@pytest.mark.parametrize("command", ["", "plan", "explain", "prepare", "resume", "sample"])
 def test_help_of_every_command(capsys, command):
     code: object
     try:
@@ -162,7 +162,7 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
-    ("llmexp ", {"train", "plan", "prepare", "resume", "sample", "compare", "runs", "sync", "verify"}),
+    ("llmexp ", {"train", "plan", "explain", "prepare", "resume", "sample", "compare", "runs", "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small", "xl")}),
     ("llmexp train train.max_", {f"train.max_{k}=" for k in ("consecutive_skips", "epochs", "steps", "tokens")}),

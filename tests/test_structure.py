@@ -28,11 +28,13 @@ HYDRA_SIDE = (
     "llmexp.hints",
     *SWEEP,
     "llmexp.commands",
+    "llmexp.explain",
     "llmexp.flags",
     "llmexp.help",
 )
 LIGHT = (
     "llmexp.budgets",
+    "llmexp.derived",
     "llmexp.labels",
     *HYDRA_SIDE,
     "llmexp.config",

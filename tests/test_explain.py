@@ -1,0 +1,111 @@
+"""`llmexp explain`: where a value comes from, what it replaced, what it changes, what uses it; on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from llmexp import explain, launch
+from llmexp.__main__ import run
+from llmexp.config import OPEN_SECTIONS, flatten, plain
+from llmexp.derived import DERIVED
+from llmexp.knobs import ACTS, fields
+from llmexp.run import Facts, Layout, Run
+from tests.conftest import TINY
+
+SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+
+
+def told(capsys, *arguments: str) -> dict:
+    assert run(["explain", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    mine = "# @package _global_\ndefaults:\n  - override /optimizer: muon\nclip:\n  max_norm: 0.7\n"
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(mine)
+    given = ["--config-dir", "own", "experiment=mine", "clip.max_norm=0.5"]
+    found = told(capsys, *given, "clip.max_norm")
+    assert found["history"] == [
+        {"value": 1.0, "from": "conf/clip/norm.yaml"},
+        {"value": 0.7, "from": "own/experiment/mine.yaml"},
+        {"value": 0.5, "from": "the command line"},
+    ]
+    assert run(["explain", "clip.max_norm", *given]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "clip.max_norm = 0.5",
+        "  meaning    limit of the global gradient norm; null: no limit (above 0)",
+        "  set by     the command line",
+        "  replaced   0.7 from own/experiment/mine.yaml",
+        "  replaced   1.0 from conf/clip/norm.yaml",
+        "  acts       where clip.kind is norm",
+        "  affects    the result",
+    ]
+    group = told(capsys, "optimizer", *given)
+    assert (group["value"], group["chosen_by"]) == ("muon", "own/experiment/mine.yaml")
+    assert {knob["key"] for knob in group["knobs"]} >= {"optimizer.ns_steps", "optimizer.lr"}
+    assert told(capsys, "optimizer", "optimizer=sgd")["chosen_by"] == "the command line"
+    assert told(capsys, "clip", "--config-dir", "own", "experiment=mine")["value"] == 0.7  # the short name of tables
+    assert told(capsys, "clip.max_norm", "experiment=clip_sweep")["swept"] == "0.25,0.5,1.0,2.0,null"
+
+
+def test_what_derived_a_number(capsys):
+    found = told(capsys, "batch.real_batch_size", *SYNTHETIC, "batch.gradient_accumulation_steps=4")
+    assert (found["value"], found["derived"]) == (None, 32)
+    equation = "micro_batch_size 8 x gradient_accumulation_steps 4 x dp_size 1 = real_batch_size 32"
+    assert found["formula"] == equation
+    assert "tokens_per_step" in found["used_by"]
+    number = told(capsys, "real_batch_size", *SYNTHETIC, "batch.gradient_accumulation_steps=4")
+    assert (number["value"], number["formula"]) == (32, equation)
+    assert told(capsys, "warmup_updates", *SYNTHETIC, "schedule.warmup_steps=7")["value"] == 7
+    too_much = told(capsys, "real_batch_size", *SYNTHETIC, "batch.micro_batch_size=10000")
+    assert too_much["unsolved"].startswith("batch.micro_batch_size=10000: ")
+    assert told(capsys, "precision.kind")["used_by"][-2:] == ["precision.init_scale", "precision.growth_interval"]
+
+
+def test_what_there_is_not(capsys):
+    for key, says in (
+        ("clip.max_nrom", "Did you mean clip.max_norm?"),
+        ("real_batch_sze", "Did you mean real_batch_size?"),
+        ("gpt3", "there is no such key, group or number of a run. Known: "),
+        ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
+        ("", "a key is needed; for example"),
+    ):
+        assert run(["explain", *key.split()]) == 2
+        assert says in capsys.readouterr().err
+    assert run(["explain", "--help"]) == 0
+    assert "llmexp explain batch.real_batch_size" in capsys.readouterr().out
+
+
+@pytest.fixture
+def unsolved(monkeypatch):
+    """Without the time that assembling a run takes."""
+    monkeypatch.setattr(explain, "solved", lambda config, key: {"value": None})
+
+
+def test_every_knob_is_explained_on_one_screen(unsolved):
+    with launch.hydra_app(None) as hydra:
+        cfg, _ = launch.compose(hydra, SYNTHETIC)
+        config = launch.typed(cfg)
+        keys = [k for k in flatten(plain(config)) if not k.endswith("._target_") and not k.startswith("user")]
+        for key in [*keys, "sweep.halving", "model", "data", *DERIVED]:
+            found = explain.explained(hydra.config_loader, cfg, config, key)
+            lines = explain.written(found)
+            assert len(lines) <= 24, key
+            assert max(map(len, lines)) <= 80, key
+            assert found.get("meaning") or "options" in found, key
+            assert "affects" in found or key in (*DERIVED, "model", "data"), key
+    json.dumps(found)
+
+
+def test_every_number_of_a_run_is_derived_from_what_there_is():
+    numbers = {f.name for cls in (Run, Facts, Layout) for f in dataclasses.fields(cls)} - {"facts", "layout"}
+    assert numbers == set(DERIVED)
+    for name, d in DERIVED.items():
+        for source in d.sources:
+            assert source in DERIVED or source in fields() or source.partition(".")[0] in OPEN_SECTIONS, (name, source)
+    assert all(key in fields() or key.partition(".")[0] in OPEN_SECTIONS for key in ACTS)
