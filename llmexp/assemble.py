@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import tiktoken
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -22,13 +21,14 @@ from llmexp import mesh, optim, precision, schedule
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Parallelism, fill, plain, refuse
 from llmexp.data.files import cpu_count
 from llmexp.data.stream import Corpus, as_corpus
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 from llmexp.environment import redacted
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.models.memory import saved_bytes
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
-from llmexp.targets import bind, hook, locate, place
+from llmexp.targets import bind, described, hook, locate, place
 from llmexp.trial import try_model
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Parts:
     run: Run
     device: torch.device
     precision: str
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     corpus: Corpus
     build_model: Callable[[], nn.Module]
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
@@ -273,16 +273,22 @@ def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
     )
 
 
-def build_tokenizer(config: Config) -> tuple[tiktoken.Encoding, dict[str, Any]]:
+def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer of a filled config, and the model section with the vocabulary that follows where it is null."""
-    tokenizer: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
+    found = bind("tokenizer", config.tokenizer, {})()
+    try:
+        tokenizer = as_tokenizer(found)
+    except Exception as error:  # of the user's code
+        dotted = config.tokenizer["_target_"]
+        text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
+        raise refuse("tokenizer._target_", dotted, f"{text}{_place_of(config.tokenizer, 'tokenizer')}") from error
     model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
         model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
     return tokenizer, model_config
 
 
-def build_corpus(config: Config, tokenizer: tiktoken.Encoding, vocab_size: int, *, write: bool) -> Corpus:
+def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool) -> Corpus:
     """The data of a filled config, checked against the vocabulary; prepared with `write`. Raises ConfigError."""
     data = config.data
     _check_common_data(data, vocab_size)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 
-import tiktoken
 import torch
 from torch import nn
 
 from llmexp import checkpoint, precision
+from llmexp.assemble import build_tokenizer
 from llmexp.config import Config, ConfigError
 from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import END_OF_TEXT, has_meaning
+from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
 from llmexp.targets import bind
 
 
 def sample(
-    encoding: tiktoken.Encoding,
+    encoding: Tokenizer,
     model: nn.Module,
     context_length: int,
     precision_kind: str,
@@ -32,7 +32,7 @@ def sample(
 
     Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of a document.
     """
-    end = encoding._special_tokens.get(END_OF_TEXT)
+    end = end_of_text(encoding)
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
     if not ids:
         raise ValueError(
@@ -57,10 +57,10 @@ def sample(
     return prompt + encoding.decode(new, errors="replace")
 
 
-def first_words(encoding: tiktoken.Encoding, corpus: Corpus) -> str:
+def first_words(encoding: Tokenizer, corpus: Corpus) -> str:
     """What the samples of a run begin with: nothing, where the start of a document is among the training tokens; else
     the first words of the validation text. A corpus of one document has no such start, and its token is not trained."""
-    if not corpus.is_text or corpus.train.holds(encoding._special_tokens.get(END_OF_TEXT)):
+    if not corpus.is_text or corpus.train.holds(end_of_text(encoding)):
         return ""
     text = corpus.val if corpus.val is not None else corpus.train
     opening = encoding.decode(text.read(0, min(64, len(text))).tolist(), errors="replace")
@@ -68,9 +68,9 @@ def first_words(encoding: tiktoken.Encoding, corpus: Corpus) -> str:
     return words[0] if words else opening
 
 
-def load_for_sampling(config: Config, loaded: checkpoint.Loaded) -> tuple[tiktoken.Encoding, nn.Module]:
+def load_for_sampling(config: Config, loaded: checkpoint.Loaded) -> tuple[Tokenizer, nn.Module]:
     """(tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
-    encoding: tiktoken.Encoding = bind("tokenizer", config.tokenizer, {})()
+    encoding, _ = build_tokenizer(config)
     try:
         with torch.device("meta"):  # a stranger's config may ask for more than there is
             bind("model", config.model, {})()

@@ -6,12 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from llmexp.__main__ import run
 from tests.conftest import TINY, Result, llmexp
-from tests.test_resume import exact
+from tests.test_resume import cut_after, exact
 
 CODE = '''
 import numpy as np
@@ -130,6 +131,41 @@ class Wrapped(Bigram):
 
 def never(update, total):
     return None
+
+
+class Pairs:
+    """Two bytes an id; an odd last byte, and the end of a document, have their own."""
+
+    n_vocab, eot_token = 256 * 256 + 257, 256 * 256 + 256
+
+    def __init__(self, broken: str = ""):
+        self.byte_lengths = np.array([2] * 256 * 256 + [1] * 256 + [0])
+        self.broken = broken
+        if broken == "lengths":
+            self.byte_lengths = [1, 2]
+
+    def encode_batch(self, texts):
+        if self.broken == "crash":
+            return self.table[texts]
+        if self.broken == "range":
+            return [[70_000] for text in texts]
+        return [self.ids(text.encode()) for text in texts]
+
+    def ids(self, raw):
+        pairs = [a * 256 + b for a, b in zip(raw[::2], raw[1::2])]
+        return pairs + ([256 * 256 + raw[-1]] if len(raw) % 2 else [])
+
+    def decode(self, ids):
+        kept = [i for i in ids if i != self.eot_token]
+        raw = b"".join(bytes(divmod(i, 256)) if i < 256 * 256 else bytes([i - 256 * 256]) for i in kept)
+        return raw.decode(errors="replace")
+
+
+class Unfinished:
+    n_vocab = 10
+
+    def decode(self, ids):
+        return ""
 
 
 def counts(event, context):
@@ -394,6 +430,54 @@ def test_a_model_that_the_meta_device_cannot_run_is_tried_on_a_tiny_batch(own, c
     monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
     monkeypatch.syspath_prepend(str(own))
     assert run(["plan", *BASE, "model._target_=mymodel.NotOnMeta"]) == 0
+
+
+def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(own):
+    (own / "conf/tokenizer").mkdir(exist_ok=True)
+    (own / "conf/tokenizer/pairs.yaml").write_text("_target_: mymodel.Pairs\n")
+    for name in ("a", "b"):
+        (own / f"{name}.txt").write_text(f"file {name} says: the same line again and again\n" * 40)
+    settings = ["tokenizer=pairs", "data=text", "data.train_files=[a.txt,b.txt]", "model=mine", "model.width=4",
+                "batch.micro_batch_size=2", "batch.sequence_length=12", "train.sample_tokens=4", "train.max_steps=6",
+                "train.log_every=1", "checkpoint.every=3", "tracker=none", "--config-dir=conf", "--allow=mymodel",
+                "precision=fp32"]  # fmt: skip
+    done = llmexp("train", *settings, "hydra.run.dir=pairs", cwd=own)
+    assert done.code == 0, done.err
+    assert "tokenizer Pairs" in done.out
+    whole = exact(done)
+    last = whole[-1]
+    assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / np.log(2) / 2, rel=0.02)  # two bytes an id
+    assert done.json("run.json")["tokenizer_vocab_size"] == 65793
+    said = llmexp("sample", "pairs", "--prompt", "the same", "--tokens", "3", "--allow=mymodel", cwd=own)
+    assert said.code == 0, said.err
+    assert said.out.startswith("the same")
+    (own / "copies").mkdir()
+    copy = cut_after(done, own / "copies", 3)
+    again = llmexp("resume", str(copy), "--allow=mymodel", cwd=own)
+    assert again.code == 0, again.err
+    assert exact(Result(0, "", "", copy)) == whole
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("{_target_: mymodel.Unfinished}", "Unfinished lacks encode_batch, eot_token, byte_lengths; a tokenizer has"),
+        ("{_target_: mymodel.Pairs, broken: lengths}", "Pairs.byte_lengths must hold 65,793 whole numbers"),
+        ("{_target_: mymodel.Pairs, broken: range}", "must return ids from 0 to 65792 (n_vocab - 1), not [70000]"),
+        ("{_target_: mymodel.Pairs, broken: crash}", "failed: AttributeError: 'Pairs' object has no attribute 'table'"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(own, capsys, monkeypatch, target, says):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    (own / "conf/tokenizer").mkdir(exist_ok=True)
+    (own / "conf/tokenizer/bad.yaml").write_text(target)
+    assert run(["plan", *BASE, "tokenizer=bad"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("llmexp: tokenizer._target_=mymodel.")
+    assert says in err
+    assert "mymodel.py" in err
 
 
 def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):

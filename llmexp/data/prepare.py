@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
 from llmexp.data.files import cpu_count, state_of
 from llmexp.data.stream import DataChanged, TokenStream, sample_digest
-from llmexp.data.tokenizers import end_of_text_id, identity, is_byte_level
+from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, identity, is_byte_level
 
 FORMAT = 1  # of the shards; part of their key
 PIECE_BYTES = 1 << 19  # text that one thread encodes at a time
@@ -68,7 +67,7 @@ class Segment:
 def prepare(
     splits: dict[str, list[Segment]],
     max_tokens: dict[str, int | None],
-    encoding: tiktoken.Encoding,
+    encoding: Tokenizer,
     cache: Path,
     write: bool,
 ) -> dict[str, TokenStream]:
@@ -114,7 +113,7 @@ def prepare(
 
 
 def encode_segments(
-    segments: Sequence[Segment], encoding: tiktoken.Encoding, max_tokens: int | None, progress: _Progress | None = None
+    segments: Sequence[Segment], encoding: Tokenizer, max_tokens: int | None, progress: _Progress | None = None
 ) -> Iterator[np.ndarray]:
     """The tokens of the segments in order, as arrays; the end-of-text token between two segments. At most
     `max_tokens` in all. Raises ValueError, with file and byte offset, for text that is not UTF-8.
@@ -131,7 +130,7 @@ def encode_segments(
             left -= len(tokens)
 
 
-def _encode_bytes(segments: Sequence[Segment], encoding: tiktoken.Encoding) -> _Encoded:
+def _encode_bytes(segments: Sequence[Segment], encoding: Tokenizer) -> _Encoded:
     for i, segment in enumerate(segments):
         if i:
             yield np.array([end_of_text_id(encoding)]), 0
@@ -139,9 +138,9 @@ def _encode_bytes(segments: Sequence[Segment], encoding: tiktoken.Encoding) -> _
             yield np.frombuffer(raw, dtype=np.uint8), len(raw)
 
 
-def _encode_text(segments: Sequence[Segment], encoding: tiktoken.Encoding) -> _Encoded:
+def _encode_text(segments: Sequence[Segment], encoding: Tokenizer) -> _Encoded:
     """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of them ahead."""
-    cuttable = encoding.name in CUTTABLE
+    cuttable = encoding.name in CUTTABLE and not isinstance(encoding, Own)
 
     def encode(text: str, path: Path) -> tuple[np.ndarray, int]:
         try:
@@ -231,7 +230,7 @@ def _build(
     folder: Path,
     splits: dict[str, list[Segment]],
     max_tokens: dict[str, int | None],
-    encoding: tiktoken.Encoding,
+    encoding: Tokenizer,
     progress: _Progress,
 ) -> None:
     """Writes a shard per split beside `folder`, the manifest last, and renames. The caller holds the lock."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
 from llmexp.data.files import (
     allow_open_files,
@@ -29,7 +28,7 @@ from llmexp.data.files import (
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import Segment, prepare, recorded
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
-from llmexp.data.tokenizers import identity
+from llmexp.data.tokenizers import Tokenizer, identity
 
 BOM = b"\xef\xbb\xbf"
 LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
@@ -45,7 +44,7 @@ def size_text(size: int) -> str:
 
 def stdlib(
     *,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     val_ratio: float,
     max_tokens: int | None,
     seed: int,
@@ -74,7 +73,7 @@ def text(
     *,
     train_files: str | list[str] | None,
     val_files: str | list[str] | None,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     val_ratio: float,
     max_tokens: int | None,
     seed: int,
@@ -108,7 +107,7 @@ def _text_corpus(
     train_paths: list[Path],
     val_paths: list[Path],
     label: str,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     val_ratio: float,
     max_tokens: int | None,
     seed: int,

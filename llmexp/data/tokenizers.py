@@ -1,4 +1,4 @@
-"""Tokenizers: every one is a `tiktoken.Encoding`, so the rest of the code knows a single kind."""
+"""Tokenizers: a `tiktoken.Encoding`, or an object of the user's own with the parts in `PARTS`, as an `Own`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,89 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
+# What a tokenizer of the user's own needs.
+PARTS = {
+    "n_vocab": "the number of ids",
+    "encode_batch": "a function: a list of texts to a list of ids for each",
+    "decode": "a function: a list of ids to a text",
+    "eot_token": "the id that stands between documents, or None",
+    "byte_lengths": "for each id the bytes of text that it stands for, 0 for none",
+}
+PROBE = "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: Gr\u00fc\u00dfe, \u4f60\u597d! \U0001f600"
+
+
+class Own:
+    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here; all others are the
+    user's object's. Raises ValueError, naming the part, for an object that lacks one."""
+
+    def __init__(self, given: Any) -> None:
+        missing = [part for part in PARTS if not hasattr(given, part)]
+        if missing:
+            needs = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
+            raise ValueError(f"{type(given).__name__} lacks {', '.join(missing)}; a tokenizer has {needs}")
+        self.given = given
+        self.name = str(getattr(given, "name", type(given).__name__))
+        self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
+        self._lock = threading.Lock()  # nobody promises that it may be called by several threads
+        if isinstance(self.n_vocab, bool) or not isinstance(self.n_vocab, int) or self.n_vocab < 1:
+            raise ValueError(f"{self.name}.n_vocab is {self.n_vocab!r}; it must be {PARTS['n_vocab']}")
+        whole = isinstance(self.eot_token, int) and not isinstance(self.eot_token, bool)
+        if self.eot_token is not None and not (whole and 0 <= self.eot_token < self.n_vocab):
+            raise ValueError(f"{self.name}.eot_token is {self.eot_token!r}; it must be {PARTS['eot_token']}")
+        lengths = np.asarray(given.byte_lengths)
+        if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
+            text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
+            raise ValueError(f"{self.name}.byte_lengths {text}")
+        self.byte_lengths = lengths.astype(np.int64)
+        self.decode(self.encode_ordinary(PROBE))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "given":
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
+        """The ids of a text. Raises ValueError for what `encode_batch` must not return."""
+        with self._lock:
+            found = self.given.encode_batch([text])
+        if not hasattr(found, "__len__") or len(found) != 1:
+            raise ValueError(f"{self.name}.encode_batch must be {PARTS['encode_batch']}; one text gave {found!r:.80}")
+        ids = np.asarray(found[0])
+        if ids.size == 0:
+            return np.empty(0, np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.n_vocab:
+            text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
+            raise ValueError(f"{self.name}.encode_batch {text}, not {found[0]!r:.80}")
+        return ids
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_to_numpy(text).tolist()
+        return ids
+
+    def decode(self, ids: list[int], **unused: Any) -> str:
+        text = self.given.decode(ids)
+        if not isinstance(text, str):
+            raise ValueError(f"{self.name}.decode returned {text!r:.80}; it must be {PARTS['decode']}")
+        return text
+
+    def identity(self) -> str:
+        """A digest of what it was seen to do: of every id its text, and how a text is cut."""
+        digest = hashlib.sha256(repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode())
+        digest.update(self.byte_lengths.tobytes())
+        for token in range(self.n_vocab):
+            try:
+                digest.update(repr(self.given.decode([token])).encode())
+            except Exception:  # an id without a text of its own
+                digest.update(b"-")
+        return digest.hexdigest()
+
+
+Tokenizer = tiktoken.Encoding | Own
+
+
+def as_tokenizer(found: Any) -> Tokenizer:
+    """Return what a tokenizer's function made, ready for use. Raise ValueError for what is no tokenizer."""
+    return found if isinstance(found, tiktoken.Encoding | Own) else Own(found)
 
 
 def byte_level() -> tiktoken.Encoding:
@@ -59,39 +142,51 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
     )
 
 
-def is_byte_level(encoding: tiktoken.Encoding) -> bool:
+def is_byte_level(encoding: Tokenizer) -> bool:
     """Whether text becomes its UTF-8 bytes, one id per byte and equal to it."""
+    if isinstance(encoding, Own):
+        return False
     ranks = encoding._mergeable_ranks
     return len(ranks) == 256 and all(ranks.get(bytes([b])) == b for b in range(256))
 
 
-def end_of_text_id(encoding: tiktoken.Encoding) -> int:
+def end_of_text(encoding: Tokenizer) -> int | None:
+    """The id between documents; None where there is no such token."""
+    return encoding.eot_token if isinstance(encoding, Own) else encoding._special_tokens.get(END_OF_TEXT)
+
+
+def end_of_text_id(encoding: Tokenizer) -> int:
     """The id between documents. Raises ValueError where the encoding has no such token."""
-    if END_OF_TEXT not in encoding.special_tokens_set:
+    if (found := end_of_text(encoding)) is None:
         raise ValueError(
             f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to put between documents; "
             "add it to the special tokens or use a single file"
         )
-    return encoding.encode_single_token(END_OF_TEXT)
+    return found
 
 
-def token_byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
+def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
     """[n_vocab] int64: bytes of text that an id stands for; 0 for special tokens and ids without a meaning."""
+    if isinstance(encoding, Own):
+        return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     ranks = encoding._mergeable_ranks
     lengths[np.fromiter(ranks.values(), np.int64, len(ranks))] = np.fromiter(map(len, ranks), np.int64, len(ranks))
     return lengths
 
 
-def has_meaning(encoding: tiktoken.Encoding) -> np.ndarray:
+def has_meaning(encoding: Tokenizer) -> np.ndarray:
     """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of another."""
     found: np.ndarray = token_byte_lengths(encoding) > 0
-    found[[*encoding._special_tokens.values()]] = True
+    special = [end_of_text(encoding)] if isinstance(encoding, Own) else [*encoding._special_tokens.values()]
+    found[[token for token in special if token is not None]] = True
     return found
 
 
-def identity(encoding: tiktoken.Encoding) -> str:
+def identity(encoding: Tokenizer) -> str:
     """A digest of all that decides how text becomes ids: the name alone does not."""
+    if isinstance(encoding, Own):
+        return encoding.identity()
     ranks = encoding._mergeable_ranks
     digest = hashlib.sha256(repr((encoding._pat_str, sorted(encoding._special_tokens.items()))).encode())
     digest.update(b"".join(struct.pack("<q", len(token)) + token for token in ranks))
