@@ -89,8 +89,16 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another state of things.
 
     A run that its sweep has queued has the repositories from there: they are looked into once for all points. `drivers`
-    are the versions of CUDA and the like.
+    are the versions of CUDA and the like. What fails is printed.
     """
+    try:
+        _write(run_dir, drivers, resumed)
+    except Exception as error:  # whatever it is, it is not worth a training run
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        print(redacted(f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"), file=sys.stderr)
+
+
+def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     written = folders(run_dir)
     if any(path.is_symlink() for path in written):
         return
@@ -108,13 +116,10 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     if _essence(before) == _essence(about):
         return
     path = run_dir / (f"{FOLDER}-{len(written) + 1}" if written and not queued else FOLDER)
-    try:
-        path.mkdir(exist_ok=True)
-        for name, content in {PACKAGES: packages, **found.files}.items():
-            folder.write_whole(path / name, content)
-        folder.write_json(path / FILE, about)
-    except OSError as error:
-        print(f"llmexp: {path} could not be written: {error.strerror}; the run goes on", file=sys.stderr)
+    path.mkdir(exist_ok=True)
+    for name, content in {PACKAGES: packages, **found.files}.items():
+        folder.write_whole(path / name, content)
+    folder.write_json(path / FILE, about)
 
 
 def folders(run_dir: Path) -> list[Path]:
