@@ -174,6 +174,8 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     wider = ["clip.max_norm=1,2.0,0.50", "train.seed=1234", "name=other", "checkpoint.every=null", "sweep.resume=s"]
     second = llmexp("train", *base, *wider, cwd=tmp_path)
     assert second.code == 0, second.err + second.out
+    assert f"page   {Path('s') / 'compare.html'}" in second.out.replace(f"{tmp_path}/", "")
+    assert (tmp_path / "s" / "plotly.min.js").stat().st_size > 1e6  # what the page names
     assert {p: p.read_bytes() for p in before} == before
     points = sweep_json(tmp_path / "s")["points"]
     assert [(p["number"], p["state"], p["attempts"]) for p in points] == [(i, "finished", 1) for i in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -51,7 +52,7 @@ def number_cell(value: Any, digits: int = 3, percent: bool = False) -> str:
 
 def _setting(value: Any) -> str:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return cell(escape(setting(value)), "number" if numeric else "", setting(value))
+    return cell(escape(setting(value)), "number" if numeric else "value", setting(value))
 
 
 def runs(c: Comparison) -> Iterator[tuple[Entry, str, Record]]:
@@ -63,23 +64,35 @@ def runs(c: Comparison) -> Iterator[tuple[Entry, str, Record]]:
 
 
 def run_table(c: Comparison) -> str:
-    """A row an entry, best first, the leading one with a star: its standing, its settings and its figures."""
+    """A row an entry, best first, the leading one with a star: its standing, its settings and its figures, as far as
+    they are not alike in all."""
+    metrics = [column for column in c.columns if column.key == c.metric]
+    others = [column for column in c.columns if column.key != c.metric]
     short = short_keys(c.differing)
-    columns = sorted(c.columns, key=lambda column: column.key != c.metric)
-    titles = [escape(column.title) for column in columns]
-    settings = [f'<abbr title="{escape(key)}">{escape(short[key])}</abbr>' for key in c.differing]
-    heads = ["Setting", "Standing", "Difference", *titles[:1], *settings, *titles[1:], "Runs", "State"]
+    columns = {
+        **{escape(column.title): [_figure(e, column) for e in c.entries] for column in metrics},
+        "Standing": [cell(escape(e.standing.mark)) for e in c.entries],
+        "Difference": [_difference(e) for e in c.entries],
+        **{f'<abbr title="{escape(key)}">{escape(short[key])}</abbr>': [
+            _setting(e.values[key]) if key in e.values else cell("") for e in c.entries] for key in c.differing},
+        **{escape(column.title): [_figure(e, column) for e in c.entries] for column in others},
+        "Seeds": [number_cell(len(e.runs)) for e in c.entries],
+        "State": [cell(escape(e.state), "ok" if e.state == "finished" else "warn") for e in c.entries],
+    }  # fmt: skip
+    metric = columns.get(escape(metrics[0].title)) if metrics else None
+    several = len(c.entries) > 1
+    alike = {head for head, cells in columns.items() if several and len(set(cells)) == 1 and cells is not metric}
+    told = [head for head, cells in columns.items() if head not in alike and (cells is metric or cells != metric)]
     rows = []
-    for e, look in zip(c.entries, looks(c), strict=True):
+    for i, (e, look) in enumerate(zip(c.entries, looks(c), strict=True)):
         star = ' <b class="star">★</b>' if look.lead else ""
         note = f'<small class="note">{escape(e.note)}</small>' if e.note else ""
         first = f'<span class="swatch" style="background:{look.colour}"></span> {escape(e.label)}{star}{note}'
-        figures = [_figure(e, column) for column in columns]
-        values = [_setting(e.values[key]) if key in e.values else cell("") for key in c.differing]
-        state = cell(escape(e.state), "ok" if e.state == "finished" else "warn")
-        cells = [cell(escape(e.standing.mark)), _difference(e), *figures[:1], *values, *figures[1:]]
-        rows.append([first, *cells, number_cell(len(e.runs)), state])
-    return table([f'<button type="button">{head}</button>' for head in heads], rows, "Runs", "runs")
+        rows.append([first, *(columns[head][i] for head in told)])
+    values = {head: re.sub("<[^>]*>", "", columns[head][0]) for head in columns if head in alike}
+    same = ", ".join(f"{head} {value}" for head, value in values.items() if value)
+    heads = [f'<button type="button">{head}</button>' for head in ["Setting", *told]]
+    return table(heads, rows, "Runs", "runs") + (f'<p class="muted">Alike in all: {same}.</p>\n' if same else "")
 
 
 def _difference(entry: Entry) -> str:

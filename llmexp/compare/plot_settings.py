@@ -124,7 +124,9 @@ def _over_key(c: Comparison, key: str, along: Scale, column: Column, entries: Se
         layout |= {"xaxis.tickvals": along.levels, "xaxis.ticktext": [text(words, 16) for words in along.labels]}
     seeds = any(_half(e, column) for e in entries)
     caption = "The bars are 95 % intervals over the seeds." if seeds else "One seed each, so there are no intervals."
-    return Plot(f"over {key}", f"{column.title} over {key}", traces, layout, caption=caption)
+    return Plot(
+        f"over {key}", f"{column.title[:1].upper()}{column.title[1:]} over {key}", traces, layout, caption=caption
+    )
 
 
 def _span(entries: Sequence[Entry], column: Column) -> list[float]:

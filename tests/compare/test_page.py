@@ -108,6 +108,8 @@ def test_the_answer_is_the_comparisons_own():
     assert ">lowest<" in rows[0]
     assert ">undecided<" in rows[1]
     assert "+0.0173 ± 0.0046 <small>3 seeds" in rows[1]
+    assert "Alike in all: Tokens" in html
+    assert "Alike" not in page(comparison([entry(0, {})]))
 
 
 def test_nothing_has_a_star_where_the_answer_names_no_leader():
