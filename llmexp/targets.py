@@ -114,9 +114,10 @@ def described(error: BaseException) -> str:
     return f"{text}\n" + "".join(frames.format()).rstrip("\n") if frames else text
 
 
-def own_line(error: BaseException) -> str:
-    """Return FILE:LINE of the user's own code where an exception came from; of any code where none of it was in it."""
-    frames = _own_frames(error) or traceback.extract_tb(error.__traceback__)
+def own_line(error: BaseException, *, or_any: bool = True) -> str:
+    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in it, of any code,
+    or without `or_any` the empty string."""
+    frames = _own_frames(error) or (traceback.extract_tb(error.__traceback__) if or_any else [])
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

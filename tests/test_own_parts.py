@@ -129,6 +129,16 @@ class Wrapped(Bigram):
         return found
 
 
+class Late(Bigram):
+    calls = 0
+
+    def forward(self, tokens_bt):
+        self.calls += 1
+        if self.calls > 2:
+            raise ArithmeticError("too late")
+        return super().forward(tokens_bt)
+
+
 def never(update, total):
     return None
 
@@ -562,6 +572,12 @@ def test_a_parameter_without_a_part_in_the_loss(own, kind, code):
     assert done.code == code, done.err
     if code:
         assert "parallelism=fsdp takes them, or leave them out (number 3, 4 in the model's order" in done.err
+
+
+def test_an_error_of_the_users_code_in_training_names_its_line(own):
+    done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Late", "hydra.run.dir=late", cwd=own)
+    assert done.code == 3
+    assert f"ArithmeticError: too late ({line_of(own, 'too late')})" in done.err.splitlines()[-1]
 
 
 def test_own_parts_in_a_sweep(own):

@@ -34,6 +34,7 @@ from llmexp.metrics.tracker import open_tracker
 from llmexp.metrics.tracker.local import given_run_id, run_fields
 from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.run import banner_sections
+from llmexp.targets import own_line
 from llmexp.train import group
 from llmexp.train.loop import measuring, resume, sample_text, train
 from llmexp.train.save import leave_saving
@@ -285,7 +286,8 @@ def in_words(error: BaseException, path: Path, parts: Parts, joined: mesh.Mesh |
         ), ""
     elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
         return absent, ""
-    return text, traceback.format_exc()
+    where = own_line(error, or_any=False)
+    return f"{text} ({where})" if where else text, traceback.format_exc()
 
 
 def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
