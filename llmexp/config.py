@@ -8,6 +8,7 @@ This file imports the standard library and `values` only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -327,10 +328,15 @@ def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
     return typing.cast(Sweep, _build(Sweep, mapping, "sweep."))
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _build(cls: type, mapping: Any, prefix: str) -> Any:
     if not isinstance(mapping, Mapping):
         raise refuse(prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:

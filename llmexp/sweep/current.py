@@ -30,10 +30,10 @@ class Current:
     stack: contextlib.ExitStack
     ledger: Ledger | None = None  # once the first points have passed their checks
     knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
-    reasons: set[str] = field(default_factory=set)  # folders of points whose failure was told in full
     stop: Stopped = field(default_factory=Stopped)
     halted: bool = False  # by sweep.stop_on_failure
     grid: bool = True  # all points are known beforehand
+    reasons: set[str] = field(default_factory=set)  # folders of points whose failure was told in full
 
     @property
     def over(self) -> bool:
