@@ -27,18 +27,23 @@ ALIASES = {
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to its alias or its last part; keys that would share a short name keep their full one."""
+    """Map each key to its alias or its last part; keys that would share a short name keep their full one.
+
+    A section's `_target_` has the name of the section: `optimizer=muon`.
+    """
     keys = list(keys)
-    short = {key: ALIASES.get(key, key.rpartition(".")[2]) for key in keys}
+    short = {key: ALIASES.get(key, key.removesuffix("._target_").rpartition(".")[2]) for key in keys}
     taken = list(short.values())
     return {key: name if taken.count(name) == 1 and name else key for key, name in short.items()}
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it, numbers with at most six digits."""
+    """Return a value of the configuration as YAML has it, numbers with at most six digits, our functions by name."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = str(value)
+    if text.startswith("llmexp."):
+        return text.rpartition(".")[2]
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 10 else text
 
 

@@ -373,6 +373,15 @@ def test_the_answer_of_successive_halving(tmp_path):
     )
 
 
+def test_a_swept_group_reads_as_on_the_command_line(tmp_path):
+    points = {f"optimizer_{name}": {} for name in ("adamw", "muon")}
+    sweep = make_sweep(tmp_path / "s", points, ["optimizer"])
+    for name, more in (("adamw", "betas: [0.9, 0.95]"), ("muon", "momentum: 0.95")):
+        (config,) = sweep.glob(f"*{name}/config.yaml")
+        config.write_text(config.read_text() + f"optimizer:\n  _target_: llmexp.optim.{name}\n  {more}\n")
+    assert sorted(marks(compare([sweep]))) == ["optimizer=adamw", "optimizer=muon"]
+
+
 def test_one_value_is_written_one_way(tmp_path):
     make_run(tmp_path / "a", max_norm=1.0)
     make_run(tmp_path / "b", max_norm=2.0, offset=0.1)
