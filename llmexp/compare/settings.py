@@ -161,7 +161,7 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
     for key in sorted(keys, key=weight):
         if not any(_decides(other, key, entries, swept) for other in kept):
             kept.append(key)
-    return tuple(key for key in differing if key in kept)
+    return tuple(sorted(kept, key=lambda key: (key == TWIN, differing.index(key))))
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str]) -> bool:
@@ -179,4 +179,5 @@ def label(entry: Entry, keys: Sequence[str]) -> str:
     it is none of the family of the others."""
     if entry.standing.mark in APART or not entry.values or not 0 < len(keys) <= 4:
         return entry.name
-    return labels.label({key: entry.values.get(key) for key in keys})
+    shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
+    return labels.label(shown) or entry.name

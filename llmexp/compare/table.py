@@ -16,6 +16,7 @@ from rich.text import Text
 
 from llmexp.compare.figures import setting, shown
 from llmexp.compare.records import Column, Comparison, Entry
+from llmexp.compare.settings import TWIN
 from llmexp.labels import short_keys
 
 _STYLES = {"best": "bold green", "lowest": "bold", "highest": "bold", "worse": "red", "undecided": "yellow"}
@@ -80,11 +81,16 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
 def _names(c: Comparison) -> list[list[str]]:
     """Return a column for each key that varies, under its short name; else, or where these do not tell the entries
     apart, one with their names."""
-    rows = [tuple(_cell(e.values.get(key, "")) for key in c.factors) for e in c.entries]
+    rows = [tuple(_setting(e, key) for key in c.factors) for e in c.entries]
     if not 0 < len(c.factors) <= 4 or len(set(rows)) < len(rows) or any(e.label == e.name for e in c.entries):
         return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
     short = short_keys(c.factors)
     return [[short[key], *column] for key, *column in zip(c.factors, *rows, strict=True)]
+
+
+def _setting(entry: Entry, key: str) -> str:
+    value = entry.values.get(key, "")
+    return "" if key == TWIN and not value else _cell(value)
 
 
 def _mark(entry: Entry) -> str:

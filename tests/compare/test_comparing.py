@@ -72,8 +72,8 @@ def test_a_twin_measures_what_rounding_makes(tmp_path):
         "c_0.5+twin_1": dict(max_norm=0.5, offset=0.006, train__twin=1),
     }
     c = compare([make_sweep(tmp_path / "s", points, ["clip.max_norm"])])
-    assert marks(c) == {"twin=0 clip=0.5": "lowest", "twin=0 clip=1.0": "undecided", "twin=1 clip=0.5": "same"}
-    assert "0.004 below twin=0 clip=1.0 (rounding alone makes 0.006)" in c.headline
+    assert marks(c) == {"clip=0.5": "lowest", "clip=1.0": "undecided", "clip=0.5 twin=1": "same"}
+    assert "0.004 below clip=1.0 (rounding alone makes 0.006)" in c.headline
     assert any("differences of up to 0.006 here (twins)" in note for note in c.notes)
 
 
