@@ -36,9 +36,13 @@ def knob(
 
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or `nothing` but names,
     records and time. It is the only place that says so; default: that of the section, else `result`.
-    `default` is the value of a knob that some options do not list, because it does nothing there (`knobs.ACTS`).
+    `default` is the value of a knob that some options do not list, because it does nothing there (`knobs.ACTS`), or
+    that the config of an older run does not have yet.
     """
-    return dataclasses.field(default=default, metadata=dict(locals()))
+    metadata = dict(locals())
+    if default == {}:
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,7 @@ class Train:
         1,
         at_least=0,
         affects="rounding",
+        default=0,
     )
     device: str = knob("where to compute", "auto", choices=("auto", "cpu", "cuda"), affects="rounding")
     log_every: int = knob("optimizer steps between rows", 10, at_least=1, affects="nothing")
@@ -111,6 +116,7 @@ class Metrics:
         "folder of a throughput grid with the rate of one rank, for scaling_efficiency in the rows; null: none",
         "outputs/throughput_grid/2030-01-01_12-00-00",
         affects="nothing",
+        default=None,
     )
     picture: bool = knob("draw the curves into loss.png at the end of the run", False, affects="nothing")
 
@@ -187,7 +193,9 @@ class Tracker:
     AFFECTS: ClassVar[str] = "nothing"
     kind: str = knob("where rows are mirrored to", "wandb", choices=("wandb", "none"))
     project: str | None = knob("wandb project; null: $WANDB_PROJECT, else llmexp", "my-project")
-    entity: str | None = knob("wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team")
+    entity: str | None = knob(
+        "wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team", default=None
+    )
     name: str | None = knob("name of the run; null: $WANDB_NAME, else made from the overrides", "my-run")
     group: str | None = knob("group of the run; null: $WANDB_RUN_GROUP, else the sweep's folder", "my-group")
     tags: list[str] = knob("tags, cut at 64 characters; []: those of $WANDB_TAGS", ["baseline"])
@@ -235,7 +243,7 @@ class Config:
     tracker: Tracker
     checkpoint: Checkpoint
     hooks: list[Any] = knob("your own functions, called at the events of a step (README)", "[mymodel.watch]")
-    user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}")
+    user: dict[str, Any] = knob("keys of your own, for hooks and experiments", "{}", default={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +352,7 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
             raise ConfigError(f"{prefix}{key}: there is no such key.{hint(str(key), fields)}{own}")
     values = {}
     for name, f in fields.items():
-        if name not in mapping and f.default is not dataclasses.MISSING:
+        if name not in mapping and (f.default, f.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):
             continue
         if name not in mapping:
             raise ConfigError(f"{prefix}{name}: this key is missing ({f.metadata.get('doc', 'a section')})")

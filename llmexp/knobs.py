@@ -116,6 +116,12 @@ SOMETIMES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
 }
 
 
+def default_of(key: str) -> Any:
+    """The value of a knob that a config does not list; None for one without a default."""
+    found = fields().get(key, {}).get("default")
+    return None if found is dataclasses.MISSING else found
+
+
 def is_record(key: str) -> bool:
     """Whether the key names, records or times a run and changes no bit of its result."""
     return affects(key) == "nothing"

@@ -25,7 +25,7 @@ from llmexp.assemble import Parts, assemble
 from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.environment import concealed, marks, redacted
-from llmexp.knobs import may_change
+from llmexp.knobs import default_of, may_change
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
@@ -173,8 +173,9 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ConfigError with the keys in which the fixed parts of two configs differ."""
-    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    """Raises ConfigError with the keys in which the fixed parts of two configs differ. A key that one of them does not
+    have yet has its default there."""
+    keys = [k for k in sorted(old.keys() | new.keys()) if old.get(k, default_of(k)) != new.get(k, default_of(k))]
     differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys)
     if differing:
         raise ConfigError(f"{path}: is another run; differing keys, which change results and so are fixed: {differing}")
