@@ -276,3 +276,17 @@ def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
     assert again.code == 0, again.err
     assert exact(run) == exact(result)
     same_state(run.checkpoint(20), result.checkpoint(20))
+
+
+def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
+    """Its config.yaml lacks the keys that have come since."""
+    whole = train(tmp_path, "whole", "train.max_steps=6", "train.log_every=1")
+    train(tmp_path, "old", "train.max_steps=6", "train.log_every=1", "train.stop_step=3")
+    path = tmp_path / "old" / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    del config["train"]["twin"], config["tracker"]["entity"], config["metrics"]["single_rank_rates"], config["user"]
+    path.write_text(yaml.safe_dump(config))
+    resumed = llmexp("resume", "old", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    rows = [json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["train/loss"] for r in rows] == [r["train/loss"] for r in whole.rows()]

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare import places, settings
-from llmexp.compare.answer import Findings, headline, sign
+from llmexp.compare import settings
+from llmexp.compare.answer import SETTLED, headline
 from llmexp.compare.figures import COLUMNS, common_position, figures, rounded
-from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Judgement, Verdict, all_pairs, effects, floors, judge
+from llmexp.compare.findings import Findings, find_out
+from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Verdict
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
-from llmexp.compare.selection import APART, left_out, task
+from llmexp.compare.selection import APART, left_out
 from llmexp.config import ConfigError, nearest
 
 ALIGNMENTS = ("tokens", "steps", "time")
@@ -61,7 +62,7 @@ def compare_records(
     at = common_position(taking_part, align)
     position, limiting = at if at else (None, None)
     measured = {id(r): figures(r, align, position) for r in records}
-    groups = settings.folded(records)
+    groups = settings.folded(records, out)
     differing = settings.differing_keys([group[0] for group in groups])
     mixed = len({t for r in taking_part if (t := _tokenizer(r))}) > 1
     entries = [settings.entry_of(g, differing, measured, out, _tokenizer_note(g[0]) if mixed else "") for g in groups]
@@ -70,7 +71,7 @@ def compare_records(
     if len(family) < 2:
         family = [e for e in entries if e.standing.mark not in APART]
     factors = settings.factors(family, differing)
-    entries = [dataclasses.replace(e, label=settings.label(e, factors)) for e in _ranked(entries, metric, mixed)]
+    entries = settings.labelled(_ranked(entries, metric, mixed), factors)
     c = Comparison(
         entries=tuple(entries),
         differing=differing,
@@ -82,57 +83,29 @@ def compare_records(
         problems=(*problems, *(f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems)),
         factors=factors,
     )
-    f = _findings(c, next(col for col in (*c.columns, metric) if col.key == metric.key), out, negligible, mixed)
+    f = find_out(c, next(col for col in (*c.columns, metric) if col.key == metric.key), out, negligible, mixed)
     return dataclasses.replace(
         c, entries=_standings(c, f), headline=headline(c, f), notes=notes(c, f), why=why(c, f, limiting)
     )
 
 
-def _findings(c: Comparison, metric: Column, out: Mapping[int, str], negligible: float, mixed: bool) -> Findings:
-    """Find out what can be said of the entries that have the metric and take part."""
-    ranked = [e for e in c.entries if metric.key in e.figures and any(id(r) not in out for r in e.runs)]
-    if (mixed and metric.key.endswith("/loss")) or not metric.better:
-        ranked = []
-    loss = metric.key in LOSSES
-    known = {}
-    for e in ranked if loss else []:
-        run = next(r for r in e.runs if id(r) not in out)
-        if place := places.place_of(run, c.align, c.align_at):
-            known[e.name] = place
-    groups = places.groups(ranked, known)
-    tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in out}) if loss else 1
-    direction = -1.0 if metric.better == "higher" else 1.0
-    comparable = {e.name for e in groups[0]} if groups and tasks == 1 else set()
-    judged = {}
-    for other in ranked[1:]:
-        if other.name in comparable:
-            limit = negligible if loss else 0.0
-            judged[other.name] = judge(ranked[0], other, metric.key, out, all_pairs(len(ranked)), limit, direction)
-        else:
-            size = other.figures[metric.key] - ranked[0].figures[metric.key]
-            judged[other.name] = Judgement(Verdict.BUDGET if tasks == 1 else Verdict.TASK, size)
-    keys = [key for key in c.factors if key != settings.TWIN]
-    group_of = {e.name: i for i, group in enumerate(groups) for e in group}
-    found = effects(metric.key, ranked, keys, out, group_of) if loss and tasks == 1 else []
-    floor = floors(ranked, metric.key, out) if loss else None
-    return Findings(metric, tuple(ranked), judged, groups, known, floor, found, out, negligible, mixed, tasks)
-
-
 def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
     """Mark each entry: best, same, worse, undecided, or why it is left out."""
+    first = f.ranked[0].name if len(f.ranked) > 1 else None
+    verdicts = {j.verdict for j in f.judged.values()}
+    decided = Verdict.WORSE in verdicts and verdicts <= {*SETTLED, Verdict.WORSE} and f.comparable and not f.without
+    missing = {e.name for e in f.without} if f.ranked else set()
     found = []
-    some_worse = any(j.verdict == Verdict.WORSE for j in f.judged.values())
     for e in c.entries:
         standing = e.standing
-        if f.ranked and e.name == f.ranked[0].name and len(f.ranked) > 1:
-            comparable = len(f.budgets) == 1 and f.tasks == 1
-            extreme = "lowest" if sign(f) > 0 else "highest"
-            standing = Standing("best" if some_worse and comparable else extreme)
+        if e.name == first:
+            standing = Standing("best" if decided else "lowest" if f.sign > 0 else "highest")
+        elif e.name in missing:
+            standing = Standing("not evaluated" if "val" in f.metric.key else "")
         elif j := f.judged.get(e.name):
             d = j.difference
-            mark = MARKS[j.verdict] if f.metric.key in LOSSES or d else ""
-            size = None if j.verdict in (Verdict.BUDGET, Verdict.TASK) else j.size
-            standing = Standing(mark, size, d.half if d else None, d.basis if d else "")
+            mark = MARKS[j.verdict] if f.metric.key in LOSSES else ""
+            standing = Standing(mark, j.size, d.half if d else None, d.basis if d else "")
         found.append(dataclasses.replace(e, standing=standing))
     return tuple(found)
 
@@ -154,14 +127,17 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
 
 
 def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry]:
-    """Order the entries: the best first; behind them those that take no part or have no such figure."""
+    """Order the entries: the best first, a twin behind what it repeats, last what takes no part."""
     direction = -1.0 if metric.better == "higher" else 1.0
+    originals = {settings.computation(e.runs[0]): e for e in entries if not e.values.get(settings.TWIN)}
 
-    def place(entry: Entry) -> tuple[bool, float]:
-        value = entry.figures.get(metric.key)
-        if mixed and metric.key.endswith("/loss"):
+    def place(entry: Entry) -> tuple[bool, float, bool]:
+        twin = bool(entry.values.get(settings.TWIN))
+        original = originals.get(settings.computation(entry.runs[0]), entry) if twin else entry
+        value = original.figures.get(metric.key)
+        if metric.key not in entry.figures or (mixed and metric.key.endswith("/loss")):
             value = None  # losses per token of several tokenizers have no order
-        return (bool(entry.standing.mark) or value is None, math.inf if value is None else direction * value)
+        return bool(entry.standing.mark) or value is None, math.inf if value is None else direction * value, twin
 
     return sorted(entries, key=place)
 
@@ -192,8 +168,7 @@ def _batch(records: Sequence[Record]) -> str:
     known = [r for r in records if isinstance(_fact(r, "real_batch_size"), int)]
     cuts: dict[int, set[str]] = {}
     for r in known:
-        cut = [_fact(r, key) for key in ("micro_batch_size", "gradient_accumulation_steps", "dp_size")]
-        cuts.setdefault(_fact(r, "real_batch_size"), set()).add(str(cut))
+        cuts.setdefault(_fact(r, "real_batch_size"), set()).add(settings.cut_of(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

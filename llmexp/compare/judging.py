@@ -12,7 +12,7 @@ import numpy as np
 
 from llmexp.compare.figures import positions
 from llmexp.compare.records import Comparison, Entry, Record
-from llmexp.compare.settings import SEED, computation
+from llmexp.compare.settings import SEED, TWIN, computation, cut_of
 from llmexp.compare.statistics import (
     Difference,
     paired_seeds,
@@ -20,6 +20,7 @@ from llmexp.compare.statistics import (
     series_difference,
     unpaired_seeds,
 )
+from llmexp.labels import shown as value
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 FEW = 3  # seeds that a setting needs before a spread can be estimated
@@ -30,19 +31,20 @@ class Verdict(StrEnum):
     """What is known of a setting beside the leading one."""
 
     WORSE = "worse"  # seeds show it
+    BETTER = "better"  # seeds show it, though its mean, over other seeds, is not
     NEGLIGIBLE = "negligible"  # seeds show a difference too small to matter
     SAME = "same"  # seeds show that no difference matters
     ROUNDING = "rounding"  # the same computation, so what differs is what rounding makes
     UNDECIDED = "undecided"
-    ONE_SEED = "one seed"  # undecided, as the seeds are not varied
+    FEW_SEEDS = "few seeds"  # undecided, as there are too few
     BUDGET = "other budget"  # not comparable
     TASK = "other task"
 
 
 MARKS = {
-    Verdict.WORSE: "worse", Verdict.NEGLIGIBLE: "same", Verdict.SAME: "same", Verdict.ROUNDING: "same",
-    Verdict.UNDECIDED: "undecided", Verdict.ONE_SEED: "undecided", Verdict.BUDGET: "other budget",
-    Verdict.TASK: "other task",
+    Verdict.WORSE: "worse", Verdict.BETTER: "undecided", Verdict.NEGLIGIBLE: "same", Verdict.SAME: "same",
+    Verdict.ROUNDING: "same", Verdict.UNDECIDED: "undecided", Verdict.FEW_SEEDS: "undecided",
+    Verdict.BUDGET: "other budget", Verdict.TASK: "other task",
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ class Judgement:
     """The verdict on a pair, with the figures that it rests on."""
 
     verdict: Verdict
-    size: float  # of the metric, the other's minus the leading one's, over the seeds that were compared
+    size: float | None = None  # of the metric, the other's minus the leading one's, over the seeds that were compared
     difference: Difference | None = None  # over seeds
     needed: int | None = None  # seeds per setting that would settle a difference of this size; None where not known
 
@@ -61,8 +63,9 @@ class Floor:
     """What rounding makes of one computation: the spread of a figure over runs that differ in nothing else."""
 
     size: float  # largest difference between two runs of one computation and one seed
+    spread: float  # standard deviation of the difference of two such runs
     runs: int
-    source: str  # in words, such as: a twin
+    source: str  # in words, such as: twins
 
 
 def by_seed(entry: Entry, metric: str, left_out: Mapping[int, str]) -> dict[str, float]:
@@ -81,23 +84,45 @@ def over_seeds(a: Mapping[str, float], b: Mapping[str, float], level: float) -> 
     return None
 
 
-def judge(
-    a: Entry, b: Entry, metric: str, left_out: Mapping[int, str], level: float, negligible: float, sign: float = 1.0
-) -> Judgement:
-    """Judge `b` beside `a`, which leads, at equal budgets. `sign`: -1 where the higher figure is better."""
-    size = b.figures[metric] - a.figures[metric]
-    if metric in LOSSES and computation(a.runs[0]) == computation(b.runs[0]):
-        return Judgement(Verdict.ROUNDING, size)
-    d = over_seeds(by_seed(a, metric, left_out), by_seed(b, metric, left_out), level)
+def judge(a: Mapping[str, float], b: Mapping[str, float], level: float, negligible: float, sign: float) -> Judgement:
+    """Judge a setting with the figures `b` by seed beside the leading one with `a`, at equal budgets.
+
+    `sign`: -1 where the higher figure is better.
+    """
+    d = over_seeds(a, b, level)
     if d is None:
-        return Judgement(Verdict.ONE_SEED, size)
-    if d.real and abs(d.mean) >= negligible and d.mean * sign > 0:
-        return Judgement(Verdict.WORSE, d.mean, d)
-    if abs(d.mean) + d.half < negligible:
-        return Judgement(Verdict.NEGLIGIBLE if d.real else Verdict.SAME, d.mean, d)
-    if d.real and abs(d.mean) < negligible:
+        return Judgement(Verdict.FEW_SEEDS, float(np.mean(list(b.values())) - np.mean(list(a.values()))))
+    if d.real and abs(d.mean) >= negligible:
+        return Judgement(Verdict.WORSE if d.mean * sign > 0 else Verdict.BETTER, d.mean, d)
+    if d.real:
         return Judgement(Verdict.NEGLIGIBLE, d.mean, d)
+    if abs(d.mean) + d.half < max(negligible, 1e-12):
+        return Judgement(Verdict.SAME, d.mean, d)
     return Judgement(Verdict.UNDECIDED, d.mean, d, seeds_needed(d.spread, max(abs(d.mean), negligible), level))
+
+
+def cuts(a: Mapping[str, float], b: Mapping[str, float]) -> Judgement:
+    """Judge two runs of one computation: what differs over their common seeds is rounding."""
+    shared = a.keys() & b.keys()
+    return Judgement(Verdict.ROUNDING, float(np.mean([b[s] - a[s] for s in shared])) if shared else None)
+
+
+def leader(candidates: Sequence[Entry], seeds: Mapping[str, Mapping[str, float]], level: float, sign: float) -> Entry:
+    """Return the entry that the others are held against: the best of those with several seeds, where there are such.
+
+    `seeds`: the figures of each entry by seed, by its name. Where the means are over other seeds, one that is better
+    over the common ones goes before.
+    """
+    several = [e for e in candidates if len(seeds[e.name]) > 1] or list(candidates)
+    best = min(several, key=lambda e: sign * float(np.mean(list(seeds[e.name].values()))))
+    for _ in several:
+        better = [
+            e for e in several if judge(seeds[best.name], seeds[e.name], level, 0.0, sign).verdict == Verdict.BETTER
+        ]
+        if not better:
+            break
+        best = better[0]
+    return best
 
 
 def all_pairs(count: int) -> float:
@@ -108,7 +133,7 @@ def all_pairs(count: int) -> float:
     return 1 - 0.05 / max(1, math.comb(count, 2))
 
 
-def floors(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str]) -> Floor | None:
+def floor_of(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str]) -> Floor | None:
     """Measure what rounding makes, from runs of one computation and one seed; None where there are no two."""
     alike: dict[object, list[tuple[Record, float]]] = {}
     for entry in entries:
@@ -118,11 +143,13 @@ def floors(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str]) -
     found = [runs for runs in alike.values() if len(runs) > 1]
     if not found:
         return None
-    size = max(max(v for _, v in runs) - min(v for _, v in runs) for runs in found)
-    twins = any(run.config.get("train.twin") for runs in found for run, _ in runs)
-    cuts = any(len({str(run.facts.get("micro_batch_size")) for run, _ in runs}) > 1 for runs in found)
-    source = " and ".join([*(["twins"] if twins else []), *(["cuts of one batch"] if cuts else [])]) or "repeats"
-    return Floor(size, sum(map(len, found)), source)
+    values = [np.array([value for _, value in runs]) for runs in found]
+    variance = sum(float(((v - v.mean()) ** 2).sum()) for v in values) / sum(len(v) - 1 for v in values)
+    twins = any(run.config.get(TWIN) for runs in found for run, _ in runs)
+    several = any(len({cut_of(run) for run, _ in runs}) > 1 for runs in found)
+    source = " and ".join([*(["twins"] if twins else []), *(["cuts of one batch"] if several else [])]) or "repeats"
+    size = max(float(v.max() - v.min()) for v in values)
+    return Floor(size, math.sqrt(2 * variance), sum(map(len, found)), source)
 
 
 @dataclass(frozen=True)
@@ -130,8 +157,8 @@ class Effect:
     """What one key does, averaged over the other keys."""
 
     key: str
-    a: object  # its values, the better one first
-    b: object
+    a: str  # its values as text, the better one first
+    b: str
     difference: Difference
     cells: int
     against: str = ""  # values of the other keys at which seeds show the opposite
@@ -155,6 +182,7 @@ def effects(
         for (a, first), (b, second) in itertools.combinations(cells.items(), 2):
             pairs = [(first[rest], second[rest], rest) for rest in sorted(first.keys() & second.keys())]
             pairs = [(x, y, rest) for x, y, rest in pairs if budget[x.name] == budget[y.name]]
+            pairs = [(x, y, rest) for x, y, rest in pairs if computation(x.runs[0]) != computation(y.runs[0])]
             if effect := _effect(key, a, b, pairs, metric, left_out, level):
                 judged.append(effect)
         if judged:
@@ -162,16 +190,16 @@ def effects(
     return found
 
 
-def _cells(entries: Sequence[Entry], keys: Sequence[str], key: str) -> dict[object, dict[str, Entry]]:
-    cells: dict[object, dict[str, Entry]] = {}
+def _cells(entries: Sequence[Entry], keys: Sequence[str], key: str) -> dict[str, dict[str, Entry]]:
+    cells: dict[str, dict[str, Entry]] = {}
     for entry in entries:
-        rest = " ".join(f"{k}={entry.values.get(k)}" for k in keys if k != key)
-        cells.setdefault(entry.values.get(key), {}).setdefault(rest, entry)
+        rest = " ".join(f"{k}={value(entry.values.get(k))}" for k in keys if k != key)
+        cells.setdefault(value(entry.values.get(key)), {}).setdefault(rest, entry)
     return cells
 
 
 def _effect(
-    key: str, a: object, b: object, pairs: Sequence[tuple[Entry, Entry, str]], metric: str,
+    key: str, a: str, b: str, pairs: Sequence[tuple[Entry, Entry, str]], metric: str,
     left_out: Mapping[int, str], level: float,
 ) -> Effect | None:  # fmt: skip
     if len(pairs) < 2:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmexp.budgets import Spent, common
-from llmexp.compare.answer import Findings, digits, listed, plural
+from llmexp.budgets import Spent, common, equal
+from llmexp.compare.answer import digits, listed, plural
 from llmexp.compare.figures import counts, number, positions
-from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, by_seed, same_batches, stepwise
+from llmexp.compare.findings import Findings
+from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, same_batches, stepwise
 from llmexp.compare.places import Place
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import Comparison, Entry, Record
+from llmexp.compare.records import Comparison, Record
 from llmexp.labels import short_keys
 from llmexp.labels import shown as value
 
@@ -27,7 +28,7 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
     if f.floor is not None and any(j.verdict != Verdict.ROUNDING for j in f.judged.values()):
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
         said.append(f"Rounding alone makes {size} here ({f.floor.source}).")
-    said += [_effect(c, e) for e in f.effects if e.difference.real][:2]
+    said += [_effect(c, e, f) for e in f.effects if _matters(e, f)][:2]
     said += _left_out(c, f)
     said += _unequal_seeds(f)
     if f.mixed:
@@ -38,7 +39,7 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
 def why(c: Comparison, f: Findings, limiting: Record | None) -> tuple[str, ...]:
     """Return what the result rests on, in sentences."""
     said = _tokens(c, f) + _where(c, f, limiting) + _batch(c) + _method(c, f) + _steps(c, f) + _halving(c, f)
-    said += [_effect(c, e) for e in f.effects if not e.difference.real]
+    said += [_effect(c, e, f) for e in f.effects if not _matters(e, f)]
     runs = [r for e in c.entries for r in e.runs]
     if len(models := {str(m) for r in runs if (m := r.facts.get("model"))}) > 1:
         said.append(f"The models differ: {listed(sorted(models))}.")
@@ -62,7 +63,7 @@ def _budgets(c: Comparison, f: Findings) -> list[str]:
     names, places = zip(*found, strict=True)
     shares = ", ".join(f"{100 * p.progress:.0f}" for p in places)
     read = f"Losses are read at {shares} % of the whole runs ({_joined(names)})."
-    return [read, _settles(c, places)]
+    return [read] if equal(round(p.planned) for p in places) else [read, _settles(c, places)]
 
 
 def _places(c: Comparison, f: Findings) -> list[tuple[str, Place]]:
@@ -91,21 +92,27 @@ def _names(c: Comparison, f: Findings) -> list[str]:
 
 
 def _settles(c: Comparison, places: Sequence[Place]) -> str:
-    if any(k.startswith("train.max_") for k in c.factors):
+    if any(key.startswith("train.max_") for e in c.entries for r in e.runs for key in r.swept):
         return "The budget itself was swept: read each run at its own end, as points of a curve over tokens."
     tokens = common([Spent({}, round(p.planned), max(1, round(p.planned / (p.grain or p.planned)))) for p in places])
     return f"To settle it: the same with train.max_tokens={tokens} for every point."
 
 
-def _effect(c: Comparison, e: Effect) -> str:
+def _matters(e: Effect, f: Findings) -> bool:
+    return e.difference.real and abs(e.difference.mean) >= f.negligible
+
+
+def _effect(c: Comparison, e: Effect, f: Findings) -> str:
     short = short_keys(c.factors)
     name = short[e.key]
     others = " and ".join(short[k] for k in c.factors if k != e.key)
     amount = f"{e.difference.text}, averaged over {others} ({e.difference.basis})"
     if not e.difference.real:
-        return f"{name}: undecided between {value(e.a)} and {value(e.b)}, {amount}."
+        return f"{name}: undecided between {e.a} and {e.b}, {amount}."
+    if not _matters(e, f):
+        return f"{name}: {e.a} is ahead of {e.b} by too little to matter, {amount}."
     against = f"; not at {e.against}, where the pair itself counts, as it shows the opposite" if e.against else ""
-    return f"{name}: {value(e.a)} is better than {value(e.b)} by {amount}{against}."
+    return f"{name}: {e.a} is better than {e.b} by {amount}{against}."
 
 
 def _left_out(c: Comparison, f: Findings) -> list[str]:
@@ -126,8 +133,7 @@ def _left_out(c: Comparison, f: Findings) -> list[str]:
 
 def _unequal_seeds(f: Findings) -> list[str]:
     """Say that means are over different sets of seeds, where some are."""
-    found = [(e, set(by_seed(e, f.metric.key, f.left_out))) for e in f.ranked]
-    several = [(e, seeds) for e, seeds in found if len(seeds) > 1]
+    several = [(e, set(f.seeds[e.name])) for e in f.ranked if len(f.seeds[e.name]) > 1]
     wanted = set().union(*(seeds for _, seeds in several))
     lacking = [
         f"{e.label} lacks {listed(sorted(wanted - seeds, key=_number))}" for e, seeds in several if seeds < wanted
@@ -172,9 +178,9 @@ def _where(c: Comparison, f: Findings, limiting: Record | None) -> list[str]:
         values = r.columns.get("val/loss", np.zeros(0))
         seen = where[: len(values)][np.isfinite(values) & (where[: len(values)] <= c.align_at * (1 + 1e-9))]
         if len(seen) == 0:
-            without.append(r.name)
+            without.append(_label(c, r))
         elif seen[-1] < c.align_at * (1 - 1e-9):
-            late.append((r.name, float(seen[-1])))
+            late.append((_label(c, r), float(seen[-1])))
     if late and "val" in f.metric.key:
         name, last = min(late, key=lambda pair: pair[1])
         said += f" {len(late)} of {len(runs)} runs had their last evaluation before that, {name} at {last:,.0f}."
@@ -185,29 +191,30 @@ def _where(c: Comparison, f: Findings, limiting: Record | None) -> list[str]:
 
 
 def _halving(c: Comparison, f: Findings) -> list[str]:
-    """Say whom successive halving left out after which share of the steps, and how the best one stood to them there."""
-    shares: dict[float, list[Entry]] = {}
-    for e in c.entries:
-        for share in {r.rung for r in e.runs if r.rung is not None}:
-            shares.setdefault(share, []).append(e)
+    """Say which runs successive halving left out after which share of the steps, and how the best one stood to the last
+    of them there."""
+    shares: dict[float, list[Record]] = {}
+    for r in (r for e in c.entries for r in e.runs if r.rung is not None):
+        shares.setdefault(r.rung or 0.0, []).append(r)
     if not shares or not f.ranked:
         return []
-    out = [f"{listed([e.label for e in shares[s]])} after {100 * s:.3g} % of the steps" for s in sorted(shares)]
+    out = [f"{listed([_label(c, r) for r in shares[s]])} after {100 * s:.3g} % of the steps" for s in sorted(shares)]
     said = [f"Successive halving left out {'; '.join(out)}."]
-    best = f.ranked[0]
-    rivals = [(*there, e) for e in shares[max(shares)] if (there := _at_end_of(e, best))]
+    best = next(r for r in f.ranked[0].runs if id(r) not in f.left_out)
+    rivals = [(*there, r) for r in shares[max(shares)] if (there := _at_end_of(r, best))]
     if rivals and f.metric.better == "lower":
-        theirs, ours, step, rival = min(rivals, key=lambda r: r[0])
+        theirs, ours, step, rival = min(rivals, key=lambda found: found[0])
         said.append(
-            f"At step {step:,.0f}, where the last were left out, {best.label} had a val loss of {digits(ours, f)}, and "
-            f"the best of these, {rival.label}, {digits(theirs, f)}: one seed each, so what was left out may be better."
+            f"At step {step:,.0f}, where the last were left out, {_label(c, best)} had a val loss of "
+            f"{digits(ours, f)}, and the best of these, {_label(c, rival)}, {digits(theirs, f)}: what was left out may "
+            "be as good."
         )
     return said
 
 
-def _at_end_of(entry: Entry, other: Entry) -> tuple[float, float, float] | None:
-    """Return the val losses of both at the last evaluation of `entry`, and its step; None where `other` had none."""
-    x, y = entry.runs[0].columns, next(r for r in other.runs if counts(r)).columns
+def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
+    """Return the val losses of both at the last evaluation of `run`, and its step; None where `other` had none."""
+    x, y = run.columns, other.columns
     if "val/loss" not in x or "val/loss" not in y:
         return None
     known = np.flatnonzero(np.isfinite(x["val/loss"]))
@@ -218,11 +225,13 @@ def _at_end_of(entry: Entry, other: Entry) -> tuple[float, float, float] | None:
 
 
 def _label(c: Comparison, run: Record) -> str:
-    return next(e.label for e in c.entries if any(r is run for r in e.runs))
+    entry = next(e for e in c.entries if any(r is run for r in e.runs))
+    return entry.label if len(entry.runs) == 1 else run.name
 
 
 def _batch(c: Comparison) -> list[str]:
-    sizes = {s for e in c.entries for r in e.runs if (s := number(r.facts.get("real_batch_size"))) is not None}
+    runs = [r for e in c.entries if not e.standing.mark for r in e.runs]
+    sizes = {s for r in runs if (s := number(r.facts.get("real_batch_size"))) is not None}
     span = f"{min(sizes):,.0f} to {max(sizes):,.0f}" if sizes else "?"
     said = {
         "iso-batch": f"real_batch_size is {span.partition(' ')[0]} in all runs and only its cut into micro-batches, "
@@ -241,10 +250,9 @@ def _method(c: Comparison, f: Findings) -> list[str]:
     if any(j.difference for j in f.judged.values()):
         pairs = len(f.ranked) * (len(f.ranked) - 1) // 2
         together = f", over the {pairs} pairs of {len(f.ranked)} settings together" if pairs > 1 else ""
-        said.append(
-            f"Intervals are 95 % intervals over seeds{together}; a difference under {f.negligible:g} does not matter."
-        )
-    if Verdict.ONE_SEED in verdicts:
+        small = f"; a difference under {f.negligible:g} does not matter" if f.metric.key in LOSSES else ""
+        said.append(f"Intervals are at 95 % over seeds{together}{small}.")
+    if Verdict.FEW_SEEDS in verdicts and f.metric.key in LOSSES:
         said.append(
             "Runs of one seed show what these runs did, not what the settings do: rounding and the order of the data "
             "move a loss as well. Only more seeds (train.seed=1,2,3) tell."
@@ -255,7 +263,7 @@ def _method(c: Comparison, f: Findings) -> list[str]:
             f"The floor of rounding, {spread}, is the largest difference in {f.loss} among {f.floor.runs} runs that "
             f"differ in rounding alone ({f.floor.source})."
         )
-    elif Verdict.ONE_SEED in verdicts:
+    elif Verdict.FEW_SEEDS in verdicts and f.metric.key in LOSSES:
         said.append(
             "What rounding makes was not measured; sweep.twins=1 trains the leading setting once more for that."
         )
@@ -264,8 +272,10 @@ def _method(c: Comparison, f: Findings) -> list[str]:
 
 def _steps(c: Comparison, f: Findings) -> list[str]:
     """Compare the first two of one seed step by step, where they trained on the same batches."""
-    rivals = [e for e in f.ranked[1:] if f.judged[e.name].verdict == Verdict.ONE_SEED]
+    rivals = [e for e in f.ranked[1:] if f.judged[e.name].verdict == Verdict.FEW_SEEDS]
     if not rivals or f.metric.key not in LOSSES:
+        return []
+    if any(len(e.runs) > 1 for e in (f.ranked[0], rivals[0])):
         return []
     d = stepwise(f.ranked[0], rivals[0], c, all_pairs(len(f.ranked)))
     if d is None:

@@ -28,14 +28,18 @@ class Place:
         return self.tokens / self.planned
 
 
-def place_of(record: Record, align: str, at: float | None) -> Place | None:
-    """Return where the run stands at the common position `at` (None: at its own end); None where that is not known."""
+def place_of(record: Record, align: str, at: float | None, metric: str) -> Place | None:
+    """Return where the run stands at the common position `at` (None: at its own end), in the row that the metric is
+    read from: for a validation loss the last evaluation up to there. None where that is not known."""
     tokens = np.asarray(record.columns.get("tokens_seen", np.zeros(0)))
     where = positions(record, align)
     planned, grain = number(record.facts.get("max_tokens")), number(record.facts.get("tokens_per_step"))
     if not len(tokens) or len(where) != len(tokens):
         return None
     row = len(tokens) if at is None else int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+    if metric.startswith("val/"):
+        evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
+        row = int(evaluated[-1]) + 1 if len(evaluated) else row
     seen = float(tokens[max(row, 1) - 1])
     schedule = str(record.config.get("schedule._target_", ""))
     decays = planned is not None and not schedule.endswith(".constant")

@@ -11,6 +11,7 @@ from llmexp.compare.figures import DEAD, counts, positions
 from llmexp.compare.records import Record
 
 APART = ("other task", "too short")  # why a run is left out that is none of the family of the others
+MOVE_VALIDATION = ("data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio", "data.seed")
 SHORT = 0.1  # share of the median length below which a run of another sweep says nothing about the others
 
 
@@ -43,10 +44,11 @@ def _broken(record: Record) -> str:
 
 
 def task(record: Record) -> str:
-    """Return what the validation loss is measured on, as far as the sweep of the run does not vary it."""
+    """Return what the validation loss is measured on: the files, else all of the data section but what the sweep of the
+    run varies and cannot move that text."""
     prints = record.facts.get("data_fingerprint")
     prints = prints if isinstance(prints, dict) else {}
-    swept = [key for key in record.swept if key.partition(".")[0] == "data"]
+    swept = [key for key in record.swept if key.startswith("data.") and key not in MOVE_VALIDATION]
     if prints.get("val_files"):
         found: object = prints["val_files"]
     else:
@@ -54,14 +56,15 @@ def task(record: Record) -> str:
             (k, repr(v)) for k, v in record.config.items()
             if k.startswith("data.") and k not in (*swept, "data.cache_dir", "data.max_tokens")
         )  # fmt: skip
-    return "" if "data" in swept else repr(found)
+    return repr(found)
 
 
 def _short(alive: Sequence[Record], align: str) -> list[Record]:
-    """Find runs far shorter than the others, which their sweep does not make so on purpose."""
+    """Find runs far shorter than the others, which their sweep does not make so on purpose, or that have just begun."""
     ends = {id(r): float(x[-1]) for r in alive if len(x := positions(r, align))}
     if len(ends) < 3:
         return []
     median = float(np.median(list(ends.values())))
     usual = Counter(r.sweep for r in alive if ends.get(id(r), 0.0) >= SHORT * median)
-    return [r for r in alive if ends.get(id(r), 0.0) < SHORT * median and (r.sweep is None or r.sweep not in usual)]
+    short = [r for r in alive if ends.get(id(r), 0.0) < SHORT * median]
+    return [r for r in short if r.state != "finished" or r.sweep is None or r.sweep not in usual]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from llmexp import labels
@@ -44,10 +45,17 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(sorted(essential or found, key=lambda key: (order[key.partition(".")[0]], found.index(key))))
 
 
-def folded(records: Sequence[Record]) -> list[list[Record]]:
-    """Group runs that differ in nothing but the seed; repeats of one seed are no new evidence and stay apart."""
+def cut_of(record: Record) -> str:
+    """Return how the run's batch is cut into micro-batches and ranks."""
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "dp_size")
+    return str([record.facts.get(key, record.config.get(f"batch.{key}")) for key in keys])
+
+
+def folded(records: Sequence[Record], left_out: Container[int]) -> list[list[Record]]:
+    """Group runs that differ in nothing but the seed; repeats of one seed are no new evidence and stay apart. A run
+    that takes part goes before one that is `left_out`, which it may have been made to replace."""
     groups: dict[Any, list[Record]] = {}
-    for r in records:
+    for r in sorted(records, key=lambda r: id(r) in left_out):
         if not r.config or SEED not in r.config:
             groups[r.path.resolve()] = [r]
             continue
@@ -101,7 +109,7 @@ def entry_of(
         known = [m[column.key] for m in usable if column.key in m]
         if known:
             values[column.key], interval = mean_interval(known)
-            if interval:
+            if interval and len(known) > 2:  # of two it would be six times as wide as they lie apart
                 intervals[column.key] = interval
     keys = differing if group[0].config else ()
     return Entry(
@@ -172,6 +180,15 @@ def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str
         return False
     pairs = {(text(e.values[other]), text(e.values[key])) for e in entries}
     return len(pairs) == len({first for first, _ in pairs})
+
+
+def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
+    """Give each entry its short name; entries that would share one, such as repeats, have the name of their run."""
+    found = [label(e, keys) for e in entries]
+    return [
+        dataclasses.replace(e, label=name if found.count(name) == 1 else e.name)
+        for e, name in zip(entries, found, strict=True)
+    ]
 
 
 def label(entry: Entry, keys: Sequence[str]) -> str:

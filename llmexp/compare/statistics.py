@@ -26,12 +26,13 @@ class Difference:
     @property
     def real(self) -> bool:
         """Tell whether the interval leaves out zero, as printed: `0.0030 ± 0.0030` touches it."""
-        return float(f"{abs(self.mean):.2g}") > float(f"{self.half:.2g}")
+        return abs(self.mean) > 1e-12 and float(f"{abs(self.mean):.2g}") > float(f"{self.half:.2g}")
 
     @property
     def text(self) -> str:
         """The size with its interval: 0.0034 ± 0.0018."""
-        return f"{abs(self.mean):.2g} ± {self.half:.2g}"
+        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0  # else it is the rounding of the sum
+        return f"{abs(self.mean) if abs(self.mean) > 1e-12 else 0.0:.2g} ± {half:.2g}"
 
 
 @functools.cache

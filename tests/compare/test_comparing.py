@@ -106,7 +106,7 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
     half = 4.302653 * np.std(ends, ddof=1) / math.sqrt(3)
     assert near.figures["val/loss"] == pytest.approx(np.mean(ends), rel=1e-12)
     assert near.intervals["val/loss"] == pytest.approx((np.mean(ends) - half, np.mean(ends) + half), rel=1e-6)
-    assert sorted(marks(c).values()) == ["best", "undecided", "worse"]
+    assert sorted(marks(c).values()) == ["lowest", "undecided", "worse"]
     assert marks(c)["clip=3.0"] == "worse"
     assert c.headline.startswith("Undecided: ")
     assert "(3 seeds, paired)" in c.headline
@@ -121,9 +121,9 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
             0.0012,
             0.0001,
             "same",
-            "clip=1.0 and clip=2.0 are best, val loss 2.6202: they differ by nothing that matters",
+            "clip=1.0 and clip=2.0 are alike, val loss 2.6202: they differ by nothing that matters",
         ),
-        (0.0, 0.0001, "same", "clip=1.0 and clip=2.0 are best"),
+        (0.0, 0.0001, "same", "clip=1.0 and clip=2.0 are alike"),
         (0.003, 0.0040, "undecided", "Undecided: clip=1.0 has the lowest val loss, 2.6202, "),
     ],
 )
@@ -155,6 +155,115 @@ def test_two_seeds_that_are_not_shared_are_too_few(tmp_path):
     assert marks(compare([tmp_path]))["clip=2.0"] == "undecided"
 
 
+def test_a_setting_of_one_seed_does_not_hide_what_seeds_show_of_others(tmp_path):
+    seeds(tmp_path / "lucky", {1: -0.2}, max_norm=0.5)
+    seeds(tmp_path / "good", {1: 0.0, 2: 0.001, 3: 0.002}, max_norm=1.0)
+    seeds(tmp_path / "bad", {1: 0.1, 2: 0.1011, 3: 0.1022}, max_norm=2.0)
+    c = compare([tmp_path])
+    assert marks(c) == {"clip=0.5": "undecided", "clip=1.0": "lowest", "clip=2.0": "worse"}
+    assert c.headline.startswith("clip=1.0 leads those with seeds: val loss 2.6212, 0.1 ± ")
+    assert c.headline.endswith("1 of the 2 others is worse. Too few seeds to judge clip=0.5.")
+
+
+def test_what_is_better_over_the_common_seeds_leads_whatever_the_means(tmp_path):
+    """Seeds lie 1 apart; the mean of the first is lower only for the lucky seeds that the second lacks."""
+    seeds(tmp_path / "a", {s: s - 5 + 0.05 for s in range(1, 8)}, max_norm=1.0)
+    seeds(tmp_path / "b", {s: s - 5 + 0.0001 * s for s in range(5, 8)}, max_norm=2.0)
+    c = compare([tmp_path])
+    a, b = (next(e for e in c.entries if e.label == f"clip={limit}") for limit in ("1.0", "2.0"))
+    assert a.figures["val/loss"] < b.figures["val/loss"]
+    assert (a.standing.mark, b.standing.mark) == ("worse", "best")
+    assert c.headline.startswith("clip=2.0 is best: ")
+    assert "0.049 ± " in c.headline
+    assert any("not over the same seeds" in note for note in c.notes)
+
+
+def test_a_twin_of_a_lucky_seed_decides_nothing_and_measures(tmp_path):
+    for seed in (1, 2, 3):
+        make_run(tmp_path / f"a{seed}", seed=seed, offset=0.05 * seed, train__twin=0)
+        make_run(tmp_path / f"b{seed}", seed=seed, offset=0.05 * seed + 0.1 + 1e-4 * seed, max_norm=2.0, train__twin=0)
+    make_run(tmp_path / "twin", seed=1, offset=0.05 - 0.001, train__twin=1)
+    c = compare([tmp_path])
+    assert c.headline.startswith("clip=1.0 is best")
+    assert marks(c) == {"clip=1.0": "best", "clip=1.0 twin=1": "same", "clip=2.0": "worse"}
+    assert "Rounding alone makes differences of up to 0.001 here (twins)." in c.notes
+    alone = compare([tmp_path / "a*", tmp_path / "twin"])
+    assert "over 3 seeds" in alone.headline
+    assert alone.headline.endswith("; rounding makes 0.001 of it.")
+    other = compare([tmp_path / "a2", tmp_path / "twin"])
+    assert "each with another seed" in other.headline
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_budgets_differ_also_where_nothing_was_evaluated_on_the_way(tmp_path, count):
+    for a in (1, 2, 4):
+        for seed in range(count):
+            where = tmp_path / f"{a}-{seed}"
+            make_run(where, accumulation=a, seed=seed, offset=-0.1 * a + 1e-4 * seed * a, val_every=400)
+    c = compare([tmp_path])
+    assert c.headline.startswith("No ranking, the budgets differ. Lowest val loss: accum=4 at its own end (")
+    assert c.headline.endswith("At equal tokens not all have an evaluation.")
+    assert marks(c) == {"accum=1": "", "accum=2": "not evaluated", "accum=4": "not evaluated"}
+    assert "To settle it" in " ".join(c.notes)
+
+
+def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
+    """Constant rates, so schedules are no reason; one run is evaluated at its end, the other 50 steps before that."""
+    for name, steps, limit in (("a", 250, 1.0), ("b", 400, 2.0)):
+        for seed in (1, 2, 3):
+            run = make_run(
+                tmp_path / f"{name}{seed}",
+                steps=steps,
+                max_norm=limit,
+                seed=seed,
+                val_every=125 if name == "a" else 100,
+            )
+            text = (run / "config.yaml").read_text()
+            (run / "config.yaml").write_text(text + "schedule:\n  _target_: llmexp.schedule.constant\n")
+    for sort in (None, "final val/loss", "best val/loss"):
+        assert compare([tmp_path], sort=sort).headline.startswith("No ranking, the budgets differ"), sort
+
+
+def test_equal_budgets_at_unequal_times_are_not_told_to_train_equally_long(tmp_path):
+    for name, limit in (("a", 1.0), ("b", 2.0)):
+        run = make_run(tmp_path / name, max_norm=limit)
+        if name == "b":
+            rows = (run / "metrics.jsonl").read_text().replace('"step_time":0.5', '"step_time":1.0')
+            (run / "metrics.jsonl").write_text(rows)
+    c = compare([tmp_path], align="time")
+    assert c.headline.startswith("No ranking at equal time")
+    assert "budgets differ" not in c.headline
+    assert not any("To settle it" in note for note in c.notes)
+
+
+def test_a_list_is_a_value_like_any_other(tmp_path):
+    points = {
+        f"{b},{limit},{s}": dict(max_norm=limit, seed=s, data__weights=[1, b], offset=limit + 0.01 * s * b)
+        for b in (1, 2) for limit in (1.0, 2.0) for s in (1, 2)
+    }  # fmt: skip
+    c = compare([make_sweep(tmp_path / "s", points, ["data.weights", "clip.max_norm"])])
+    assert "weights=[1, 1] clip=1.0" in marks(c)
+
+
+def test_a_rerun_joins_the_seeds_in_place_of_the_one_that_failed(tmp_path):
+    make_run(tmp_path / "a1", seed=1, state="failed", steps=50)
+    for name, seed in (("a2", 2), ("a3", 3), ("again", 1)):
+        make_run(tmp_path / name, seed=seed, offset=0.01 * seed)
+    c = compare([tmp_path])
+    assert "over 3 seeds" in c.headline
+    assert [len(e.runs) for e in c.entries] == [3, 1]
+
+
+def test_a_point_that_has_just_begun_does_not_hold_up_the_others(tmp_path):
+    points = {
+        "1": dict(max_norm=1.0), "2": dict(max_norm=2.0, steps=300, state="preempted"),
+        "3": dict(max_norm=3.0, steps=200, state="preempted"), "4": dict(max_norm=4.0, steps=2, state="preempted"),
+    }  # fmt: skip
+    c = compare([make_sweep(tmp_path / "s", points, ["clip.max_norm"])])
+    assert c.align_at == 200 * 1024
+    assert c.entries[-1].standing.mark == "too short"
+
+
 def test_seeds_alone_end_in_mean_deviation_interval_and_range(tmp_path):
     seeds(tmp_path / "a", {1: 0.0, 2: 0.01, 3: 0.02})
     c = compare([tmp_path])
@@ -177,10 +286,10 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty():
         for scatter in (1.0, 5.0):  # of the last setting beside the others
             for _ in range(200):
                 draws += 1
-                common = rng.standard_normal(3) * (draws % 2)
+                common = rng.standard_normal(3 * count)
                 records = []
                 for i in range(count):
-                    for seed in range(3):
+                    for seed in range(3) if draws % 2 else range(3 * i, 3 * i + 3):  # paired, or seeds of its own
                         loss = 3 + 0.01 * (common[seed] + (scatter if i == count - 1 else 1.0) * rng.standard_normal())
                         config = {"train.seed": seed, "clip.max_norm": float(i)}
                         columns = {
@@ -390,6 +499,15 @@ def test_one_value_is_written_one_way(tmp_path):
     assert "clip=1.0" in c.headline
 
 
+def test_a_figure_of_which_neither_more_nor_less_is_better_is_not_ranked(tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", max_norm=2.0)
+    assert (
+        compare([tmp_path], sort="steps").headline
+        == "No ranking: neither a higher nor a lower figure of steps is better."
+    )
+
+
 def test_one_name_is_one_figure_in_table_answer_and_json(tmp_path):
     make_run(tmp_path / "a", max_norm=1.0)
     make_run(tmp_path / "b", max_norm=2.0, offset=0.1, steps=200)
@@ -406,7 +524,7 @@ def test_runs_without_an_evaluation_at_the_common_position_are_named(tmp_path):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", max_norm=2.0, steps=250, offset=0.1)
     make_run(tmp_path / "late", max_norm=3.0, val_every=300)
-    assert "1 of 3 runs has no evaluation up to there: late." in " ".join(compare([tmp_path]).why)
+    assert "1 of 3 runs has no evaluation up to there: steps=400 clip=3.0." in " ".join(compare([tmp_path]).why)
 
 
 def test_losses_of_different_tokenizers_are_not_ranked_bits_per_byte_are(tmp_path):
