@@ -14,10 +14,10 @@ train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
 test: .venv/.ready check
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: .venv/.ready check
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
+	.venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 
 check: .venv/.ready
 	.venv/bin/ruff check .

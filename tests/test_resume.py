@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import TINY, Result, llmexp, start, train
@@ -281,7 +282,9 @@ def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
 def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
     """Its config.yaml lacks the keys that have come since."""
     whole = train(tmp_path, "whole", "train.max_steps=6", "train.log_every=1")
-    train(tmp_path, "old", "train.max_steps=6", "train.log_every=1", "train.stop_step=3")
+    llmexp(
+        "train", *TINY, "hydra.run.dir=old", "train.max_steps=6", "train.log_every=1", "train.stop_step=3", cwd=tmp_path
+    )
     path = tmp_path / "old" / "config.yaml"
     config = yaml.safe_load(path.read_text())
     del config["train"]["twin"], config["tracker"]["entity"], config["metrics"]["single_rank_rates"], config["user"]

@@ -320,4 +320,5 @@ def report(current: Current, ledger: Ledger) -> list[str]:
         return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
     comparison = compare([ledger.path], negligible=current.settings.negligible)
     written = write_beside(comparison, ledger.path)
-    return [*table.lines(comparison, columns()), f"page   {written}"]
+    damage = [f"llmexp: {problem}" for problem in comparison.problems]
+    return [*table.lines(comparison, columns()), *damage, f"page   {written}"]
