@@ -20,6 +20,7 @@ from llmexp.compare.statistics import (
     series_difference,
     unpaired_seeds,
 )
+from llmexp.labels import label
 from llmexp.labels import shown as value
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
@@ -193,7 +194,7 @@ def effects(
 def _cells(entries: Sequence[Entry], keys: Sequence[str], key: str) -> dict[str, dict[str, Entry]]:
     cells: dict[str, dict[str, Entry]] = {}
     for entry in entries:
-        rest = " ".join(f"{k}={value(entry.values.get(k))}" for k in keys if k != key)
+        rest = label({k: entry.values.get(k) for k in keys if k != key})
         cells.setdefault(value(entry.values.get(key)), {}).setdefault(rest, entry)
     return cells
 

@@ -433,7 +433,7 @@ def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
                 )
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.notes if s.startswith("clip: 1.0 is better than 2.0 by 0.027")]
-    assert "not at data.end=2, where the pair itself counts, as it shows the opposite" in said
+    assert "not at end=2, where the pair itself counts, as it shows the opposite" in said
 
 
 def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
