@@ -111,8 +111,8 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec")
     parser.add_argument("--why", action="store_true", help="also what the result rests on, and notes on the runs")
     parser.add_argument(
-        "--negligible", type=_size, default=NEGLIGIBLE, metavar="NATS",
-        help=f"a difference below this does not matter (default: {NEGLIGIBLE})",
+        "--negligible", type=_size, metavar="NATS",
+        help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
     )  # fmt: skip
     for name, suffix in _TEXTS.items():
         text = f"the table as {name}, on standard output or into a {suffix} file"

@@ -31,14 +31,14 @@ def compare(
     align: str = "tokens",
     sort: str | None = None,
     whole: bool = False,
-    negligible: float = NEGLIGIBLE,
+    negligible: float | None = None,
 ) -> Comparison:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read. `sort` names a
     figure; default: the val loss, else the train loss, and bits per byte where tokenizers differ. `whole` reads every
     column at once, which is quicker where all will be needed. `negligible`: nats below which a difference does not
-    matter.
+    matter; default: that of the runs' sweep, else 0.002.
     Raises ConfigError for an `align` or `sort` that there is not; what cannot be read is among `problems`.
     """
     if align not in ALIGNMENTS:
@@ -54,9 +54,13 @@ def compare_records(
     *,
     align: str = "tokens",
     sort: str | None = None,
-    negligible: float = NEGLIGIBLE,
+    negligible: float | None = None,
 ) -> Comparison:
     """Compare runs that have been read."""
+    if negligible is None:
+        of_sweeps = {r.negligible for r in records}
+        negligible = next(iter(of_sweeps), None) if len(of_sweeps) == 1 else None
+        negligible = NEGLIGIBLE if negligible is None else negligible
     out = left_out(records, align)
     taking_part = [r for r in records if id(r) not in out]
     at = common_position(taking_part, align)

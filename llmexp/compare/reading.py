@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from llmexp import folder
+from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
 
@@ -39,6 +40,7 @@ class Sweep:
     path: Path
     swept: tuple[str, ...] = ()
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder
+    negligible: float | None = None  # nats below which a difference does not matter
 
 
 def clean(text: object) -> str:
@@ -117,7 +119,8 @@ def _sweep(path: Path, problems: list[str]) -> Sweep | None:
     for p in refused[:10]:
         problems.append(f"{where}: {clean(p.get('label'))} could not run: {clean(p.get('error'))[:200]}")
     keys = tuple(k for k in swept if isinstance(k, str)) if isinstance(swept, list) else ()
-    return Sweep(path, keys, {p["folder"]: p for p in points if isinstance(p.get("folder"), str)})
+    by_folder = {p["folder"]: p for p in points if isinstance(p.get("folder"), str)}
+    return Sweep(path, keys, by_folder, number(tree.get("negligible")))
 
 
 def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> list[Record]:
@@ -177,6 +180,7 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
         columns=columns,
         problems=tuple(clean(p) for p in problems),
         swept=sweep.swept if sweep else (),
+        negligible=sweep.negligible if sweep else None,
         rung=float(rung) if isinstance(rung, (int, float)) and math.isfinite(rung) else None,
         lost=lost,
         mark=read_mark(path),

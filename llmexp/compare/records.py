@@ -23,6 +23,7 @@ class Record:
     columns: dict[str, np.ndarray]  # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
+    negligible: float | None = None  # nats below which a difference does not matter, as its sweep has it
     rung: float | None = None  # share of its steps after which successive halving left it out
     lost: str = ""  # where its rows end before its status says that it did, in words
     mark: str = ""  # what `llmexp runs --mark` put on it

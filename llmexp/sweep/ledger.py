@@ -56,6 +56,7 @@ class Ledger:
     swept: list[str]
     created: float = field(default_factory=time.time)
     state: str = "running"
+    negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     points: list[Entry] = field(default_factory=list)
 
     def save(self) -> None:

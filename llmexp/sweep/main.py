@@ -269,6 +269,7 @@ def open_ledger(current: Current) -> Ledger:
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
         ledger = Ledger(path, current.name, str(path), current.launcher, recordable(current.arguments), [])
+    ledger.negligible = current.settings.negligible
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
     current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
