@@ -171,9 +171,9 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted((work / "sweep").glob("[0-9]-*"))
     assert [run.name for run in runs] == ["0-nnodes_1", "1-nnodes_2"]
-    for run in runs:
-        assert re.search(rf"{run.name} +running on n[\[12-]", done.stdout)
-        assert re.search(rf"^{run.name} +finished +\d", done.stdout, re.M), done.stdout  # in the table
+    for i, run in enumerate(runs):
+        assert re.search(rf"{i} nnodes={i + 1} +running on n[\[12-]", done.stdout), done.stdout
+        assert re.search(rf"{i} nnodes={i + 1} +finished", done.stdout), done.stdout
         assert state_of(run) == "finished"
     one, two = (Result(0, "", "", run) for run in runs)
     assert exact(one) == undisturbed
@@ -218,8 +218,8 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     waiting.send_signal(signal.SIGINT)
     out, err = waiting.communicate(timeout=20)
     assert waiting.returncode == 75, out + err
-    assert re.search(r"1-hooks__slow.bad +failed: the hook slow.bad failed at step_start of step 3", out)
-    assert re.search(r"0-hooks__slow.slow +pending", out.partition("running")[2])
+    assert re.search(r"1 hooks=\[slow.bad\] +failed: the hook slow.bad failed at step_start of step 3", out), out
+    assert re.search(r"0 hooks=\[slow.slow\] +pending", out.partition("running")[2])
     assert f"to cancel them: scancel {job.partition('_')[0]}\n" in out
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume sweep --allow slow"
     ledger = json.loads((work / "sweep" / "sweep.json").read_text())
@@ -235,7 +235,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert "1 job submitted; what their processes print is in sweep/slurm-3\n" in out
     ledger = json.loads((work / "sweep" / "sweep.json").read_text())
     assert [p["state"] for p in ledger["points"]] == ["preempted", "failed"]
-    assert "0-hooks__slow.slow  preempted; the job ended as CANCELLED" in out
+    assert "0 hooks=[slow.slow]  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")
     assert list(theirs.iterdir()) == []
