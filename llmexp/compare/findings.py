@@ -73,7 +73,7 @@ def find_out(c: Comparison, metric: Column, left_out: Mapping[int, str], negligi
                 judged[other.name] = Judgement(Verdict.TASK)
     group_of = {e.name: i for i, group in enumerate(groups) for e in group}
     keys = [key for key in c.factors if key != TWIN]
-    effects = judging.effects(metric.key, ranked, keys, left_out, group_of) if loss and tasks == 1 else []
+    effects = judging.effects(metric.key, ranked, keys, left_out, group_of, negligible) if loss and tasks == 1 else []
     floor = judging.floor_of(ranked, metric.key, left_out) if loss else None
     return Findings(
         metric, tuple(ordered), tuple(without), seeds, judged, groups, known, floor, effects, left_out, negligible,

@@ -166,8 +166,9 @@ class Effect:
 
 
 def effects(
-    metric: str, entries: Sequence[Entry], keys: Sequence[str], left_out: Mapping[int, str], budget: Mapping[str, int]
-) -> list[Effect]:
+    metric: str, entries: Sequence[Entry], keys: Sequence[str], left_out: Mapping[int, str], budget: Mapping[str, int],
+    negligible: float,
+) -> list[Effect]:  # fmt: skip
     """Judge for each of several keys its two values that differ most, in each cell of the others, over common seeds.
 
     Cells are no independent witnesses: they share seeds, data and perhaps the very steps. So the seeds are counted: the
@@ -184,7 +185,7 @@ def effects(
             pairs = [(first[rest], second[rest], rest) for rest in sorted(first.keys() & second.keys())]
             pairs = [(x, y, rest) for x, y, rest in pairs if budget[x.name] == budget[y.name]]
             pairs = [(x, y, rest) for x, y, rest in pairs if computation(x.runs[0]) != computation(y.runs[0])]
-            if effect := _effect(key, a, b, pairs, metric, left_out, level):
+            if effect := _effect(key, a, b, pairs, metric, left_out, level, negligible):
                 judged.append(effect)
         if judged:
             found.append(max(judged, key=lambda e: (e.difference.real, abs(e.difference.mean))))
@@ -201,7 +202,7 @@ def _cells(entries: Sequence[Entry], keys: Sequence[str], key: str) -> dict[str,
 
 def _effect(
     key: str, a: str, b: str, pairs: Sequence[tuple[Entry, Entry, str]], metric: str,
-    left_out: Mapping[int, str], level: float,
+    left_out: Mapping[int, str], level: float, negligible: float,
 ) -> Effect | None:  # fmt: skip
     if len(pairs) < 2:
         return None
@@ -213,7 +214,7 @@ def _effect(
     against = []
     for p, q, rest in sides:
         single = over_seeds(p, q, level)
-        if single is not None and single.real and single.mean * d.mean < 0:
+        if single is not None and single.real and single.mean * d.mean < 0 and abs(single.mean) >= negligible:
             against.append(rest)
     better, worse = (a, b) if d.mean > 0 else (b, a)
     return Effect(key, better, worse, d, len(pairs), " and ".join(against))
