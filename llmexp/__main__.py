@@ -37,6 +37,10 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes in a class body
+            raise
+        code = 130
     if code in (PREEMPTED, 130):  # stopped by a signal; another, while Python shuts down, would change the code
         leave(code)
     sys.exit(code)

@@ -298,6 +298,10 @@ REASONS = (
 )
 
 
+def record_of(run: Path, name: str) -> dict:
+    return json.loads((run / name).read_text())
+
+
 def test_failing_points_touch_no_other(tmp_path):
     """Raised, left without a word, killed: the point after them still runs."""
     (tmp_path / "own.py").write_text(USER_CODE)
@@ -315,15 +319,16 @@ def test_failing_points_touch_no_other(tmp_path):
         assert reason in status["error"]
         assert reason in result.out
     assert finished["state"] == "finished"
-    record = json.loads((folder / names[3] / "run.json").read_text())
+    record = record_of(folder / names[3], "run.json")
     assert record["label"] == "micro_batch_size_4"
     assert record["group"].endswith(folder.name)
     # The output in the order in which it happened, and a table at the end.
-    places = [result.out.index(text) for text in (*(f"{name}  running" for name in names), "\nrun    ")]
+    places = [result.out.index(text) for text in (*(f"{n} micro={n + 1}  running" for n in range(4)), "\nmicro=4: ")]
     assert places == sorted(places)
-    rows = [row.split() for row in result.out[places[-1] :].splitlines()[2:6]]
-    assert [row[:2] for row in rows] == [[name, "failed"] for name in names[:3]] + [[names[3], "finished"]]
-    assert len(rows[3]) == 5  # with both losses and tokens/s
+    rows = [row.split() for row in result.out[places[-1] :].splitlines()]
+    assert [row[0] for row in rows if row[1:2] == ["failed"]] == ["1", "2", "3"]
+    loss = record_of(folder / names[3], "status.json")["summary"]["final val/loss"]
+    assert ["4", f"{loss:.5g}"] in [row[:2] for row in rows]
 
 
 def test_a_sweep_in_a_file_and_a_chosen_subdir(tmp_path):
@@ -371,7 +376,8 @@ def test_a_budget_on_the_command_line_replaces_that_of_a_file(capsys, tmp_path, 
         code, text = plan("-m", *arguments)
         assert code == 0, text
         head, *rows = [line.split() for line in text.splitlines() if line.strip()]
-        return [row[head.index("steps")] for row in rows if row[0][0].isdigit()]
+        rows = [row for row in rows if row[0].isdigit() and not row[1].startswith("run")]  # less the count of runs
+        return [row[1 + head.index("steps")] for row in rows]  # the numbers have no head
 
     assert steps("experiment=one", "train.max_steps=7,8") == ["7", "8"]
     assert steps("experiment=swept") == ["5", "5", "6", "6"]
