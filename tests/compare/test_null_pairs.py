@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -43,27 +43,25 @@ def test_pairs_of_one_seed_are_never_called_different_though_they_are(pairs):
         c = compare_records(pair)
         assert c.headline.startswith("Undecided, one seed each"), c.headline
         apart.append(abs(c.entries[1].standing.difference))
-    # The premise: these differ by more than a floor of 0.0001 that is assumed.
-    assert np.median(apart) > 1e-3
+    # The premise: a floor of 0.0001 that is assumed would call most of these different.
+    assert np.median(apart) > 3e-4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("seeds", [2, 3, 6])
-def test_few_null_pairs_of_several_seeds_are_called_different(pairs, paired, seeds):
-    """At most 5 % over 2,000 draws of seeds, of the same ones for both settings or of others for each."""
-    if seeds == 2 and not paired:
-        pytest.skip("two seeds that are not shared are never judged")
+def test_few_null_pairs_of_several_seeds_are_called_different(pairs):
+    """At most 5 % over 2,500 draws of seeds, of the same ones for both settings and of others for each.
+
+    The draws share 48 runs, so the rate scatters by some 2 % from one set of runs to the next; 2.7 % were seen.
+    """
     records = read(find([pairs])[0])
     by = {(r.config["optimizer.eps"], r.config["train.seed"]): r for r in records}
     first, second = sorted({eps for eps, _ in by})
     rng = np.random.default_rng(1)
+    kinds = ((2, True), (3, True), (6, True), (3, False), (6, False))  # seeds of each setting; the same ones?
     called = 0
-    for _ in range(2000):
+    for (seeds, same), _ in itertools.product(kinds, range(500)):
         drawn = rng.permutation(np.arange(1, SEEDS + 1))
-        ours, theirs = drawn[:seeds], drawn[:seeds] if paired else drawn[seeds : 2 * seeds]
-        chosen = [by[first, int(s)] for s in ours] + [by[second, int(s)] for s in theirs]
-        c = compare_records(chosen)
+        ours, theirs = drawn[:seeds], drawn[:seeds] if same else drawn[seeds : 2 * seeds]
+        c = compare_records([by[first, int(s)] for s in ours] + [by[second, int(s)] for s in theirs])
         called += any(e.standing.mark == "worse" for e in c.entries)
-    # The draws share 24 runs, so their rate scatters as that of independent groups, 24 / seeds of them, at worst.
-    assert called / 2000 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / (SEEDS / seeds))
+    assert called <= 0.05 * 2500
