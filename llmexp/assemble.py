@@ -100,10 +100,11 @@ class Shared:
         return found
 
 
-def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Parts:
+def assemble(config: Config, *, write: bool, shared: Shared | None = None, tried: bool = False) -> Parts:
     """Checks everything and looks up every fact; cheap checks come before expensive ones.
 
-    With `write` false no token cache is written and the corpus may know its length only. Raises ConfigError.
+    With `write` false no token cache is written and the corpus may know its length only. `tried`: a model of the user's
+    has had its trial pass before the run's folder was made. Raises ConfigError.
     """
     saved, config, once = config, filled(config), (shared or Shared()).once
     device = resolve_device(config.train.device)
@@ -157,10 +158,10 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None) -> Pa
     check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
     ids = vocab_size or tokenizer.n_vocab
     deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
-    if not dotted.startswith("llmexp."):
+    if not (dotted.startswith("llmexp.") or tried):
         sizes = (batch.sequence_length, tokenizer.n_vocab, model_config.get("vocab_size") or vocab_size)
-        tried = [model_config, kind, *sizes]
-        once("trial", tried, lambda: try_model(dotted, model, build_model, *sizes, device))
+        meta = shared is not None or not write  # a process that trains nothing
+        once("trial", [model_config, kind, *sizes], lambda: try_model(dotted, model, build_model, *sizes, device, meta))
     corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
     facts = Facts(
         parallelism=config.parallelism.kind,

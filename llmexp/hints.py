@@ -66,7 +66,8 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     else what there is in the section."""
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
-    within = nearest(name, siblings, cutoff=0.75)
+    turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
+    within = nearest(name, turned or siblings, cutoff=0.5 if turned else 0.75)
     if within and section:
         within = within.replace("mean ", f"mean {section}.")
     elsewhere = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")]

@@ -39,6 +39,12 @@ DIFF = (
     "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/",
     "--find-renames", "--unified=3", "--submodule=short", "--ignore-submodules=dirty",
 )  # fmt: skip
+# What a line of a diff gives to a name such as API_KEY; texts that begin as tokens of known services do.
+ASSIGNED = re.compile(
+    r"""(?m)^([ +-].*?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)["']?\s*[:=]\s*["']?)"""
+    r"""(?!\$)[^\s"'<(\[{]{8,}(?=["']?[,;]?\s*$)"""
+)
+TOKEN = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|AKIA|xox[abp]-)[A-Za-z0-9_-]{12,}")
 IMAGE = "LLMEXP_CONTAINER_IMAGE"  # where nothing inside the container tells it, as with Docker
 
 
@@ -88,8 +94,8 @@ def begin() -> Search:
 def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another state of things.
 
-    A run that its sweep has queued has the repositories from there: they are looked into once for all points. `drivers`
-    are the versions of CUDA and the like. What fails is printed.
+    A run that its sweep has queued has the state of that moment until it starts. `drivers` are the versions of CUDA
+    and the like. What fails is printed.
     """
     try:
         _write(run_dir, drivers, resumed)
@@ -108,18 +114,34 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     if container := image():
         about["container"] = container
-    if queued := bool(before) and not resumed:
-        found = Found({key: before[key] for key in ("repositories", "left_out") if key in before}, {})
-    else:
-        found = begin().result()
+    found = begin().result()
+    files = {name: _concealed(name, content, found.about) for name, content in found.files.items()}
     about = json.loads(json.dumps(concealed(about | found.about)))
     if _essence(before) == _essence(about):
         return
+    queued = bool(before) and not resumed  # by its sweep, perhaps hours ago: what it starts with is what counts
     path = run_dir / (f"{FOLDER}-{len(written) + 1}" if written and not queued else FOLDER)
     path.mkdir(exist_ok=True)
-    for name, content in {PACKAGES: packages, **found.files}.items():
+    for old in path.glob("*.diff"):
+        if old.name not in files:
+            old.unlink()
+    for name, content in {PACKAGES: packages, **files}.items():
         folder.write_whole(path / name, content)
     folder.write_json(path / FILE, about)
+
+
+def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
+    """Return a diff without the values of secrets, with a note in `about` that it may not apply.
+
+    Secrets are those of the environment, values given to a name such as API_KEY, and texts that begin as tokens do.
+    """
+    text = diff.decode("utf-8", "surrogateescape")
+    clean = TOKEN.sub("<redacted>", ASSIGNED.sub(r"\1<redacted>", redacted(text)))
+    if clean != text:
+        (one,) = [one for one in about["repositories"] if one.get("diff") == name]
+        note = "the diff has placeholders for the values of secrets, and may not apply"
+        one["notes"] = [*(n for n in one["notes"] if n != note), note]
+    return clean.encode("utf-8", "surrogateescape")
 
 
 def folders(run_dir: Path) -> list[Path]:
@@ -209,10 +231,7 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
         if len(diff) > MAX_DIFF:
             raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
         one["notes"].append(f"the diff has no binary files: with them it is larger than {MAX_DIFF:,} bytes")
-    text = diff.decode("utf-8", "surrogateescape")
-    if (clean := redacted(text)) != text:
-        one["notes"].append("the diff has the names of secrets in place of their values, and may not apply")
-    return clean.encode("utf-8", "surrogateescape")
+    return diff
 
 
 def _git(root: Path, deadline: float, *arguments: str, limit: int = 2**22) -> tuple[bytes, str]:

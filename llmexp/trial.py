@@ -22,30 +22,47 @@ def try_model(
     ids: int,
     wanted: int | None,
     device: torch.device,
+    meta: bool,
 ) -> None:
-    """Run `model`, which is on the meta device, on sequences of `length` tokens below `ids`. Where that fails, `build`
-    one on the `device` and run it on a tiny batch: not every operation knows the meta device.
+    """Run a model of the user's once, on tokens below `ids`, and refuse what it must not return.
 
+    With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in a process that
+    trains nothing, since what the user's code keeps from call to call, such as positions, would stay on that device.
+    Else, and where that fails, `build` one on the `device` and run it on a tiny batch.
     Raise ConfigError, with the line of the user's file, for a pass that fails, and for anything but floating-point
     logits (batch, time, vocabulary), of `wanted` ids or, where it is None, of at least `ids`.
     """
+    done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
+    if not done:
+        wrong = _on_device(dotted, build, length, ids, wanted, device)
+    if wrong is not None:
+        raise ConfigError(f"model: {dotted}: {wrong}{_place(model, dotted)}")
+
+
+def _on_meta(model: nn.Module, length: int, ids: int, wanted: int | None) -> tuple[bool, str | None]:
+    """Return whether the meta device can run the model, and what is wrong with what it returns."""
     try:
         tokens = torch.zeros(ROWS, length, dtype=torch.int64, device="meta")
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            wrong = _run(model, tokens, ids, wanted)
+            return True, _run(model, tokens, ids, wanted)
     except Exception:
-        tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
-        try:
-            with torch.random.fork_rng(devices=[]):
-                wrong = _run(build().to(device), tokens, ids, wanted)
-        except (ConfigError, MemoryError, torch.OutOfMemoryError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            return  # the run itself says what would fit
-        except Exception as error:
-            raise ConfigError(f"model: {dotted} failed on tokens {_shape(tokens)}: {described(error)}") from error
-    if wrong is not None:
-        raise ConfigError(f"model: {dotted}: {wrong}{_place(model, dotted)}")
+        return False, None
+
+
+def _on_device(
+    dotted: str, build: Callable[[], nn.Module], length: int, ids: int, wanted: int | None, device: torch.device
+) -> str | None:
+    """Return what is wrong with what a real model makes of a tiny batch. Raise ConfigError where it fails."""
+    tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _run(build().to(device), tokens, ids, wanted)
+    except ConfigError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError):
+        return None  # the run itself says what would fit
+    except Exception as error:
+        raise ConfigError(f"model: {dotted} failed on tokens {_shape(tokens)}: {described(error)}") from error
 
 
 def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:

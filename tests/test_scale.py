@@ -66,7 +66,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         p: dict[str, Any] = {"nnodes": self.nnodes, "nproc_per_node": self.nproc_per_node}
-        p["fsdp_communication"] = "once" if self.once else "every_micro_batch"
+        p |= {"fsdp_communication": "once"} if self.once else {}
         p |= {"replicate_size": self.replicas} if self.kind == "hsdp" else {}
         p |= {"tensor_parallel_size": self.tp} if self.tp > 1 else {}
         return [

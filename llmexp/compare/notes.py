@@ -61,8 +61,11 @@ def _budgets(c: Comparison, f: Findings) -> list[str]:
     if not found:
         return []
     names, places = zip(*found, strict=True)
-    shares = ", ".join(f"{100 * p.progress:.0f}" for p in places)
-    read = f"Losses are read at {shares} % of the whole runs ({_joined(names)})."
+    shares = [f"{100 * p.progress:.0f}" for p in places]
+    if len(names) > 4:
+        read = f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."
+    else:
+        read = f"Losses are read at {', '.join(shares)} % of the whole runs ({_joined(names)})."
     return [read] if equal(round(p.planned) for p in places) else [read, _settles(c, places)]
 
 

@@ -37,10 +37,16 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
     if not len(tokens) or len(where) != len(tokens):
         return None
     row = len(tokens) if at is None else int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+    if not row:  # it has no row yet where losses are read
+        return (
+            Place(float(at or 0), planned or float(at or 1), grain or 0.0, planned is not None)
+            if align == "tokens"
+            else None
+        )
     if metric.startswith("val/"):
         evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
         row = int(evaluated[-1]) + 1 if len(evaluated) else row
-    seen = float(tokens[max(row, 1) - 1])
+    seen = float(tokens[row - 1])
     schedule = str(record.config.get("schedule._target_", ""))
     decays = planned is not None and not schedule.endswith(".constant")
     return Place(seen, planned or seen, grain or 0.0, decays)

@@ -65,6 +65,16 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
     if len(ends) < 3:
         return []
     median = float(np.median(list(ends.values())))
-    usual = Counter(r.sweep for r in alive if ends.get(id(r), 0.0) >= SHORT * median)
-    short = [r for r in alive if ends.get(id(r), 0.0) < SHORT * median]
-    return [r for r in short if r.state != "finished" or r.sweep is None or r.sweep not in usual]
+    # One that ends before the others are first evaluated would leave nothing of them to read.
+    first = float(np.median([f for r in alive if (f := _first_evaluation(r, align)) is not None] or [0.0]))
+    short = [r for r in alive if ends.get(id(r), 0.0) < max(SHORT * median, min(first, median))]
+    few = {id(r) for r in short}
+    usual = {r.sweep for r in alive if id(r) not in few}
+    begun = [r for r in short if r.state != "finished" and ends.get(id(r), 0.0) < SHORT * median]
+    return begun + [r for r in short if r.state == "finished" and (r.sweep is None or r.sweep not in usual)]
+
+
+def _first_evaluation(record: Record, align: str) -> float | None:
+    where, values = positions(record, align), record.columns.get("val/loss", np.zeros(0))
+    known = np.flatnonzero(np.isfinite(values[: len(where)]))
+    return float(where[known[0]]) if len(known) else None

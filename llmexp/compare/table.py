@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import setting, shown
+from llmexp.compare.judging import LOSSES
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.settings import TWIN
 from llmexp.labels import short_keys
@@ -129,7 +130,7 @@ def figure(entry: Entry, column: Column) -> str:
     if value is None:
         return ""
     text = shown(value, column.digits)
-    if column.key in entry.intervals:
+    if column.key in entry.intervals and column.key in LOSSES:  # of rates and times seeds say little
         low, high = entry.intervals[column.key]
         if (half := (high - low) / 2) > 1e-12 * abs(value):  # else the same for all seeds, such as steps
             text += f" ± {shown(half, 2) if half >= 100 else f'{half:.2g}'}"

@@ -113,6 +113,13 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
 
     with user_errors():
         settings = build_sweep(OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True))  # type: ignore
+    if settings.halving is None and settings.halving_keep != 0.5:
+        text = "does nothing without sweep.halving, the share of its steps that each point gets at first"
+        raise refuse("sweep.halving_keep", settings.halving_keep, text, "0.25 sweep.halving=0.125")
+    if settings.twins and settings.report == "throughput":
+        raise refuse(
+            "sweep.twins", settings.twins, "measures losses, which sweep.report=throughput does not compare", 0
+        )
     if settings.halving_keep == 1 and settings.halving is not None:
         raise refuse("sweep.halving_keep", settings.halving_keep, "keeps all points at every rung", 0.5)
     if settings.resume is not None:

@@ -70,7 +70,7 @@ def main(argument: str) -> int:
             path = Path(argument)
             if is_finished(path):
                 return DONE
-            parts = assemble(folder.built_config(path), write=True)
+            parts = assemble(folder.built_config(path), write=True, tried=True)
             refuse_other_run(path, parts)
             recorded = folder.read_run(path)
             request = {key: recorded.get(key) for key in RECORDED}

@@ -196,15 +196,26 @@ def test_a_twin_of_a_lucky_seed_decides_nothing_and_measures(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_budgets_differ_also_where_nothing_was_evaluated_on_the_way(tmp_path, count):
-    for a in (1, 2, 4):
-        for seed in range(count):
-            where = tmp_path / f"{a}-{seed}"
-            make_run(where, accumulation=a, seed=seed, offset=-0.1 * a + 1e-4 * seed * a, val_every=400)
-    c = compare([tmp_path])
+    points = {
+        f"a_{a},s_{seed}": dict(accumulation=a, seed=seed, offset=-0.1 * a + 1e-4 * seed * a, val_every=400)
+        for a in (1, 2, 4)
+        for seed in range(count)
+    }
+    c = compare([make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps"])])
     assert c.headline.startswith("No ranking, the budgets differ. Lowest val loss: accum=4 at its own end (")
     assert c.headline.endswith("At equal tokens not all have an evaluation.")
     assert marks(c) == {"accum=1": "", "accum=2": "not evaluated", "accum=4": "not evaluated"}
-    assert "To settle it" in " ".join(c.notes)
+    assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
+    assert "To settle it" in c.notes[1]
+
+
+def test_a_trial_that_ends_before_the_others_are_evaluated_is_too_short(tmp_path):
+    for i in range(3):
+        make_run(tmp_path / f"r{i}", max_norm=float(i + 1), offset=0.01 * i, val_every=400)
+    make_run(tmp_path / "trial", steps=80, max_norm=9.0, offset=-5.0, val_every=80)
+    c = compare([tmp_path])
+    assert c.entries[-1].standing.mark == "too short"
+    assert c.align_at == 400 * 1024
 
 
 def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):

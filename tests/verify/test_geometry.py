@@ -46,7 +46,7 @@ def plant(event, context):
     loop.train_step = wrong
 
 
-def wrong(s, window, settle_last):
+def wrong(s, window, *callbacks):
     batches, module = window.micro_batches, s.module
 
     def mean(tokens_bt, targets_bt):
@@ -58,7 +58,7 @@ def wrong(s, window, settle_last):
     if s.mesh.dp_rank == 1:
         lost = [(tokens_bt, targets_bt * 0 - 100) for tokens_bt, targets_bt in batches]
         window = dataclasses.replace(window, micro_batches=lost)
-    return right(s, window, settle_last)
+    return right(s, window, *callbacks)
 """
 
 
@@ -163,25 +163,25 @@ def everywhere(*quantities: str) -> set[str]:
     return {f"fp64, {run}: {q}" for run in ("one batch", "accumulation") for q in quantities}
 
 
-def twice_the_loss(s, window, settle):
+def twice_the_loss(s, window, *callbacks):
     twice = dataclasses.replace(s, module=lambda tokens_bt, targets_bt: 2 * s.module(tokens_bt, targets_bt))
-    return step_module.train_step(twice, window, settle)
+    return step_module.train_step(twice, window, *callbacks)
 
 
-def masked_targets_count(s, window, settle):
+def masked_targets_count(s, window, *callbacks):
     whole = sum(targets_bt.numel() for _, targets_bt in window.micro_batches)
-    return step_module.train_step(s, dataclasses.replace(window, target_count=whole), settle)
+    return step_module.train_step(s, dataclasses.replace(window, target_count=whole), *callbacks)
 
 
-def lost_last_row(s, window, settle):
+def lost_last_row(s, window, *callbacks):
     tokens_bt, targets_bt = window.micro_batches[-1]
     lost = [*window.micro_batches[:-1], (tokens_bt, torch.cat([targets_bt[:-1], targets_bt[-1:] * 0 - 100]))]
     count = sum(int((t >= 0).sum()) for _, t in lost)
-    return step_module.train_step(s, dataclasses.replace(window, micro_batches=lost, target_count=count), settle)
+    return step_module.train_step(s, dataclasses.replace(window, micro_batches=lost, target_count=count), *callbacks)
 
 
-def late_rate(s, window, settle):
-    return step_module.train_step(s, window, lambda: settle() + 1)
+def late_rate(s, window, settle, *callbacks):
+    return step_module.train_step(s, window, lambda: settle() + 1, *callbacks)
 
 
 FAULTS = {
