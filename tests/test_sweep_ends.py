@@ -192,3 +192,17 @@ def test_a_reason_is_told_once_and_shortly_at_the_end(tmp_path):
     assert after.startswith("0 point failed: the hook long.hook failed at step_start")
     assert after.endswith(" ...")
     assert len(after) < 80
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["sweep.halving_keep=0.25"], "sweep.halving_keep=0.25: does nothing without sweep.halving"),
+        (["sweep.twins=1", "sweep.report=throughput"], "sweep.twins=1: measures losses"),
+    ],
+)
+def test_a_knob_of_a_sweep_that_does_nothing_is_refused(tmp_path, given, says):
+    refused = llmexp("train", "-m", *TINY, "train.seed=1,2", "hydra.sweep.dir=s", *given, cwd=tmp_path)
+    assert refused.code == 2
+    assert says in refused.err
+    assert not (tmp_path / "s").exists()

@@ -113,7 +113,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
 
     with user_errors():
         settings = build_sweep(OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True))  # type: ignore
-    if settings.halving is None and settings.halving_keep != 0.5:
+    if settings.halving is None and settings.halving_keep != 0.5 and settings.resume is None:
         text = "does nothing without sweep.halving, the share of its steps that each point gets at first"
         raise refuse("sweep.halving_keep", settings.halving_keep, text, "0.25 sweep.halving=0.125")
     if settings.twins and settings.report == "throughput":
