@@ -588,3 +588,38 @@ def test_own_parts_in_a_sweep(own):
     )  # fmt: skip
     assert result.code == 0, result.err
     assert sorted(p.parent.name for p in (own / "sweep").glob("*/status.json")) == ["0-point"]
+
+
+CACHED = """
+import functools, torch
+from torch import nn
+
+{decorator}
+def positions(length):
+    return torch.arange(length)
+
+class Model(nn.Module):
+    def __init__(self, vocab_size, width=8):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embed, self.place = nn.Embedding(vocab_size, width), nn.Embedding(64, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) + self.place(positions(tokens.shape[1])))
+"""
+
+
+def test_the_trial_leaves_nothing_in_what_the_users_code_keeps(tmp_path):
+    """A cache of tensors at the level of the module would keep those of the meta device, whose values are garbage."""
+    (tmp_path / "model").mkdir()
+    rows = []
+    for name, decorator in (("cached", "@functools.lru_cache"), ("plain", "")):
+        (tmp_path / f"{name}.py").write_text(CACHED.replace("{decorator}", decorator))
+        (tmp_path / "model" / f"{name}.yaml").write_text(f"_target_: {name}.Model\nvocab_size: null\n")
+        overrides = [*TINY[-3:], "batch.sequence_length=12", "train.max_steps=3", "train.log_every=1", "precision=fp32"]
+        where = ["--config-dir=.", "--allow", name, f"model={name}", f"hydra.run.dir=run-{name}", "data=synthetic"]
+        result = llmexp("train", *overrides, *where, cwd=tmp_path)
+        assert result.code == 0, result.err
+        rows.append([(r["train/loss"], r["grad_norm"]) for r in result.rows()])
+    assert rows[0] == rows[1]
