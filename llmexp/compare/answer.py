@@ -169,9 +169,9 @@ def _between(best: Entry, other: Entry, f: Findings) -> str:
     j = f.judged[other.name]
     assert j.difference is not None
     start = f"Undecided: {best.label} has the {_extreme(f)} {f.loss}, {figure(best, f)}"
-    if other.figures[f.metric.key] * f.sign < best.figures[f.metric.key] * f.sign:
+    if other.figures[f.metric.key] * f.metric.sign < best.figures[f.metric.key] * f.metric.sign:
         start = f"Undecided: {best.label} leads over common seeds, {f.loss} {figure(best, f)}"
-    side = _side(f, other=(j.size or 0.0) * f.sign < 0)
+    side = _side(f, other=(j.size or 0.0) * f.metric.sign < 0)
     return f"{start}, {j.difference.text} {side} {other.label} ({j.difference.basis}); {_seeds_to_go(j)}"
 
 
@@ -185,11 +185,11 @@ def _seeds_to_go(j: Judgement) -> str:
 
 
 def _side(f: Findings, other: bool = False) -> str:
-    return "below" if (f.sign > 0) != other else "above"
+    return "below" if (f.metric.sign > 0) != other else "above"
 
 
 def _extreme(f: Findings) -> str:
-    return "lowest" if f.sign > 0 else "highest"
+    return "lowest" if f.metric.sign > 0 else "highest"
 
 
 def digits(number: float, f: Findings) -> str:

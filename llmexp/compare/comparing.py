@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llmexp.compare import settings
 from llmexp.compare.answer import SETTLED, headline
@@ -103,7 +102,7 @@ def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
     for e in c.entries:
         standing = e.standing
         if e.name == first:
-            standing = Standing("best" if decided else "lowest" if f.sign > 0 else "highest")
+            standing = Standing("best" if decided else "lowest" if f.metric.sign > 0 else "highest")
         elif e.name in missing:
             standing = Standing("not evaluated" if "val" in f.metric.key else "")
         elif j := f.judged.get(e.name):
@@ -132,7 +131,6 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
 
 def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry]:
     """Order the entries: the best first, a twin behind what it repeats, last what takes no part."""
-    direction = -1.0 if metric.better == "higher" else 1.0
     originals = {settings.computation(e.runs[0]): e for e in entries if not e.values.get(settings.TWIN)}
 
     def place(entry: Entry) -> tuple[bool, float, bool]:
@@ -141,7 +139,7 @@ def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry
         value = original.figures.get(metric.key)
         if metric.key not in entry.figures or (mixed and metric.key.endswith("/loss")):
             value = None  # losses per token of several tokenizers have no order
-        return bool(entry.standing.mark) or value is None, math.inf if value is None else direction * value, twin
+        return bool(entry.standing.mark) or value is None, math.inf if value is None else metric.sign * value, twin
 
     return sorted(entries, key=place)
 
@@ -163,16 +161,12 @@ def _columns(entries: Sequence[Entry], metric: Column, at: float | None, align: 
     return tuple(sorted(found, key=lambda c: c.key != metric.key))
 
 
-def _fact(record: Record, key: str) -> Any:
-    return record.facts.get(key, record.config.get(f"batch.{key}"))
-
-
 def _batch(records: Sequence[Record]) -> str:
     """iso-batch: one real batch, cut in several ways. scaling: the real batch varies. mixed: both."""
-    known = [r for r in records if isinstance(_fact(r, "real_batch_size"), int)]
+    known = [r for r in records if isinstance(settings.fact(r, "real_batch_size"), int)]
     cuts: dict[int, set[str]] = {}
     for r in known:
-        cuts.setdefault(_fact(r, "real_batch_size"), set()).add(settings.cut_of(r))
+        cuts.setdefault(settings.fact(r, "real_batch_size"), set()).add(settings.cut_of(r))
     several = any(len(found) > 1 for found in cuts.values())
     if len(cuts) > 1:
         return "mixed" if several else "scaling"

@@ -10,12 +10,9 @@ import numpy as np
 
 from llmexp.compare.records import Column, Record
 from llmexp.compare.rows import Columns, elapsed
-from llmexp.labels import shown as setting
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
-
-__all__ = ["setting"]  # as the page and the tables write a value of the configuration
 
 COLUMNS = (
     Column("val/loss", "val loss", "lower", 5),
@@ -76,6 +73,11 @@ def positions(record: Record, align: str) -> np.ndarray:
     return np.asarray(record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0)))
 
 
+def rows_until(where: np.ndarray, at: float) -> int:
+    """Return how many rows stand at or before the position."""
+    return int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+
+
 def counts(record: Record) -> bool:
     """Whether the run has a say in how far all have come: it neither broke off nor was left out nor lost its rows."""
     return record.state not in DEAD and record.rung is None and not record.lost and len(record.columns["step"]) > 0
@@ -94,7 +96,7 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     columns, place = record.columns, positions(record, align)
     upto = len(columns["step"])
     if at is not None and len(place):
-        upto = int(np.searchsorted(place, at * (1 + 1e-9), side="right"))
+        upto = rows_until(place, at)
         reached = place[-1] >= at * (1 - 1e-9)
     else:
         reached = at is None

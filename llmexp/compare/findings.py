@@ -38,11 +38,6 @@ class Findings:
         return self.metric.title
 
     @property
-    def sign(self) -> float:
-        """1 where lower is better, -1 where higher is."""
-        return -1.0 if self.metric.better == "higher" else 1.0
-
-    @property
     def comparable(self) -> bool:
         """Whether all that take part have one budget and one validation text."""
         return len(self.budgets) < 2 and self.tasks < 2
@@ -56,7 +51,7 @@ def find_out(c: Comparison, metric: Column, left_out: Mapping[int, str], negligi
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
         ranked = []
     loss = metric.key in LOSSES
-    sign = -1.0 if metric.better == "higher" else 1.0
+    sign = metric.sign
     seeds = {e.name: by_seed(e, metric.key, left_out) for e in ranked}
     level = all_pairs(len(ranked))
     first = judging.leader(_contestants(ranked, seeds, sign), seeds, level, sign) if ranked else None
@@ -66,11 +61,10 @@ def find_out(c: Comparison, metric: Column, left_out: Mapping[int, str], negligi
     tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in left_out}) if loss else 1
     judged = {}
     if first is not None:
-        like = {e.name for e in groups[0]} if tasks == 1 else set()
+        like = {e.name for e in groups[0]}
         for other in ordered[1:]:
-            judged[other.name] = _judged(first, other, seeds, like, level, negligible if loss else 0.0, sign)
-            if tasks > 1:
-                judged[other.name] = Judgement(Verdict.TASK)
+            judgement = _judged(first, other, seeds, like, level, negligible if loss else 0.0, sign)
+            judged[other.name] = judgement if tasks == 1 else Judgement(Verdict.TASK)
     group_of = {e.name: i for i, group in enumerate(groups) for e in group}
     keys = [key for key in c.factors if key != TWIN]
     effects = judging.effects(metric.key, ranked, keys, left_out, group_of, negligible) if loss and tasks == 1 else []

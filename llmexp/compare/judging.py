@@ -10,9 +10,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from llmexp.compare.figures import positions
+from llmexp.compare.figures import positions, rows_until
 from llmexp.compare.records import Comparison, Entry, Record
-from llmexp.compare.settings import SEED, TWIN, computation, cut_of
+from llmexp.compare.settings import SEED, TWIN, computation, cut_of, fact
 from llmexp.compare.statistics import (
     Difference,
     paired_seeds,
@@ -161,7 +161,6 @@ class Effect:
     a: str  # its values as text, the better one first
     b: str
     difference: Difference
-    cells: int
     against: str = ""  # values of the other keys at which seeds show the opposite
 
 
@@ -217,7 +216,7 @@ def _effect(
         if single is not None and single.real and single.mean * d.mean < 0 and abs(single.mean) >= negligible:
             against.append(rest)
     better, worse = (a, b) if d.mean > 0 else (b, a)
-    return Effect(key, better, worse, d, len(pairs), " and ".join(against))
+    return Effect(key, better, worse, d, " and ".join(against))
 
 
 def stepwise(a: Entry, b: Entry, c: Comparison, level: float = 0.95) -> Difference | None:
@@ -252,7 +251,7 @@ def _rows(record: Record, c: Comparison) -> dict[str, np.ndarray]:
     rows = len(columns["step"])
     where = positions(record, c.align) if c.align_at is not None else np.zeros(0)
     if len(where):
-        rows = int(np.searchsorted(where, c.align_at * (1 + 1e-9), side="right"))  # type: ignore[operator]
+        rows = rows_until(where, c.align_at)  # type: ignore[arg-type]
     return {key: columns.get(key, np.full(len(columns["step"]), np.nan))[:rows] for key in ("step", "train/loss")}
 
 
@@ -263,7 +262,7 @@ def same_batches(a: Record, b: Record) -> bool:
     essential = [
         {k: repr(v) for k, v in r.config.items() if k.startswith(("data.", "tokenizer.")) and k != "data.cache_dir"}
         | {"seed": repr(r.config.get(SEED)), "length": repr(r.config.get("batch.sequence_length"))}
-        | {"batch": repr(r.facts.get("real_batch_size", r.config.get("batch.real_batch_size")))}
+        | {"batch": repr(fact(r, "real_batch_size"))}
         | {"print": repr(r.facts.get("data_fingerprint"))}
         for r in (a, b)
     ]

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from llmexp.compare.figures import setting, shown
+from llmexp.compare.figures import shown
 from llmexp.compare.numbers import with_interval
 from llmexp.compare.plotting import looks
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.labels import short_keys
+from llmexp.labels import shown as setting
 
 # Of run.json: what tells one machine and installation from another. `versions` holds one entry a package.
 FACTS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.compare.figures import number, positions
+from llmexp.compare.figures import number, positions, rows_until
 from llmexp.compare.records import Entry, Record
 
 CLOSE = 0.01  # share of a schedule
@@ -36,7 +36,7 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
     planned, grain = number(record.facts.get("max_tokens")), number(record.facts.get("tokens_per_step"))
     if not len(tokens) or len(where) != len(tokens):
         return None
-    row = len(tokens) if at is None else int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+    row = len(tokens) if at is None else rows_until(where, at)
     if not row:  # it has no row yet where losses are read
         return (
             Place(float(at or 0), planned or float(at or 1), grain or 0.0, planned is not None)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.figures import number, setting, shown
+from llmexp.compare.figures import number, shown
 from llmexp.compare.judging import MARKS
 from llmexp.compare.numbers import with_interval
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.selection import APART
 from llmexp.labels import label, short_keys
+from llmexp.labels import shown as setting
 
 RATES = ("lr", "learning_rate", "weight_decay", "eps")
 NAMED = 10  # settings of the other keys at most that have colours and names

@@ -64,6 +64,11 @@ class Column:
     better: str = ""  # lower | higher, where one is
     digits: int = 4  # significant ones
 
+    @property
+    def sign(self) -> float:
+        """1 where lower is better, or neither; -1 where higher is."""
+        return -1.0 if self.better == "higher" else 1.0
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -45,10 +45,15 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     return tuple(sorted(essential or found, key=lambda key: (order[key.partition(".")[0]], found.index(key))))
 
 
+def fact(record: Record, key: str) -> Any:
+    """Return a number of the batch as the run solved it, else as its config has it."""
+    return record.facts.get(key, record.config.get(f"batch.{key}"))
+
+
 def cut_of(record: Record) -> str:
     """Return how the run's batch is cut into micro-batches and ranks."""
     keys = ("micro_batch_size", "gradient_accumulation_steps", "dp_size")
-    return str([record.facts.get(key, record.config.get(f"batch.{key}")) for key in keys])
+    return str([fact(record, key) for key in keys])
 
 
 def folded(records: Sequence[Record], left_out: Container[int]) -> list[list[Record]]:
@@ -81,8 +86,7 @@ def computation(record: Record) -> object:
         return record.path
     dropout = any("dropout" in k and v not in (0, None) for k, v in record.config.items())
     cut = set() if dropout else {k for k in record.config if affects(k) == "rounding"}
-    real = record.facts.get("real_batch_size", record.config.get("batch.real_batch_size"))
-    return _essential(record.config, {SEED, TWIN, *cut}), text(real)
+    return _essential(record.config, {SEED, TWIN, *cut}), text(fact(record, "real_batch_size"))
 
 
 def entry_of(

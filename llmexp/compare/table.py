@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp.compare.figures import setting, shown
+from llmexp.compare.figures import shown
 from llmexp.compare.judging import LOSSES
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.settings import TWIN
 from llmexp.labels import short_keys
+from llmexp.labels import shown as setting
 
 _STYLES = {"best": "bold green", "lowest": "bold", "highest": "bold", "worse": "red", "undecided": "yellow"}
 _MOST = 40  # characters of a name
