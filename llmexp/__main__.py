@@ -16,7 +16,7 @@ llmexp: language-model pretraining experiments
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN_DIR --prompt TEXT   generate text from a run
   llmexp compare PATH...                which setting is best, and is the difference real
-  llmexp runs [FOLDER ...]              list runs and sweeps, mark them, clear up
+  llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
   llmexp verify PROOF [overrides]       prove on this machine: geometry, resume, determinism, data
 

@@ -312,7 +312,7 @@ def test_a_strangers_links_and_state_from_the_command_line(stopped, victim, tmp_
     assert victim.read_text() == "mine"
 
 
-PLAIN = ["metrics.jsonl", "status.json", "run.json", "config.yaml", "mark.txt", "tracker.json", "sweep.json"]
+PLAIN = ["metrics.jsonl", "status.json", "run.json", "config.yaml", "tracker.json", "sweep.json"]
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "manifest.json", "state.pt"])

@@ -25,7 +25,7 @@ from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
 
-LEDGER, LEDGER_FORMAT, MARK = "sweep.json", 1, "mark.txt"
+LEDGER, LEDGER_FORMAT = "sweep.json", 1
 STATES = ("queued", "running", "finished", "failed", "preempted")
 DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 _FILES = (folder.CONFIG, folder.RUN, folder.STATUS, folder.METRICS, folder.LOG, LEDGER)
@@ -183,7 +183,6 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
         negligible=sweep.negligible if sweep else None,
         rung=float(rung) if isinstance(rung, (int, float)) and math.isfinite(rung) else None,
         lost=lost,
-        mark=read_mark(path),
     )
 
 
@@ -222,16 +221,6 @@ def read_status(path: Path) -> dict[str, Any]:
 
 def read_facts(path: Path) -> dict[str, Any]:
     return _json(path / folder.RUN, [])
-
-
-def read_mark(path: Path) -> str:
-    try:
-        if not (path / MARK).is_file():  # a pipe would hold us up
-            return ""
-        with open(path / MARK, encoding="utf-8", errors="replace") as f:
-            return clean(f.read(400))
-    except OSError:
-        return ""
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ class Record:
     negligible: float | None = None  # nats below which a difference does not matter, as its sweep has it
     rung: float | None = None  # share of its steps after which successive halving left it out
     lost: str = ""  # where its rows end before its status says that it did, in words
-    mark: str = ""  # what `llmexp runs --mark` put on it
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; marks and clearing up."""
+"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; clearing up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from llmexp import folder
 from llmexp.compare.command import columns
 from llmexp.compare.figures import number
-from llmexp.compare.reading import MARK, Sweep, clean, clean_name, find, read_facts, read_mark, read_status, state_of
+from llmexp.compare.reading import Sweep, clean, clean_name, find, read_facts, read_status, state_of
 from llmexp.compare.rows import last_row
 from llmexp.config import ConfigError
 from llmexp.process import DONE, REFUSED
@@ -45,7 +45,6 @@ class Line:
     loss: float | None  # the last val loss, else train loss
     age_s: float | None  # since its status or its rows last changed
     size: int  # bytes on disk
-    mark: str
     error: str
 
 
@@ -54,14 +53,8 @@ def run(arguments: list[str]) -> int:
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
         raise ConfigError(f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed")
-    if args.mark is not None and not clean(args.mark):
-        raise ConfigError("--mark: a text is needed; for example --mark baseline (--unmark takes a mark away)")
     if args.yes and not args.remove_checkpoints:
         raise ConfigError("--yes: belongs to --remove-checkpoints")
-    if (args.mark is not None or args.unmark) and not (args.folders or args.name or args.state):
-        raise ConfigError(
-            "--mark, --unmark: name the runs, for example llmexp runs outputs/default/try1 --mark baseline"
-        )
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     found, problems = find(args.folders or ["outputs"])
@@ -74,10 +67,6 @@ def run(arguments: list[str]) -> int:
         line for line in lines
         if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name, args.name))
     ]  # fmt: skip
-    if args.mark is not None or args.unmark:
-        for line in lines:
-            _mark(line.path, None if args.unmark else clean(args.mark)[:400])
-        lines = [_line(line.path, Sweep(line.sweep) if line.sweep else None) for line in lines]
     if args.remove_checkpoints:
         return _remove_checkpoints(lines, args.yes)
     if args.json:
@@ -111,7 +100,6 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
         loss=next((value for loss in losses if (value := number(loss)) is not None), None),
         age_s=max(0.0, time.time() - max(times)) if times else None,
         size=disk_size(path),
-        mark=read_mark(path),
         error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
     )
 
@@ -179,23 +167,13 @@ def _show(lines: Sequence[Line]) -> None:
             head = f"{clean(group)}\n{counts}" if line.sweep else clean(group)
             table.add_row("sweep" if line.sweep else "", Text(head, style="bold"))
         done = "" if line.step is None else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
-        about = "".join(f"\n{text}" for text in (line.mark and f"mark: {line.mark}", line.error[:200]) if text)
+        about = f"\n{line.error[:200]}" if line.error else ""
         loss = f"{line.loss:#.5g}" if line.loss is not None else ""
         cells = (done, loss, readable_age(line.age_s), readable_size(line.size))
         state = Text(line.state, style=_STYLES.get(line.state, ""))
         table.add_row(state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2])
     console.print(table)
     console.print(f"\n{len(lines)} runs, {readable_size(sum(line.size for line in lines))}")
-
-
-def _mark(path: Path, text: str | None) -> None:
-    try:
-        if text is None:
-            (path / MARK).unlink(missing_ok=True)
-        else:
-            folder.write_whole(path / MARK, text + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path / MARK}: cannot be written: {error.strerror}") from None
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
@@ -270,16 +248,13 @@ def _sha256(path: Path) -> str:
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="llmexp runs", description="List runs and sweeps; mark them; clear up.")
+    parser = argparse.ArgumentParser(prog="llmexp runs", description="List runs and sweeps; clear up.")
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help="runs, sweeps, folders of them (default: outputs)")
     parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
     parser.add_argument("--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    parser.add_argument(
         "--remove-checkpoints", action="store_true", help="of finished runs, all but the newest whole one"
     )
-    what.add_argument("--mark", metavar="TEXT", help="put a mark on the runs, which lists and comparisons show")
-    what.add_argument("--unmark", action="store_true", help="take the mark away")
     parser.add_argument("--yes", action="store_true", help="do remove; else it is only listed what would be")
     return parser.parse_args(arguments)

@@ -144,8 +144,6 @@ def _notes(group: Sequence[Record], used: int, left_out: Mapping[int, str], toke
             notes.append(r.lost)
         if r.rung is not None:
             notes.append(f"left out after {r.rung:.0%} of its steps")
-        if r.mark:
-            notes.append(f"mark: {r.mark}")
         if r.state in ("failed", "preempted") and (error := r.status.get("error")):
             # The newlines of a repr are two characters.
             notes.append(" ".join(str(error).replace("\\n", " ").split())[:200])

@@ -133,7 +133,7 @@ def test_figures_are_readable():
     ]  # fmt: skip
 
 
-def test_the_list_of_runs_with_marks_states_and_sizes(sweep, tmp_path, capsys):
+def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys):
     cut = make_run(tmp_path / "lost", state="running")
     make_run(tmp_path / "bad", state="failed")
     assert llmexp(["runs", str(tmp_path)]) == 0
@@ -144,11 +144,6 @@ def test_the_list_of_runs_with_marks_states_and_sizes(sweep, tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert (row["name"], row["state"], row["step"]) == ("lost", "cut", 400)
     assert row["size"] >= (cut / "metrics.jsonl").stat().st_size
-    assert llmexp(["runs", str(tmp_path), "--name", "1-*", "--mark", "the baseline"]) == 0
-    assert "mark: the baseline" in capsys.readouterr().out
-    assert any("mark: the baseline" in e.note for e in compare([sweep]).entries)
-    assert llmexp(["runs", str(tmp_path), "--name", "1-*", "--unmark"]) == 0
-    assert "mark" not in capsys.readouterr().out
     assert llmexp(["runs", str(tmp_path), "--state", "done"]) == 2
 
 
