@@ -275,6 +275,8 @@ class Sweep:
 OPEN_SECTIONS = ("model", "data", "tokenizer", "optimizer", "schedule", "hooks", "user")  # they may name variables
 # What of an open section changes no result, whatever the function.
 OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
+# What an open section means by a key that it does not list, as the config of an older run.
+OPEN_DEFAULTS = {"optimizer.lr_rule": "none", "optimizer.reference_batch": None}
 MAX_VALUES = 10_000  # in a config; aliases make a short YAML file endless
 FOLDER_NAME = re.compile(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]{0,79}")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import OPEN_AFFECTS, OPEN_SECTIONS, Config, key_of
+from llmexp.config import OPEN_AFFECTS, OPEN_DEFAULTS, OPEN_SECTIONS, Config, key_of
 
 RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
@@ -116,10 +116,16 @@ SOMETIMES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
 }
 
 
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """The values of the knobs that a config need not list, by their dotted keys."""
+    closed = {key: meta["default"] for key, meta in fields().items()}
+    return {key: value for key, value in closed.items() if value not in (dataclasses.MISSING, {})} | OPEN_DEFAULTS
+
+
 def default_of(key: str) -> Any:
     """The value of a knob that a config does not list; None for one without a default."""
-    found = fields().get(key, {}).get("default")
-    return None if found is dataclasses.MISSING else found
+    return defaults().get(key)
 
 
 def is_record(key: str) -> bool:
@@ -145,7 +151,11 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs."""
+    """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs.
+
+    A knob that the config does not list, such as that of an older run, has its default.
+    """
+    flat = {**defaults(), **flat}
     without = {*dead(flat), *(key for key, (holds, _) in SOMETIMES.items() if not holds(flat))}
     if not flat.get("hooks"):  # nobody else reads the section user
         without |= {key for key in flat if key.startswith("user.")}

@@ -164,7 +164,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
 
 def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     base = ["-m", *RUN, "train.max_steps=2"]
-    first = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
+    first = llmexp("train", *base, "clip.max_norm=0.5,1.0", "sweep.negligible=0.5", "hydra.sweep.dir=s", cwd=tmp_path)
     assert first.code == 0, first.err
     before = {p: p.read_bytes() for p in (tmp_path / "s").glob("[01]-*/*.json*")}
     again = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
@@ -180,6 +180,7 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     points = sweep_json(tmp_path / "s")["points"]
     assert [(p["number"], p["state"], p["attempts"]) for p in points] == [(i, "finished", 1) for i in range(3)]
     assert sweep_json(tmp_path / "s")["swept"] == ["clip.max_norm"]
+    assert sweep_json(tmp_path / "s")["negligible"] == 0.5  # what the sweep began with, as it is not given again
     # A point of other values than the sweep has had is named by these too, though its command varies nothing.
     assert llmexp("train", *base, "clip.max_norm=0.5", "data.seed=3", "sweep.resume=s", cwd=tmp_path).code == 0
     ledger = sweep_json(tmp_path / "s")
@@ -380,7 +381,7 @@ def whole_ledger() -> dict:
     entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"], "state": "queued",
              "started": None, "ended": 1.5, "exit_code": 0, "attempts": 1, "error": None, "rung": 0.5}  # fmt: skip
     return {"format": 1, "name": "n", "group": "g", "launcher": "local", "arguments": ["-m"], "swept": ["x"],
-            "created": 1.0, "state": "running", "updated": 2.0,
+            "created": 1.0, "state": "running", "negligible": 0.5, "updated": 2.0,
             "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
 
 
@@ -455,6 +456,30 @@ def test_points_are_known_by_their_folders_too(tmp_path):
     assert [p["attempts"] for p in tree["points"]] == [0, 0, 1]
     assert points[2]["label"] == "max_norm_2.0"
     assert tree["swept"] == ["clip.max_norm"]
+
+
+def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
+    """Its files know fewer knobs, and its points by other hashes; a point that was cut goes on."""
+    command = ["-m", *RUN, "train.max_steps=2", "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s"]
+    assert llmexp("train", *command, cwd=tmp_path).code == 0
+    for path in (tmp_path / "s").glob("*/config.yaml"):
+        config = yaml.safe_load(path.read_text())
+        del config["user"], config["train"]["twin"], config["tracker"]["entity"], config["metrics"]["single_rank_rates"]
+        del config["optimizer"]["lr_rule"], config["optimizer"]["reference_batch"]
+        path.write_text(yaml.safe_dump(config))
+    tree = sweep_json(tmp_path / "s")
+    del tree["negligible"]
+    for point in tree["points"]:
+        point["identity"] = "0" * 24
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps(tree))
+    cut = tmp_path / "s" / tree["points"][1]["folder"] / "status.json"
+    cut.write_text(json.dumps({**json.loads(cut.read_text()), "state": "preempted"}))
+    rows = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/metrics.jsonl")}
+    resumed = llmexp("resume", "s", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err + resumed.out
+    assert {path: path.read_bytes() for path in (tmp_path / "s").glob("*/metrics.jsonl")} == rows
+    points = sweep_json(tmp_path / "s")["points"]
+    assert [(p["state"], p["attempts"]) for p in points] == [("finished", 1), ("finished", 2)]
 
 
 def test_two_commands_cannot_run_one_sweep(tmp_path):

@@ -157,7 +157,7 @@ def read(path: Path) -> Ledger:
         if twice := [v for v in seen if seen.count(v) > 1]:
             raise ConfigError(f"{where}: two points have the {what} {_short(twice[0])}")
     head = {key: tree[key] for key in ("name", "group", "launcher", "arguments", "swept", "created", "state")}
-    return Ledger(path, points=points, **head)
+    return Ledger(path, points=points, negligible=figure(tree.get("negligible")), **head)
 
 
 def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:

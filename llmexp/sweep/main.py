@@ -276,7 +276,9 @@ def open_ledger(current: Current) -> Ledger:
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
         ledger = Ledger(path, current.name, str(path), current.launcher, recordable(current.arguments), [])
-    ledger.negligible = current.settings.negligible
+    given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
+    if given or ledger.negligible is None:  # else a sweep keeps what it began with
+        ledger.negligible = current.settings.negligible
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
     current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
@@ -326,7 +328,7 @@ def report(current: Current, ledger: Ledger) -> list[str]:
     if current.settings.report == "throughput":
         text = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
         return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
-    comparison = compare([ledger.path], negligible=current.settings.negligible)
+    comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]
     return [*table.lines(comparison, columns()), *damage, f"page   {written}"]
