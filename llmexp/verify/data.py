@@ -1,4 +1,4 @@
-"""`llmexp verify data`: every token in range, files as they were written, no overlap, each sequence once per epoch."""
+"""`llmexp verify data`: every token in range, files as they were written, each sequence once per epoch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from llmexp.data.order import sequence_index
 from llmexp.data.prepare import recorded
 from llmexp.data.reader import MASKED, read_windows
 from llmexp.data.stream import DataChanged, Shard
-from llmexp.data.tokenizers import end_of_text_id
 from llmexp.environment import redacted
 from llmexp.verify.checks import Check, equal
-from llmexp.verify.overlap import check_overlap
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
 SHOWN = 20  # files with a check of their own; of more, only those that fail have one
@@ -45,10 +43,6 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
-        if corpus.val is None:
-            checks.append(Check("validation text that train has too", None, note="there are no validation data"))
-        else:
-            checks.append(check_overlap(corpus.train, corpus.val, _end_of_text(parts)))
         checks += check_order(parts)
         changed = corpus.changed() or corpus.replaced()
     except DataChanged as error:  # what is left could not be looked at
@@ -56,13 +50,6 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     if changed:
         checks.append(Check("the files stayed as they were meanwhile", False, note=changed))
     return checks
-
-
-def _end_of_text(parts: Parts) -> int | None:
-    try:
-        return end_of_text_id(parts.tokenizer)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """How fast `llmexp verify data` reads: MB/s of a warm token file, beside a bare loop with the same sha256 and maximum.
 
-    python tests/benchmarks/bench_verify_data.py [megabytes] [tokens per document]
+    python tests/benchmarks/bench_verify_data.py [megabytes]
 
 One process, one thread; the figures are per second of processor time, and of the wall beside it. The limit is 500 MB/s
-for the whole of it (sha256, range, overlap, order), without the start of the interpreter and the import of torch. A
-tenth of the documents is validation text, or a hundredth of the text without ends of documents.
+for the whole of it (sha256, range, order), without the start of the interpreter and the import of torch.
 """
 
 from __future__ import annotations
@@ -24,21 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from llmexp.data.sources import tokens
-from llmexp.data.stream import Corpus
 from llmexp.verify import data as proof
 
-END, VOCAB, LENGTH = 50256, 50257, 1024
+VOCAB, LENGTH = 50257, 1024
 LEAST_MB_PER_S = 500
 
 
-def make_tokens(path: Path, megabytes: int, document_tokens: int) -> None:
-    """uint16 ids, documents of random lengths."""
+def make_tokens(path: Path, megabytes: int) -> None:
+    """Write random uint16 ids."""
     rng = np.random.default_rng(0)
     with open(path, "wb") as file:
         for _ in range(megabytes // 10):
-            ids = rng.integers(0, END, 5_000_000, dtype=np.uint16)
-            ids[rng.integers(0, len(ids), len(ids) // document_tokens)] = END
-            file.write(ids.data)
+            file.write(rng.integers(0, VOCAB, 5_000_000, dtype=np.uint16).data)
 
 
 def bare(path: Path) -> None:
@@ -61,45 +57,34 @@ def best(work: Callable[[], Any], size: float, label: str) -> float:
     return size / min(cpu)
 
 
-def main(megabytes: int = 400, document_tokens: int = 1000) -> int:
+def main(megabytes: int = 400) -> int:
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as name:
         folder = Path(name)
         path = folder / "ids.bin"
-        make_tokens(path, megabytes, document_tokens)
+        make_tokens(path, megabytes)
         size = path.stat().st_size / 1e6
-        documents, stretches = (
-            tokens(
-                train_files=str(path), val_files=None, dtype="uint16", val_ratio=val_ratio, max_tokens=None,
-                cache_dir=str(folder), vocab_size=VOCAB, sequence_length=LENGTH,
-            )
-            for val_ratio in (0.1, 0.01)
+        corpus = tokens(
+            train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
+            cache_dir=str(folder), vocab_size=VOCAB, sequence_length=LENGTH,
         )  # fmt: skip
-        n = documents.train.n_sequences(LENGTH)
+        n = corpus.train.n_sequences(LENGTH)
 
         def scan() -> None:
-            checks = [proof.scan(s, VOCAB) for s in documents.shards()]
+            checks = [proof.scan(s, VOCAB) for s in corpus.shards()]
             assert all(c.first_bad is None for c in checks)
-
-        def overlap(corpus: Corpus, end: int | None) -> None:
-            assert corpus.val is not None
-            assert proof.check_overlap(corpus.train, corpus.val, end).passed
 
         def order() -> None:
             assert all(proof.covers(epoch, 0, n, True).passed for epoch in (0, 1))
 
-        def whole(corpus: Corpus, end: int | None) -> None:
-            scan(), overlap(corpus, end), order()
+        def whole() -> None:
+            scan()
+            order()
 
         least = best(lambda: bare(path), size, "bare sha256 and maximum")
         best(scan, size, "sha256 and range")
-        best(lambda: overlap(documents, END), size, "overlap of documents")
-        best(lambda: overlap(stretches, None), size, "overlap of stretches")
         best(order, size, "order of two epochs")
-        figure = min(
-            best(lambda: whole(documents, END), size, "all of it, documents"),
-            best(lambda: whole(stretches, None), size, "all of it, stretches"),
-        )
+        figure = best(whole, size, "all of it")
         print(f"ratio to the bare loop {figure / least:.2f}; limit {LEAST_MB_PER_S} MB/s per core")
         return 0 if figure >= LEAST_MB_PER_S else 1
 
