@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from torch.distributed.run import parse_args
 
 from llmexp.__main__ import run
 from llmexp.config import key_of
@@ -293,6 +294,25 @@ def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
     assert rows[10]["lr"] == pytest.approx(3.0e-5, rel=4 * np.finfo(np.float64).eps)
     assert rows[50]["lr"] == pytest.approx(1.5e-4, rel=4 * np.finfo(np.float64).eps)
     assert all(row["lr"] == row["mine/rate"] == row["mine/logged"] for row in rows.values())
+
+
+def test_the_kubernetes_manifest_names_a_command_that_torchrun_takes():
+    job = yaml.safe_load((ROOT / "launchers/kubernetes.yaml").read_text())
+    trainer = job["spec"]["trainer"]
+    torchrun, *words = trainer["command"]
+    assert torchrun == "torchrun"
+    args = parse_args(words)
+    assert (args.module, args.training_script) == (True, "llmexp.train")
+    (run_dir,) = args.training_script_args
+    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    env = {e["name"]: e.get("value") for e in trainer["env"]}
+    (container,) = pod["containers"]
+    volume = container["volumeMounts"][0]["mountPath"]
+    for path in (run_dir, env["LLMEXP_CACHE_DIR"]):  # on the volume that all nodes see
+        assert Path(path).is_relative_to(volume)
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+    assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
 
 
 def test_the_wheel_brings_its_configuration(tmp_path):
