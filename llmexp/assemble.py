@@ -6,34 +6,42 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import mesh, optim, precision, schedule
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Parallelism, fill, plain, refuse
+from llmexp import mesh, precision, schedule
+from llmexp.building import (
+    DATA_COMMON,
+    Shared,
+    build_corpus,
+    build_model,
+    build_optimizers,
+    build_tokenizer,
+    filled,
+    label_of,
+    place_of,
+)
+from llmexp.config import Batch, Config, ConfigError, Parallelism, plain, refuse
 from llmexp.data.files import cpu_count
-from llmexp.data.stream import Corpus, as_corpus
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.environment import redacted
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.models.memory import saved_bytes
 from llmexp.models.recompute import blocks_of
 from llmexp.run import Facts, Layout, Run, check_model, check_split, solve, solve_batch, solve_layout, solve_rates
-from llmexp.targets import bind, described, hook, locate, place
+from llmexp.targets import bind, hook
 from llmexp.trial import try_model
 
-T = TypeVar("T")
-DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
-RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
 # Of memory: what backward passes need beside what forward passes keep, and the share that may be planned with.
 TEMPORARY, ROOM = 1.25, 0.8
 
@@ -79,27 +87,6 @@ def resolve_layout(config: Config, device: torch.device) -> Layout:
     return layout
 
 
-def filled(config: Config) -> Config:
-    """The config with the values of the variables that its open sections name, which is what the functions below take.
-    The one place where they are filled in. Raises ConfigError."""
-    return dataclasses.replace(config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS})
-
-
-class Shared:
-    """What configs that are assembled one after the other have in common, such as the points of a sweep."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def once(self, what: str, deciding: Any, make: Callable[[], T]) -> T:
-        """Return `make()`, or what it made before from the same `deciding` values of a config."""
-        key = json.dumps([what, deciding], sort_keys=True, default=repr)
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
-
-
 def assemble(config: Config, *, write: bool, shared: Shared | None = None, tried: bool = False) -> Parts:
     """Checks everything and looks up every fact; cheap checks come before expensive ones.
 
@@ -113,106 +100,136 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None, tried
     assert batch.real_batch_size is not None
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
-    kind, reason = _precision(config, device)
+    chosen = _precision(config, device)
+    _check_compiler(config, device)
+
+    tokenizer, model_config = once("tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config))
+    make_model = functools.partial(build_model, bind("model", model_config, {}), model_config, chosen[0], config.train)
+    make_optimizers = functools.partial(build_optimizers, optimizer)
+    loss = _on_meta(once, [model_config, chosen[0]], optimizer, make_model, make_optimizers)
+    _check_parallel(config, layout, model_config, loss)
+    # Before the data are prepared for nothing.
+    positions, vocab_size = (getattr(loss.model, key, None) for key in ("max_position_embeddings", "vocab_size"))
+    check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
+    if _own(model_config) and not tried:
+        sizes = (batch.sequence_length, tokenizer.n_vocab, model_config.get("vocab_size") or vocab_size)
+        meta = shared is not None or not write  # a process that trains nothing
+        trial = functools.partial(
+            try_model, str(model_config["_target_"]), loss.model, make_model, *sizes, device, meta
+        )
+        once("trial", [model_config, chosen[0], _own(optimizer), *sizes], trial)
+    ids = vocab_size or tokenizer.n_vocab
+    deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
+    corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
+
+    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
+    facts = _facts(config, layout, device, chosen, loss, model_config, tokenizer, corpus, rates)
+    run = solve(config, facts, functools.partial(_warmup, config.schedule), *software)
+    rate_factor = _rate_factor(config.schedule, run.max_steps)
+    solved = _solved(saved, config, model_config, optimizer, batch, chosen[0], layout)
+    return Parts(
+        solved, _completed(solved, run), device, chosen[0], tokenizer, corpus, make_model, make_optimizers, rate_factor,
+        hooks, config.user,
+    )  # fmt: skip
+
+
+def _own(section: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the section where it names a function of the user's, None where it is one of ours."""
+    return None if str(section.get("_target_")).startswith("llmexp.") else section
+
+
+def _check_compiler(config: Config, device: torch.device) -> None:
     if config.train.compile and device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         raise refuse("train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false")
 
-    tokenizer, model_config = once("tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config))
-    build_bare = bind("model", model_config, {})
 
-    def build_model() -> nn.Module:
-        torch.manual_seed(config.train.seed)
-        model = build_bare()
-        dotted = model_config["_target_"]
-        if not isinstance(model, nn.Module):
-            text = f"returned {type(model).__name__}, not a torch.nn.Module"
-            raise refuse("model._target_", dotted, f"{text}{_place_of(model_config, 'model')}")
-        if not any(p.requires_grad for p in model.parameters()):
-            raise refuse("model._target_", dotted, f"has no parameters to train{_place_of(model_config, 'model')}")
-        model = model.to(precision.parameter_dtype(kind))
-        precision.nudge(model, config.train.seed, config.train.twin)
-        return model
+def _on_meta(
+    once: Callable[..., Any],
+    deciding: list[Any],
+    optimizer: dict[str, Any],
+    make_model: Callable[[], nn.Module],
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+) -> WindowLoss:
+    """Return the loss with its model, without memory. Raise ConfigError for bad knobs of the model and the optimizer.
 
-    def build_optimizers(model: nn.Module) -> list[Optimizer]:
-        built = bind("optimizer", {k: v for k, v in optimizer.items() if k not in RATE_RULE}, {})(model)
-        try:
-            return optim.as_list(built)
-        except ValueError as error:
-            raise ConfigError(f"{error}{_place_of(config.optimizer, 'optimizer')}") from None
-
+    An optimizer of the user's may change the model that it is given, so each gets a model of its own.
+    """
     with torch.device("meta"):
-        # An optimizer of the user's own may change the model that it is given.
-        own = None if str(optimizer.get("_target_")).startswith("llmexp.") else optimizer
-        model = once("model", [model_config, kind, own], build_model)
-        build_optimizers(model)  # refuses bad knobs now
-        loss = WindowLoss(model)
-    _check_parallel(config, layout, model_config, loss)
-    kernel, tp = loss.loss_kernel(device), layout.tensor_parallel_size
+        model = make_model() if _own(optimizer) else once("model", deciding, make_model)
+        make_optimizers(model)
+        return WindowLoss(model)
+
+
+def _facts(
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    chosen: tuple[str, str],
+    loss: WindowLoss,
+    model_config: dict[str, Any],
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    rates: str | None,
+) -> Facts:
+    """Return what the run is solved from. `chosen`: the precision, and why."""
+    model, kernel, tp = loss.model, loss.loss_kernel(device), layout.tensor_parallel_size
     if tp > 1:
-        kernel = f"chunked(vocab={loss.model.head_weight.shape[0] // tp} of {loss.model.head_weight.shape[0]})"
+        kernel = f"chunked(vocab={model.head_weight.shape[0] // tp} of {model.head_weight.shape[0]})"
     flops = getattr(model, "flops_per_token", None)
-    vocab_size = getattr(model, "vocab_size", None)
-    positions = getattr(model, "max_position_embeddings", None)
-    dotted = str(model_config["_target_"])
-    # Before the data are prepared for nothing.
-    check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
-    ids = vocab_size or tokenizer.n_vocab
-    deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
-    if not (dotted.startswith("llmexp.") or tried):
-        sizes = (batch.sequence_length, tokenizer.n_vocab, model_config.get("vocab_size") or vocab_size)
-        meta = shared is not None or not write  # a process that trains nothing
-        once("trial", [model_config, kind, *sizes], lambda: try_model(dotted, model, build_model, *sizes, device, meta))
-    corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
-    facts = Facts(
+    return Facts(
         parallelism=config.parallelism.kind,
         layout=layout,
         threads_per_rank=threads_per_rank(layout.nproc_per_node),
         train_tokens=len(corpus.train),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=redacted(corpus.description),
-        model=redacted(_label(model_config)),
+        model=redacted(label_of(model_config)),
         parameters=sum(p.numel() for p in model.parameters()),
-        max_position_embeddings=positions,
-        flops_per_token=flops(batch.sequence_length) if flops else None,
+        max_position_embeddings=getattr(model, "max_position_embeddings", None),
+        flops_per_token=flops(config.batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
         loss_kernel=kernel,
         tokenizer=redacted(tokenizer.name),
         tokenizer_vocab_size=tokenizer.n_vocab,
-        vocab_size=vocab_size,
+        vocab_size=getattr(model, "vocab_size", None),
         device=device.type,
         device_name=hardware.device_name(device),
-        precision=kind,
-        precision_reason=reason,
+        precision=chosen[0],
+        precision_reason=chosen[1],
         rates=rates,
     )
-    scheduled = {k: v for k, v in config.schedule.items() if k in ("warmup_steps", "warmup_ratio")}
 
-    def warmup(total: int) -> int:
-        try:
-            return schedule.warmup_updates(total, **scheduled)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
-    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    run = solve(config, facts, warmup, *software)
-    if run.warmup_updates > run.max_steps:
-        text = (
-            f"the warm-up of {run.warmup_updates} updates is longer than the run of {run.max_steps}: "
-            "the base rate is never reached"
-        )
-        run = dataclasses.replace(run, facts=dataclasses.replace(facts, warnings=(*facts.warnings, text)))
-    factor = bind("schedule", config.schedule, {})
+def _warmup(section: dict[str, Any], total: int) -> int:
+    """Return the updates of warm-up of a schedule over `total` updates. Raise ConfigError."""
+    try:
+        return schedule.warmup_updates(total, section.get("warmup_steps"), section.get("warmup_ratio"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
+    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad knobs."""
+    factor = bind("schedule", section, {})
 
     def rate_factor(update: int) -> float:
-        return factor(update, run.max_steps)
+        found: float = factor(update, max_steps)
+        return found
 
-    for update in (0, run.max_steps - 1):  # refuses bad knobs now
+    for update in (0, max_steps - 1):
         if not isinstance(found := rate_factor(update), (int, float)):
-            at = _place_of(config.schedule, "schedule")
-            text = f"returned {found!r} for update {update}; the factor on the base rate, a number, is needed{at}"
-            raise refuse("schedule._target_", config.schedule["_target_"], text)
-    vocabulary = {k: v for k, v in model_config.items() if k == "vocab_size" and saved.model[k] is None}
-    solved = dataclasses.replace(
+            text = f"returned {found!r} for update {update}; the factor on the base rate, a number, is needed"
+            raise refuse("schedule._target_", section["_target_"], f"{text}{place_of(section, 'schedule')}")
+    return rate_factor
+
+
+def _solved(
+    saved: Config, config: Config, model: dict[str, Any], optimizer: dict[str, Any], batch: Batch, kind: str,
+    layout: Layout,
+) -> Config:  # fmt: skip
+    """Return the config `saved` with every derived value written back. `config` is the same one, filled."""
+    vocabulary = {k: v for k, v in model.items() if k == "vocab_size" and saved.model[k] is None}
+    return dataclasses.replace(
         saved,
         model=saved.model | vocabulary,
         data=saved.data | {key: config.data[key] for key in DATA_COMMON if key in config.data},
@@ -221,11 +238,20 @@ def assemble(config: Config, *, write: bool, shared: Shared | None = None, tried
         precision=dataclasses.replace(config.precision, kind=kind),
         parallelism=solved_parallelism(config.parallelism, layout),
     )
-    if solved.metrics.single_rank_rates is not None:
-        run = dataclasses.replace(run, facts=with_single_rank_rate(solved, run.facts))
-    return Parts(
-        solved, run, device, kind, tokenizer, corpus, build_model, build_optimizers, rate_factor, hooks, config.user
-    )
+
+
+def _completed(config: Config, run: Run) -> Run:
+    """Return the run with a warning of a warm-up without an end, and with the rate of a single rank."""
+    facts = run.facts
+    if run.warmup_updates > run.max_steps:
+        text = (
+            f"the warm-up of {run.warmup_updates} updates is longer than the run of {run.max_steps}: "
+            "the base rate is never reached"
+        )
+        facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
+    if config.metrics.single_rank_rates is not None:
+        facts = with_single_rank_rate(config, facts)
+    return dataclasses.replace(run, facts=facts)
 
 
 def larger_micro_batch(parts: Parts) -> str | None:
@@ -274,43 +300,6 @@ def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
     )
 
 
-def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a filled config, and the model section with the vocabulary that follows where it is null."""
-    found = bind("tokenizer", config.tokenizer, {})()
-    try:
-        tokenizer = as_tokenizer(found)
-    except Exception as error:  # of the user's code
-        dotted = config.tokenizer["_target_"]
-        text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
-        raise refuse("tokenizer._target_", dotted, f"{text}{_place_of(config.tokenizer, 'tokenizer')}") from error
-    model_config = dict(config.model)
-    if model_config.get("vocab_size", 0) is None:
-        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
-    return tokenizer, model_config
-
-
-def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool) -> Corpus:
-    """The data of a filled config, checked against the vocabulary; prepared with `write`. Raises ConfigError."""
-    data = config.data
-    _check_common_data(data, vocab_size)
-    offered = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "sequence_length": config.batch.sequence_length,
-        "write": write,
-    }
-    knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
-    found = bind("data", knobs, offered)()
-    try:
-        return as_corpus(found, vocab_size=vocab_size)
-    except ValueError as error:
-        raise ConfigError(f"{error}{_place_of(data, 'data')}") from None
-
-
-def _place_of(section: dict[str, Any], name: str) -> str:
-    return place(locate(f"{name}._target_", section["_target_"]))
-
-
 def threads_per_rank(ranks: int) -> int:
     """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -350,21 +339,3 @@ def _precision(config: Config, device: torch.device) -> tuple[str, str]:
         return precision.choose(config.precision.kind, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_common_data(data: dict[str, Any], ids: int) -> None:
-    shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
-    if not isinstance(shuffle, bool):
-        raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids):
-        raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)
-
-
-def _label(model: dict[str, Any]) -> str:
-    name = str(model["_target_"]).rpartition(".")[2]
-    layers = "layer" if model.get("n_layers") == 1 else "layers"
-    sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model"))) if v]
-    width, inner = model.get("d_model"), model.get("d_ff")
-    if isinstance(width, int) and isinstance(inner, int) and width:  # a new width alone leaves the MLP as it was
-        sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
-    return ", ".join([name, *sizes])

@@ -133,7 +133,7 @@ def prepare(arguments: list[str]) -> int:
         return flags.answer(args)
     if args.multirun:
         raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
-    from llmexp.assemble import build_corpus, build_tokenizer, filled
+    from llmexp.building import build_corpus, build_tokenizer, filled
 
     with launch.hydra_app(args.config_dir) as hydra:
         config = filled(launch.typed(launch.compose(hydra, args.overrides)[0]))
@@ -163,7 +163,7 @@ def sample(arguments: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
     config = folder.built_config(args.run_dir)
     from llmexp import checkpoint
-    from llmexp.assemble import filled
+    from llmexp.building import filled
     from llmexp.sample import load_for_sampling
     from llmexp.sample import sample as sample_text
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llmexp import checkpoint, precision
-from llmexp.assemble import build_tokenizer
+from llmexp.building import build_tokenizer
 from llmexp.config import Config, ConfigError
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning

@@ -157,7 +157,7 @@ def refuse_calls(key: str, value: Any) -> None:
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
 
-    Variables of the environment are filled in before (`llmexp.assemble.filled`).
+    Variables of the environment are filled in before (`llmexp.building.filled`).
     Raise ConfigError for knobs that the signature does not have (with the nearest one) or that are missing; and, when
     it is called, for an exception of the user's own code (`described`).
     """

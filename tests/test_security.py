@@ -274,7 +274,8 @@ def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
 
 def test_variables_are_filled_in_once(home, monkeypatch):
     """A value that looks like a variable itself is what the part gets."""
-    from llmexp.assemble import assemble, build_tokenizer, filled
+    from llmexp.assemble import assemble
+    from llmexp.building import build_tokenizer, filled
 
     for name, value in (("LLMEXP_ALLOW", "ownparts"), ("CANARY", "${oc.env:CANARY_NOT_SET}"), ("LONG", "9" * 5000)):
         monkeypatch.setenv(name, value)

@@ -142,7 +142,7 @@ def test_hydra_stops_at_the_door():
 
 def test_the_worker_never_meets_the_launcher():
     for name in MODULES:
-        if name.startswith("llmexp.train") or name in ("llmexp.assemble", "llmexp.sample"):
+        if name.startswith("llmexp.train") or name in ("llmexp.assemble", "llmexp.building", "llmexp.sample"):
             assert uses(name, *HYDRA_SIDE, "llmexp.__main__") == set()
 
 

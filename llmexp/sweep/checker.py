@@ -84,7 +84,7 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
 
 def serve() -> None:
     """Answers questions until standard input ends."""
-    from llmexp.assemble import Shared
+    from llmexp.building import Shared
 
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):

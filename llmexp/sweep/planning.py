@@ -29,7 +29,8 @@ COLUMNS = {
 
 def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]) -> int:
     """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
-    from llmexp.assemble import Shared, assemble
+    from llmexp.assemble import assemble
+    from llmexp.building import Shared
 
     shared, feasible, figures = Shared(), list[Point](), list[dict[str, str]]()
     spent = []
