@@ -148,7 +148,10 @@ def weighted_sum(pieces: dict[str, tuple[Tensor, Shape, Shape]]) -> int:
         size = words.element_size()
         words = words.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.uint8)
         start = (*offset[:-1], offset[-1] * max(1, size // 4))
-        found, most = 0, 2**15 if words.device.type == "cpu" else 2**24  # words at a time: a CPU's cache holds them
+        found, most = (
+            0,
+            2**15 if words.device.type == "cpu" else 2**22,
+        )  # words at a time: a CPU's cache, or 64 MiB of a GPU
         rows = max(1, most // math.prod(words.shape[1:]))
         for first in range(0, len(words), rows):
             found += _box_sum(words[first : first + rows], (start[0] + first, *start[1:]))

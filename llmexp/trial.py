@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,12 @@ def try_model(
     """
     done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
     if not done:
-        wrong = _on_device(dotted, build, length, ids, wanted, device)
+        try:
+            wrong = _on_device(dotted, build, length, ids, wanted, device)
+        finally:
+            if device.type == "cuda":  # the process may live on beside the runs, as that which checks a sweep does
+                gc.collect()
+                torch.cuda.empty_cache()
     if wrong is not None:
         raise ConfigError(f"model: {dotted}: {wrong}{_place(model, dotted)}")
 

@@ -183,7 +183,18 @@ def counts(event, context):
 
 
 def texts(event, context):
-    return {"mine/name": "x"} if event == "step_end" else None
+    return {"mine/name": "x"} if event == "step_start" else None
+
+
+def numbered(event, context):
+    return {1: 2.0} if event == "saved" else None
+
+
+def changing(model, lr: float):
+    """An optimizer that adds to the model what it trains with, and wants to find it bare."""
+    assert not hasattr(model, "scale")
+    model.scale = nn.Parameter(torch.ones(1))
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 class Spare(Bigram):
@@ -545,9 +556,10 @@ def test_points_that_differ_in_what_nobody_reads_are_twins(own, capsys, monkeypa
     [
         ("breaks", "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')"),
         ("leaves", "the hook mymodel.leaves failed at step_start of step 2: SystemExit(0)"),
-        ("clashes", "a hook returned lr, which the row has already"),
+        ("clashes", "returned lr, which the row of step 2 has already; choose another name, for example mine/lr"),
         ("counts", "the hook mymodel.counts returned 3 (int) at step_start of step 1; a hook returns None or a dict"),
-        ("texts", "the hook mymodel.texts returned mine/name='x' (str) at step_end of step 2; a hook returns None or"),
+        ("texts", "the hook mymodel.texts returned mine/name='x' (str) at step_start of step 1; a hook returns None"),
+        ("numbered", "the hook mymodel.numbered returned the key 1 (int) at saved of step 3; a hook returns None or a"),
     ],
 )
 def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
@@ -561,8 +573,7 @@ def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
     status = json.loads((own / hook / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 3)
     assert says in status["error"]
-    if hook != "clashes":
-        assert f"{own / 'mymodel.py'}:" in status["error"]
+    assert f"{own / 'mymodel.py'}:" in status["error"]
 
 
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 3), ("fsdp", 0)])
@@ -578,6 +589,14 @@ def test_an_error_of_the_users_code_in_training_names_its_line(own):
     done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Late", "hydra.run.dir=late", cwd=own)
     assert done.code == 3
     assert f"ArithmeticError: too late ({line_of(own, 'too late')})" in done.err.splitlines()[-1]
+
+
+def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(own, capsys, monkeypatch):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    (own / "conf/optimizer/changing.yaml").write_text("_target_: mymodel.changing\nlr: 1.0\n")
+    assert run(["plan", "-m", *BASE, "optimizer=changing", "train.seed=1,2"]) == 0, capsys.readouterr().err
 
 
 def test_own_parts_in_a_sweep(own):

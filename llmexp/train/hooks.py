@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp.run import Run
@@ -44,11 +44,11 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
                 where = f"rank {loop.s.mesh.rank}, {where}"
             raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
         try:
-            if found is not None and not isinstance(found, Mapping):
-                raise ValueError(_short(found))
+            figures = _checked(found)
             if wanted:  # else reading a tensor would make the host wait for nothing
-                figures = {str(k): _float(str(k), v) for k, v in (found or {}).items()}
-                loop.figures |= {k: v for k, v in figures.items() if math.isfinite(v)}  # a row is strict JSON
+                read = {key: _float(key, value) for key, value in figures.items()}
+                source = f"{name}{place(hook)}"
+                loop.figures |= {k: (v, source) for k, v in read.items() if math.isfinite(v)}  # a row is strict JSON
         except ValueError as error:
             raise TrainingFailed(
                 f"the hook {name} returned {error} at {event} of step {step}; a hook returns None or a dict of "
@@ -56,8 +56,27 @@ def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = N
             ) from None
 
 
+def _checked(found: Any) -> dict[str, Any]:
+    """Return the figures that a hook returned, without reading a tensor. Raise ValueError for anything else."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ValueError(_short(found))
+    for key, value in found.items():
+        if not isinstance(key, str):
+            raise ValueError(f"the key {_short(key)}")
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise ValueError(f"{key}=a tensor {tuple(value.shape)} of {value.dtype}")
+        else:
+            _float(key, value)
+    return dict(found)
+
+
 def _float(key: str, value: Any) -> float:
     """Return a hook's figure as a float. Raise ValueError for what is no number."""
+    if isinstance(value, str | bytes):
+        raise ValueError(f"{key}={_short(value)}")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -249,9 +249,13 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
             p.best_val_loss = min(row["val/loss"], math.inf if p.best_val_loss is None else p.best_val_loss)
         call_hooks(loop, "evaluated", p.step, row, wanted=True)
     figures, loop.figures = loop.figures, {}
-    if clash := sorted(figures.keys() & row.keys()):
-        raise TrainingFailed(f"a hook returned {', '.join(clash)}, which the row has already; choose another name")
-    row |= figures
+    for key, (value, hook) in figures.items():
+        if key in row:
+            raise TrainingFailed(
+                f"the hook {hook} returned {key}, which the row of step {p.step} has already; choose another name, for "
+                f"example mine/{key}"
+            )
+        row[key] = value
     # A row is strict JSON: what has overflowed is absent.
     row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
     if out.rows is not None:

@@ -82,7 +82,7 @@ class Loop:
     saved: list[int] = dataclasses.field(default_factory=list)  # steps of checkpoints loaded or committed here
     failed_saves: int = 0  # since then
     told_of_data: bool = False  # that a data file was replaced
-    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # of hooks, for the row that is due
+    figures: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)  # for the row, and the hook of each
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property
