@@ -44,7 +44,7 @@ TINY = [
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end alone.
 LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_slurm", "test_kills", "test_disk",
-           "test_scale", "test_invariance", "test_numbers", "test_tracker", "test_train", "test_shipped",
+           "test_invariance", "test_numbers", "test_tracker", "test_train", "test_shipped",
            "test_checkpoint", "test_resume", "test_noise", "test_measured")  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """Past this machine: llama_1b on up to 1024 ranks, planned by one process with torch's fake process group.
 
+    python tests/benchmarks/plan_ranks.py
+
 The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are fake (shapes
-without memory) and its collectives do nothing but be counted. What the rank holds and moves has to be what formulas
-over the sizes in conf/model/llama_1b.yaml say. That a plan counts what real ranks do is checked with two of them, over
-gloo. The figures are those of docs/scale.md.
+without memory) and its collectives do nothing but be counted. What the rank holds, moves and saves has to be what
+formulas over the sizes of the model say, and what two real ranks over gloo do has to be what their plan says. Prints
+the rows of docs/scale.md, and exits with 1 where anything differs from a formula, from a real rank or from that page.
 
 Bytes of a collective are those of the whole buffer: what an all_gather gives, what a reduce_scatter takes.
 """
@@ -17,15 +19,16 @@ import itertools
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import yaml
@@ -35,7 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.conftest import ROOT, environment, free_port
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 LLAMA_1B = yaml.safe_load((ROOT / "conf" / "model" / "llama_1b.yaml").read_text(encoding="utf-8"))
 # Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1 MiB) has two buckets.
@@ -62,6 +66,10 @@ class Case:
     @property
     def world(self) -> int:
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {**LLAMA_1B, **(self.sizes or {})}
 
     @property
     def overrides(self) -> list[str]:
@@ -95,10 +103,10 @@ REAL = {
 }
 
 
-# ---- What processes of their own do: `python -m tests.test_scale plan|run CASES FILE` ----
+# ---- What processes of their own do: `plan_ranks.py plan|run CASES FILE` ----
 
 
-def main(how: str, cases: str, file: str) -> None:
+def in_process(how: str, cases: str, file: str) -> None:
     torch.set_num_threads(1)
     gc.disable()  # it would look through every fake tensor again and again
     found = {name: stepped(Case(**case), planned=how == "plan") for name, case in json.loads(cases).items()}
@@ -144,9 +152,6 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
             with contextlib.nullcontext() if planned else collectives:
                 step(number)
             windows.append(dict(collectives.seen))
-        if not planned:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-                step(-1)
     states = [value for o in s.optimizers for state in o.state.values() for value in state.values()]
     files = saving.snapshot(s.model, s.optimizers, joined.rank, joined.world_size, copy=False).files
     if planned:
@@ -158,7 +163,6 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         "files": {name: sum(t.nbytes for t, _, _ in pieces.values()) for name, pieces in files.items()},
         "windows": windows,
         "held": held,  # when the last micro-batch begins
-        "profiled": {} if planned else calls(profiler),  # in one more step like the last
     }
 
 
@@ -246,12 +250,6 @@ def group_size(args: Any) -> int:
     return dist.distributed_c10d._resolve_process_group(names[-1]).size() if names else 0
 
 
-def calls(profiler: Any) -> dict[str, int]:
-    """Collectives by kind, as torch's profiler has seen them."""
-    names = [e.name().removeprefix("c10d::") for e in profiler.profiler.kineto_results.events()]
-    return {kind: names.count(name) for name, kind in KINDS.items() if name in names}
-
-
 def storage_bytes(tensors: Sequence[Any]) -> int:
     """Memory of this rank's parts; what several tensors share counts once."""
     parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor)]
@@ -303,57 +301,42 @@ def all_reduced(state, bucket):
     return done
 
 
-# ---- The tests ----
+# ---- What starts them ----
 
 
-def processes(folder: Path, how: str, *each: tuple[dict[str, Case], dict[str, str]]) -> list[dict[str, Any]]:
+def processes(how: str, *each: tuple[dict[str, Case], dict[str, str]]) -> list[dict[str, Any]]:
     """What processes found that were started together, each with its cases and its environment."""
     started: list[subprocess.Popen[bytes]] = []
-    try:
-        for n, (cases, env) in enumerate(each):
-            text = json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()})
-            command = [sys.executable, "-m", "tests.test_scale", how, text, str(folder / f"{n}.json")]
-            with open(folder / f"{n}.log", "wb") as log:
-                started.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=log, stderr=subprocess.STDOUT)
-                )
-        for n, process in enumerate(started):
-            assert process.wait(timeout=600) == 0, (folder / f"{n}.log").read_text()
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [json.loads((folder / f"{n}.json").read_text()) for n in range(len(each))]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for n, (cases, env) in enumerate(each):
+                text = json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()})
+                command = [sys.executable, __file__, how, text, f"{folder}/{n}.json"]
+                started.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}))
+            if any(process.wait() for process in started):
+                raise RuntimeError(f"a process that should {how} its cases failed; its error is above")
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [json.loads(Path(folder, f"{n}.json").read_text()) for n in range(len(each))]
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory) -> dict[str, Any]:
-    """The plans for llama_1b, and for the second of the real ranks (its second window; for DDP also the first).
-
-    DTensor remembers a mesh with the rank that it first saw there, so no process plans for two ranks of one mesh.
-    """
-    second = {
-        name: dataclasses.replace(case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2])
-        for name, case in REAL.items()
-    }
-    first = {name: case for name, case in PLANNED.items() if case.world == 1024 and case.rank == 0}
-    others = {name: case for name, case in PLANNED.items() if name not in first}
-    found = processes(tmp_path_factory.mktemp("planned"), "plan", (first, {}), ({**others, **second}, {}))
-    return found[0] | found[1]
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> list[dict[str, Any]]:
+def real_ranks() -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [(REAL, {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
-    return processes(tmp_path_factory.mktemp("real"), "run", *ranks)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    return processes("run", *((REAL, {**address, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)))
 
 
-def units() -> list[list[tuple[tuple[int, ...], int | None]]]:
-    """Shapes of llama_1b's parameters, and the dimension that tensor parallelism splits: embedding and final norm, then
+# ---- The formulas ----
+
+
+def units(m: dict[str, Any]) -> list[list[tuple[tuple[int, ...], int | None]]]:
+    """Shapes of a Llama's parameters, and the dimension that tensor parallelism splits: embedding and final norm, then
     the blocks, which is how FSDP takes them together."""
-    m = LLAMA_1B
     d, f, v = m["d_model"], m["d_ff"], m["vocab_size"]
     kv = d // m["n_heads"] * m["n_kv_heads"]
     attention = [((d,), None), ((d, d), 0), ((kv, d), 0), ((kv, d), 0), ((d, d), 1)]
@@ -364,7 +347,7 @@ def units() -> list[list[tuple[tuple[int, ...], int | None]]]:
 
 @dataclass(frozen=True)
 class Share:
-    """Elements of llama_1b per rank."""
+    """Elements of the model per rank."""
 
     whole: int  # what a rank computes with: all, or its part under tensor parallelism
     padded: int  # of that, its part under FSDP, rounded up to equal numbers of rows
@@ -376,7 +359,7 @@ def share(case: Case) -> Share:
     shards = 1 if case.kind in ("ddp", "tp") else case.world // case.replicas // case.tp
     at = case.rank // case.tp % shards
     whole = padded = own = tensors = 0
-    for shape, split in (parameter for unit in units() for parameter in unit):
+    for shape, split in (parameter for unit in units(case.model) for parameter in unit):
         cut = [n // case.tp if dim == split else n for dim, n in enumerate(shape)]
         row, rows = math.prod(cut[1:]), -(-cut[0] // shards)
         whole += cut[0] * row
@@ -386,32 +369,8 @@ def share(case: Case) -> Share:
     return Share(whole, padded, own, tensors)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_a_rank_holds(planned, name):
-    """fp32 parameters and gradients, two fp32 moments and a step count for each tensor."""
-    case, found = PLANNED[name], planned[name]
-    mine = share(case)
-    assert found["parameters"] == FP32 * mine.padded
-    assert found["gradients"] == FP32 * mine.own
-    assert found["optimizer"] == FP32 * (2 * mine.own + mine.tensors)
-    if len(case.windows) > 1:
-        # When the last micro-batch begins nothing else is there but ids and scalars: no gathered parameters, no whole
-        # gradients, unless FSDP communicates once a step.
-        expected = found["parameters"] + found["gradients"] + found["optimizer"]
-        if case.once:
-            expected += FP32 * (case.world * mine.padded + mine.whole)
-        assert 0 <= found["held"][0] - expected < 4096
-
-
-def test_the_parts_of_all_ranks_are_the_model():
-    case = PLANNED["fsdp 1024"]
-    parts = [share(dataclasses.replace(case, rank=rank)).own for rank in range(case.world)]
-    assert sum(parts) == share(PLANNED["ddp 1024"]).whole
-    assert parts[0] > parts[-1] > 0  # the cut is uneven
-
-
 def collectives(case: Case, step: int, micro_batches: int) -> dict[str, list[int]]:
-    mine, blocks, width = share(case), LLAMA_1B["n_layers"], LLAMA_1B["d_model"]
+    mine, blocks, width = share(case), case.model["n_layers"], case.model["d_model"]
     expected: dict[str, list[int]] = {}
 
     def add(kind: str, ranks: int, number: int, number_bytes: int) -> None:
@@ -451,68 +410,36 @@ def collectives(case: Case, step: int, micro_batches: int) -> dict[str, list[int
 
 
 def share_of_root(case: Case, shards: int) -> int:
-    (embedding, _), (norm, _) = units()[0]
+    (embedding, _), (norm, _) = units(case.model)[0]
     return -(-embedding[0] // case.tp // shards) * embedding[1] + -(-norm[0] // shards)
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_a_step_moves(planned, name):
-    case, found = PLANNED[name], planned[name]["windows"]
-    assert found == [collectives(case, step, micro_batches) for step, micro_batches in enumerate(case.windows)]
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_a_rank_saves(planned, name):
-    """Its own elements, once; the step counts, which no one splits, are rank 0's."""
-    case = PLANNED[name]
+def differences(case: Case, found: dict[str, Any]) -> list[str]:
+    """What a plan has that the formulas do not say: fp32 parameters, gradients, two moments and a step count a tensor;
+    collectives; a rank's own elements in its files, with the step counts, which no one splits, in those of rank 0."""
     mine = share(case)
     suffix = "" if case.kind == "ddp" else f"-{case.rank:05d}-of-{case.world:05d}"
     counts = mine.tensors if case.rank == 0 else 0
-    assert planned[name]["files"] == {
-        f"model{suffix}.safetensors": FP32 * mine.own,
-        f"optimizer{suffix}.safetensors": FP32 * (2 * mine.own + counts),
+    windows = [collectives(case, step, micro_batches) for step, micro_batches in enumerate(case.windows)]
+    expected = {
+        "parameters": FP32 * mine.padded,
+        "gradients": FP32 * mine.own,
+        "optimizer": FP32 * (2 * mine.own + mine.tensors),
+        "files": {
+            f"model{suffix}.safetensors": FP32 * mine.own,
+            f"optimizer{suffix}.safetensors": FP32 * (2 * mine.own + counts),
+        },
+        "windows": windows,
     }
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_ranks_do_what_their_plan_says(planned, real, name):
-    plan, found = planned[name], real[1][name]
-    for key in ("parameters", "gradients", "optimizer", "files"):
-        assert found[key] == plan[key], key
-    assert found["windows"][:2][-len(plan["windows"]) :] == plan["windows"]
-    assert all(each[name]["windows"] == found["windows"] for each in real)
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_the_profiler_sees_the_collectives_that_were_counted(real, name):
-    numbers: dict[str, int] = {}
-    for kind, (number, _) in real[0][name]["windows"][-1].items():
-        numbers[kind.split()[0]] = numbers.get(kind.split()[0], 0) + number
-    assert real[0][name]["profiled"] == numbers
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_what_grows_with_the_accumulation(real, name):
-    """Nothing for DDP and for FSDP that communicates once a step. Otherwise all but the scalars of a step, linearly."""
-    one, two, four = ({k: v for k, v in w.items() if "broadcast" not in k} for w in real[0][name]["windows"])
-    grows = {"fsdp": {"all_gather over 2", "reduce_scatter over 2"}, "tp": {"all_reduce over 2"}}.get(name, set())
-    assert one.keys() == two.keys() == four.keys() >= grows
-    for kind in one:
-        (n1, bytes1), (n2, bytes2), (n4, bytes4) = one[kind], two[kind], four[kind]
-        if kind in grows:
-            assert n2 > n1
-            assert (n4 - n2, bytes4 - bytes2) == (2 * (n2 - n1), 2 * (bytes2 - bytes1))
-        else:
-            assert bytes1 == bytes2 == bytes4
-            assert n2 == n4
-            assert n1 == n2 or name == "ddp"  # which finds its buckets in the first step
-
-
-def test_the_figures_in_the_docs(planned):
-    """Each is a row of docs/scale.md, so that the page cannot say anything else."""
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    for row in rows(planned):
-        assert row in page, row
+    wrong = [f"{key}: {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]
+    if len(case.windows) > 1:
+        # When the last micro-batch begins nothing else is there but ids and scalars: no gathered parameters, no whole
+        # gradients, unless FSDP communicates once a step.
+        held = FP32 * (mine.padded + 3 * mine.own + mine.tensors)
+        held += FP32 * (case.world * mine.padded + mine.whole) if case.once else 0
+        if not 0 <= found["held"][0] - held < 4096:
+            wrong.append(f"held: {found['held'][0]}, not {held}")
+    return wrong
 
 
 def rows(planned: dict[str, Any]) -> Iterator[str]:
@@ -532,5 +459,34 @@ def size(number_bytes: int) -> str:
     return f"{number_bytes} B" if number_bytes < 100_000 else f"{number_bytes / 1e6:,.1f} MB"
 
 
+def main() -> int:
+    """DTensor remembers a mesh with the rank that it first saw there, so no process plans for two ranks of one mesh."""
+    second = {  # the second of the real ranks, in its second window; for DDP also in the first
+        name: dataclasses.replace(case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2])
+        for name, case in REAL.items()
+    }
+    first = {name: case for name, case in PLANNED.items() if case.world == 1024 and case.rank == 0}
+    others = {name: case for name, case in PLANNED.items() if name not in first}
+    one, two = processes("plan", (first, {}), ({**others, **second}, {}))
+    planned, real = one | two, real_ranks()
+    wrong = [f"{name}: {text}" for name, case in PLANNED.items() for text in differences(case, planned[name])]
+    for name in REAL:
+        plan, found = planned[name], real[1][name]
+        keys = ("parameters", "gradients", "optimizer", "files")
+        wrong += [f"{name}, two ranks: {key}: {found[key]}, not {plan[key]}" for key in keys if found[key] != plan[key]]
+        if found["windows"][:2][-len(plan["windows"]) :] != plan["windows"]:
+            wrong.append(f"{name}, two ranks: {found['windows']}, not {plan['windows']}")
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for row in rows(planned):
+        print(row)
+        if row not in page:
+            wrong.append(f"not in docs/scale.md: {row}")
+    print("\n".join(["", *wrong]) if wrong else "\nas the formulas, two real ranks and docs/scale.md say")
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:]:
+        in_process(*sys.argv[1:])
+    else:
+        sys.exit(main())
