@@ -14,7 +14,7 @@ from typing import Any
 from llmexp.labels import label
 from llmexp.run import BUDGETS
 
-CLOSE = 0.01  # share by which budgets may differ, such as by a last window that is left out
+CLOSE = 0.01  # share by which budgets and schedules may differ, such as by a last window that is left out
 
 
 @dataclass(frozen=True)

@@ -62,3 +62,8 @@ def label(values: Mapping[str, Any]) -> str:
     """Return `accum=1 clip=0.5` for {"batch.gradient_accumulation_steps": 1, "clip.max_norm": 0.5}."""
     names = short_keys(values)
     return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())
+
+
+def plural(number: int, what: str) -> str:
+    """Return `1 point` or `2 points`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from llmexp import budgets
-from llmexp.compare.figures import shown
+from llmexp.compare.figures import LOSSES, shown, with_interval
 from llmexp.compare.findings import Findings
-from llmexp.compare.judging import FEW, LOSSES, Floor, Judgement, Verdict, all_pairs
+from llmexp.compare.judging import FEW, Floor, Judgement, Verdict, all_pairs
 from llmexp.compare.records import Comparison, Entry
 from llmexp.compare.settings import SEED
 from llmexp.compare.statistics import seeds_needed
+from llmexp.labels import plural
 
 SETTLED = {Verdict.SAME, Verdict.NEGLIGIBLE, Verdict.ROUNDING}  # no difference that matters
 
@@ -53,12 +56,11 @@ def _alone(c: Comparison, f: Findings) -> str:
     if out:
         ended = "won the successive halving" if entry.state == "finished" else "is left in the successive halving"
         shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
-        many = f"{len(out)} other{plural(len(out))} {'was' if len(out) == 1 else 'were'} left out"
+        many = f"{plural(len(out), 'other')} {'was' if len(out) == 1 else 'were'} left out"
         when = " and ".join(f"{s:.3g}" for s in shares)
         return f"{entry.label} {ended}: {f.loss} {figure(entry, f)}; {many} after {when} % of the steps."
-    return f"{entry.label}: {_seeds_of(entry, f)}" + (
-        ", the only run that takes part." if len(f.seeds[entry.name]) == 1 else "."
-    )
+    only = ", the only run with an evaluation there" if f.without else ", the only run that takes part"
+    return f"{entry.label}: {_seeds_of(entry, f)}{only if len(f.seeds[entry.name]) == 1 else ''}."
 
 
 def _seeds_of(entry: Entry, f: Findings) -> str:
@@ -66,13 +68,15 @@ def _seeds_of(entry: Entry, f: Findings) -> str:
     values = list(f.seeds[entry.name].values())
     low, high = digits(min(values), f), digits(max(values), f)
     if len(values) > 2:
-        bounds = entry.intervals[f.metric.key]
+        low_end, high_end = entry.intervals[f.metric.key]
+        mean = with_interval(entry.figures[f.metric.key], (high_end - low_end) / 2, f.metric.digits)
         return (
-            f"{f.loss} {figure(entry, f)} ± {(bounds[1] - bounds[0]) / 2:.2g} over {len(values)} seeds (standard "
-            f"deviation {np.std(values, ddof=1):.2g}, range {low} to {high})"
+            f"{f.loss} {mean} over {len(values)} seeds (standard deviation {np.std(values, ddof=1):.2g}, "
+            f"range {low} to {high})"
         )
     if len(values) == 2:
-        return f"{f.loss} {low} and {high}. Two seeds are too few for an interval; add {_more_seeds(entry)}"
+        more = "the sweep plans more" if planned([entry]) else f"add {_more_seeds(entry)}"
+        return f"{f.loss} {low} and {high}. Two seeds are too few for an interval; {more}"
     return f"{f.loss} {figure(entry, f)}"
 
 
@@ -80,6 +84,14 @@ def _more_seeds(entry: Entry) -> str:
     used = [s for r in entry.runs if isinstance(s := r.config.get(SEED), int)]
     free = [s for s in range(1, 100) if s not in used]
     return f"{SEED}=" + ",".join(map(str, free[:2]))
+
+
+def planned(entries: Sequence[Entry]) -> dict[Path, int]:
+    """Return how many seeds of these entries each sweep has still to train, for the sweeps that have."""
+    found: Counter[Path] = Counter()
+    for e in entries:
+        found.update({r.sweep: r.planned for r in e.runs if r.sweep})
+    return +found
 
 
 def _one_computation(f: Findings) -> str:
@@ -111,6 +123,8 @@ def _unequal(c: Comparison, f: Findings) -> str:
     end = f"{last.label} at its own end ({digits(last.figures['final val/loss'], f)})"
     if f.without:
         return f"{start} val loss: {end}. At equal {c.align} not all have an evaluation."
+    if last is first and last.figures["final val/loss"] == first.figures["val/loss"]:
+        return f"{start} val loss: {end}."
     return f"{start} val loss: {first.label} at equal {c.align} ({figure(first, f)}), {end}."
 
 
@@ -181,7 +195,7 @@ def _seeds_to_go(j: Judgement) -> str:
     more = j.needed - j.difference.pairs
     if more < 1:
         return "more seeds would settle it"
-    return f"{more} more seed{plural(more)} each would settle such a difference"
+    return f"{plural(more, 'more seed')} each would settle such a difference"
 
 
 def _side(f: Findings, other: bool = False) -> str:
@@ -200,11 +214,6 @@ def digits(number: float, f: Findings) -> str:
 def figure(entry: Entry, f: Findings) -> str:
     """Return the metric of an entry."""
     return digits(entry.figures[f.metric.key], f)
-
-
-def plural(count: int) -> str:
-    """Return the `s` of a plural."""
-    return "" if count == 1 else "s"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

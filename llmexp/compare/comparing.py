@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmexp.compare import settings
 from llmexp.compare.answer import SETTLED, headline
-from llmexp.compare.figures import COLUMNS, common_position, figures, rounded
+from llmexp.compare.figures import COLUMNS, LOSSES, common_position, figures, rounded
 from llmexp.compare.findings import Findings, find_out
-from llmexp.compare.judging import LOSSES, MARKS, NEGLIGIBLE, Verdict
+from llmexp.compare.judging import MARKS, NEGLIGIBLE, Verdict
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import Column, Comparison, Entry, Record, Standing
@@ -93,8 +94,10 @@ def compare_records(
 
 
 def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
-    """Mark each entry: best, same, worse, undecided, or why it is left out."""
+    """Mark each entry: best, same, worse, undecided, or why it is left out. Those of one budget stand together."""
     first = f.ranked[0].name if len(f.ranked) > 1 else None
+    extreme = "lowest" if f.metric.sign > 0 else "highest"
+    leading = Counter(lead.name for lead in f.leads.values())
     verdicts = {j.verdict for j in f.judged.values()}
     decided = Verdict.WORSE in verdicts and verdicts <= {*SETTLED, Verdict.WORSE} and f.comparable and not f.without
     missing = {e.name for e in f.without} if f.ranked else set()
@@ -102,7 +105,9 @@ def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
     for e in c.entries:
         standing = e.standing
         if e.name == first:
-            standing = Standing("best" if decided else "lowest" if f.metric.sign > 0 else "highest")
+            standing = Standing("best" if decided else extreme)
+        elif leading[e.name] > 1 and f.tasks == 1:
+            standing = Standing(f"{extreme} of budget")
         elif e.name in missing:
             standing = Standing("not evaluated" if "val" in f.metric.key else "")
         elif j := f.judged.get(e.name):
@@ -110,7 +115,8 @@ def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
             mark = MARKS[j.verdict] if f.metric.key in LOSSES else ""
             standing = Standing(mark, j.size, d.half if d else None, d.basis if d else "")
         found.append(dataclasses.replace(e, standing=standing))
-    return tuple(found)
+    group_of = {e.name: i for i, group in enumerate(f.budgets) for e in group}
+    return tuple(sorted(found, key=lambda e: group_of.get(e.name, len(group_of))))
 
 
 def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
@@ -131,11 +137,11 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
 
 def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry]:
     """Order the entries: the best first, a twin behind what it repeats, last what takes no part."""
-    originals = {settings.computation(e.runs[0]): e for e in entries if not e.values.get(settings.TWIN)}
+    originals = {e.computation: e for e in entries if not e.values.get(settings.TWIN)}
 
     def place(entry: Entry) -> tuple[bool, float, bool]:
         twin = bool(entry.values.get(settings.TWIN))
-        original = originals.get(settings.computation(entry.runs[0]), entry) if twin else entry
+        original = originals.get(entry.computation, entry) if twin else entry
         value = original.figures.get(metric.key)
         if metric.key not in entry.figures or (mixed and metric.key.endswith("/loss")):
             value = None  # losses per token of several tokenizers have no order

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Column, Record
+from llmexp.compare.records import Column, Entry, Record
 from llmexp.compare.rows import Columns, elapsed
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
 
+LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
 COLUMNS = (
     Column("val/loss", "val loss", "lower", 5),
     Column("final val/loss", "final val loss", "lower", 5),
@@ -63,6 +64,30 @@ def shown(value: float, digits: int) -> str:
     if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
+
+
+def with_interval(value: float, half: float | None, digits: int) -> str:
+    """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals; `1,500` alone where the
+    half width is less than can be seen in it."""
+    place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12  # decimals that the value shows
+    if half is None or not math.isfinite(half) or half < 0.5 * 10.0**-place:
+        return shown(value, digits)
+    decimals = min(1 - math.floor(math.log10(half)), place + 1)
+    if decimals <= 0:
+        return f"{round(value, decimals):,.0f} ± {round(half, decimals):,.0f}"
+    return f"{value:,.{decimals}f} ± {half:.{decimals}f}"
+
+
+def figure(entry: Entry, column: Column) -> str:
+    """Return a figure as text, a loss with the half width of its interval; empty where it is not known."""
+    value = entry.figures.get(column.key)
+    return "" if value is None else with_interval(value, half_width(entry, column), column.digits)
+
+
+def half_width(entry: Entry, column: Column) -> float | None:
+    """Return the half width of a loss's interval over seeds; None where there is none, as of rates and times."""
+    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if column.key in LOSSES else (0.0, 0.0)
+    return (high - low) / 2 or None
 
 
 def positions(record: Record, align: str) -> np.ndarray:

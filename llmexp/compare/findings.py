@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmexp.compare import judging, places
-from llmexp.compare.judging import LOSSES, Effect, Floor, Judgement, Verdict, all_pairs, by_seed
+from llmexp.compare.figures import LOSSES
+from llmexp.compare.judging import Effect, Floor, Judgement, Verdict, all_pairs, by_seed
 from llmexp.compare.places import Place
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.selection import task
-from llmexp.compare.settings import TWIN, computation
+from llmexp.compare.settings import TWIN
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Findings:
     ranked: tuple[Entry, ...]  # those with the metric, the leading one first; none where no order has a meaning
     without: tuple[Entry, ...]  # those that take part and have no such figure
     seeds: Mapping[str, Mapping[str, float]]  # the metric of each ranked entry by seed, by the entry's name
-    judged: Mapping[str, Judgement]  # of all ranked but the leading one, by name
+    judged: Mapping[str, Judgement]  # of all ranked but the leading one beside that of its budget, by name
     budgets: Sequence[Sequence[Entry]]  # all that take part, those of like budgets together, the leading one's first
+    leads: Mapping[str, Entry]  # by the name of each ranked entry the one that it is held against: that of its budget
     places: Mapping[str, Place]  # where an entry stands when its loss is read, by name
     floor: Floor | None
     effects: Sequence[Effect]
@@ -59,19 +61,25 @@ def find_out(c: Comparison, metric: Column, left_out: Mapping[int, str], negligi
     known = _places(c, taking_part, metric.key, left_out) if loss else {}
     groups = places.groups([*ordered, *without], known)
     tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in left_out}) if loss else 1
-    judged = {}
-    if first is not None:
-        like = {e.name for e in groups[0]}
-        for other in ordered[1:]:
-            judgement = _judged(first, other, seeds, like, level, negligible if loss else 0.0, sign)
-            judged[other.name] = judgement if tasks == 1 else Judgement(Verdict.TASK)
+    leads, judged = {}, {}
+    for group in groups:  # those of one budget can be told apart among themselves
+        members = [e for e in group if e.name in seeds]
+        if not members:
+            continue
+        lead = first if first in members else judging.leader(_contestants(members, seeds, sign), seeds, level, sign)
+        leads |= {e.name: lead for e in members}
+        for other in members:
+            if other is not first:
+                judged[other.name] = _judged(lead, other, seeds, level, negligible if loss else 0.0, sign)
+    if tasks > 1:
+        judged = dict.fromkeys(judged, Judgement(Verdict.TASK))
     group_of = {e.name: i for i, group in enumerate(groups) for e in group}
     keys = [key for key in c.factors if key != TWIN]
     effects = judging.effects(metric.key, ranked, keys, left_out, group_of, negligible) if loss and tasks == 1 else []
     floor = judging.floor_of(ranked, metric.key, left_out) if loss else None
     return Findings(
-        metric, tuple(ordered), tuple(without), seeds, judged, groups, known, floor, effects, left_out, negligible,
-        mixed, tasks,
+        metric, tuple(ordered), tuple(without), seeds, judged, groups, leads, known, floor, effects, left_out,
+        negligible, mixed, tasks,
     )  # fmt: skip
 
 
@@ -79,7 +87,7 @@ def _contestants(ranked: Sequence[Entry], seeds: Mapping[str, Mapping[str, float
     """Return one entry for each computation: twins and repeats measure what rounding makes, and win nothing by it."""
     found: dict[object, list[Entry]] = {}
     for e in ranked:
-        found.setdefault(computation(e.runs[0]), []).append(e)
+        found.setdefault(e.computation, []).append(e)
 
     def weight(entry: Entry) -> tuple[int, bool, float]:
         values = seeds[entry.name]
@@ -89,14 +97,13 @@ def _contestants(ranked: Sequence[Entry], seeds: Mapping[str, Mapping[str, float
 
 
 def _judged(
-    first: Entry, other: Entry, seeds: Mapping[str, Mapping[str, float]], like: set[str], level: float,
-    negligible: float, sign: float,
+    lead: Entry, other: Entry, seeds: Mapping[str, Mapping[str, float]], level: float, negligible: float, sign: float
 ) -> Judgement:  # fmt: skip
-    if other.name not in like:
+    if other is lead:
         return Judgement(Verdict.BUDGET)
-    if computation(first.runs[0]) == computation(other.runs[0]):
-        return judging.cuts(seeds[first.name], seeds[other.name])
-    return judging.judge(seeds[first.name], seeds[other.name], level, negligible, sign)
+    if lead.computation == other.computation:
+        return judging.cuts(seeds[lead.name], seeds[other.name])
+    return judging.judge(seeds[lead.name], seeds[other.name], level, negligible, sign)
 
 
 def _places(c: Comparison, entries: Sequence[Entry], metric: str, left_out: Mapping[int, str]) -> dict[str, Place]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmexp.compare.figures import positions, rows_until
 from llmexp.compare.records import Comparison, Entry, Record
-from llmexp.compare.settings import SEED, TWIN, computation, cut_of, fact
+from llmexp.compare.settings import SEED, TWIN, cut_of, fact
 from llmexp.compare.statistics import (
     Difference,
     paired_seeds,
@@ -25,7 +25,6 @@ from llmexp.labels import shown as value
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 FEW = 3  # seeds that a setting needs before a spread can be estimated
-LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
 
 
 class Verdict(StrEnum):
@@ -140,7 +139,7 @@ def floor_of(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str])
     for entry in entries:
         for run, figures in zip(entry.runs, entry.run_figures, strict=True):
             if id(run) not in left_out and metric in figures:
-                alike.setdefault((computation(run), run.config.get(SEED)), []).append((run, figures[metric]))
+                alike.setdefault((entry.computation, run.config.get(SEED)), []).append((run, figures[metric]))
     found = [runs for runs in alike.values() if len(runs) > 1]
     if not found:
         return None
@@ -183,7 +182,7 @@ def effects(
         for (a, first), (b, second) in itertools.combinations(cells.items(), 2):
             pairs = [(first[rest], second[rest], rest) for rest in sorted(first.keys() & second.keys())]
             pairs = [(x, y, rest) for x, y, rest in pairs if budget[x.name] == budget[y.name]]
-            pairs = [(x, y, rest) for x, y, rest in pairs if computation(x.runs[0]) != computation(y.runs[0])]
+            pairs = [(x, y, rest) for x, y, rest in pairs if x.computation != y.computation]
             if effect := _effect(key, a, b, pairs, metric, left_out, level, negligible):
                 judged.append(effect)
         if judged:

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmexp.budgets import Spent, common, equal
-from llmexp.compare.answer import digits, listed, plural
-from llmexp.compare.figures import counts, number, positions
+from llmexp.compare.answer import digits, listed, planned
+from llmexp.compare.figures import LOSSES, counts, number, positions
 from llmexp.compare.findings import Findings
-from llmexp.compare.judging import LOSSES, Effect, Verdict, all_pairs, same_batches, stepwise
+from llmexp.compare.judging import Effect, Verdict, all_pairs, same_batches, stepwise
 from llmexp.compare.places import Place
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import Comparison, Record
-from llmexp.labels import short_keys
+from llmexp.folder import how_to_resume
+from llmexp.labels import plural, short_keys
 from llmexp.labels import shown as value
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
@@ -31,6 +32,10 @@ def notes(c: Comparison, f: Findings) -> tuple[str, ...]:
     said += [_effect(c, e, f) for e in f.effects if _matters(e, f)][:2]
     said += _left_out(c, f)
     said += _unequal_seeds(f)
+    said += [
+        f"{plural(count, 'more run')} of these settings {'is' if count == 1 else 'are'} planned: {how_to_resume(sweep)}"
+        for sweep, count in planned(f.ranked).items()
+    ]
     if f.mixed:
         said.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
     return (*said, *differences(_taking_part(c, f))[:2])
@@ -62,11 +67,13 @@ def _budgets(c: Comparison, f: Findings) -> list[str]:
         return []
     names, places = zip(*found, strict=True)
     shares = [f"{100 * p.progress:.0f}" for p in places]
-    if len(names) > 4:
-        read = f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."
+    if len(set(shares)) == 1:
+        said = []
+    elif len(names) > 4:
+        said = [f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."]
     else:
-        read = f"Losses are read at {', '.join(shares)} % of the whole runs ({_joined(names)})."
-    return [read] if equal(round(p.planned) for p in places) else [read, _settles(c, places)]
+        said = [f"Losses are read at {', '.join(shares)} % of the whole runs ({_joined(names)})."]
+    return said if equal(round(p.planned) for p in places) else [*said, _settles(c, places)]
 
 
 def _places(c: Comparison, f: Findings) -> list[tuple[str, Place]]:
@@ -128,7 +135,7 @@ def _left_out(c: Comparison, f: Findings) -> list[str]:
                 by_reason.setdefault(f.left_out[id(r)], []).append(name)
     words = {"other task": "of another task", "rows lost": "with lost rows", "no rows": "without rows"}
     parts = [
-        f"{len(names)} run{plural(len(names))} {words.get(reason, reason)} ({listed(names)})"
+        f"{plural(len(names), 'run')} {words.get(reason, reason)} ({listed(names)})"
         for reason, names in by_reason.items()
     ]
     return [f"Left out: {'; '.join(parts)}."] if parts else []
@@ -275,7 +282,8 @@ def _method(c: Comparison, f: Findings) -> list[str]:
 
 def _steps(c: Comparison, f: Findings) -> list[str]:
     """Compare the first two of one seed step by step, where they trained on the same batches."""
-    rivals = [e for e in f.ranked[1:] if f.judged[e.name].verdict == Verdict.FEW_SEEDS]
+    few = [e for e in f.ranked[1:] if f.judged[e.name].verdict == Verdict.FEW_SEEDS]
+    rivals = [e for e in few if f.leads[e.name] is f.ranked[0]]
     if not rivals or f.metric.key not in LOSSES:
         return []
     if any(len(e.runs) > 1 for e in (f.ranked[0], rivals[0])):

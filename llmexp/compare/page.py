@@ -18,6 +18,7 @@ from llmexp.compare.plot_settings import maps, over_keys, parallel
 from llmexp.compare.plot_training import losses, others
 from llmexp.compare.plotting import Choice, Plot, templates
 from llmexp.compare.records import Comparison
+from llmexp.labels import plural
 
 LIBRARY = "plotly.min.js"
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s of training"}
@@ -98,14 +99,14 @@ def _title(comparison: Comparison) -> str:
     sweep = sweeps.pop() if len(sweeps) == 1 else None
     of = f" of {'/'.join(sweep.parts[-2:])}" if sweep else ""
     total = sum(len(entry.runs) for entry in comparison.entries)
-    return f"{total:,} run{'' if total == 1 else 's'}{of}"
+    return f"{plural(total, 'run')}{of}"
 
 
 def _about(comparison: Comparison) -> str:
     at = comparison.align_at
     where = "each run at its own end" if at is None else f"compared at {at:,.10g} {UNITS.get(comparison.align, '')}"
     total, entries = sum(len(entry.runs) for entry in comparison.entries), len(comparison.entries)
-    folded = [f"{entries:,} setting{'' if entries == 1 else 's'}, seeds folded"] if entries != total else []
+    folded = [f"{plural(entries, 'setting')}, seeds folded"] if entries != total else []
     words = " · ".join([*folded, f"ordered by {comparison.metric}", where])
     return words[:1].upper() + words[1:]
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from llmexp.compare.figures import shown
-from llmexp.compare.numbers import with_interval
+from llmexp.compare.figures import figure, shown, with_interval
 from llmexp.compare.plotting import looks
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.labels import short_keys
@@ -106,11 +105,7 @@ def _difference(entry: Entry) -> str:
 
 
 def _figure(entry: Entry, column: Column) -> str:
-    value = entry.figures.get(column.key)
-    if value is None:
-        return cell("", "number")
-    low, high = entry.intervals.get(column.key, (0.0, 0.0))
-    return cell(with_interval(value, (high - low) / 2, column.digits), "number", value)
+    return cell(figure(entry, column), "number", entry.figures.get(column.key))
 
 
 def as_dict(value: Any) -> dict[str, Any]:

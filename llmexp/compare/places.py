@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmexp.budgets import CLOSE
 from llmexp.compare.figures import number, positions, rows_until
 from llmexp.compare.records import Entry, Record
-
-CLOSE = 0.01  # share of a schedule
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,16 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
     planned, grain = number(record.facts.get("max_tokens")), number(record.facts.get("tokens_per_step"))
     if not len(tokens) or len(where) != len(tokens):
         return None
+    decays = planned is not None and not str(record.config.get("schedule._target_", "")).endswith(".constant")
     row = len(tokens) if at is None else rows_until(where, at)
     if not row:  # it has no row yet where losses are read
-        return (
-            Place(float(at or 0), planned or float(at or 1), grain or 0.0, planned is not None)
-            if align == "tokens"
-            else None
-        )
+        if align != "tokens":
+            return None
+        return Place(float(at or 0), planned or float(at or 1), grain or 0.0, decays)
     if metric.startswith("val/"):
         evaluated = np.flatnonzero(np.isfinite(record.columns.get(metric, np.zeros(0))[:row]))
         row = int(evaluated[-1]) + 1 if len(evaluated) else row
     seen = float(tokens[row - 1])
-    schedule = str(record.config.get("schedule._target_", ""))
-    decays = planned is not None and not schedule.endswith(".constant")
     return Place(seen, planned or seen, grain or 0.0, decays)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.figures import number, shown
+from llmexp.compare.figures import figure, half_width, number, shown
 from llmexp.compare.judging import MARKS
-from llmexp.compare.numbers import with_interval
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.selection import APART
@@ -22,7 +21,7 @@ from llmexp.labels import shown as setting
 RATES = ("lr", "learning_rate", "weight_decay", "eps")
 NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most
-_COMPARED = ("", *LEADING, *(mark for mark in MARKS.values() if mark not in APART))
+_COMPARED = {"", *LEADING, *MARKS.values(), "lowest of budget", "highest of budget"} - set(APART)
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,9 @@ def _geometric(values: np.ndarray) -> bool:
     return bool(np.std(factors) / np.mean(factors) <= np.std(sums) / np.mean(sums))
 
 
-def _half(entry: Entry, column: Column) -> float:
-    low, high = entry.intervals.get(column.key, (0.0, 0.0))
-    return (high - low) / 2
-
-
 def _described(entry: Entry, column: Column) -> str:
     """The entry and its figure, for the label over its point."""
-    figure = with_interval(entry.figures[column.key], _half(entry, column), column.digits)
-    return f"<b>{text(entry.label)}</b><br>{text(column.title)} {figure}"
+    return f"<b>{text(entry.label)}</b><br>{text(column.title)} {figure(entry, column)}"
 
 
 def _swept(c: Comparison) -> list[Entry]:
@@ -102,7 +95,7 @@ def _over_key(c: Comparison, key: str, along: Scale, column: Column, entries: Se
     for (title, group), colour in zip(
         groups.items(), palette(len(groups)) if few else [GREY] * len(groups), strict=True
     ):
-        halves = [_half(e, column) for e in group]
+        halves = [half_width(e, column) for e in group]
         marker = {
             "color": colour, "opacity": 1, "line": {"width": 0}, "size": [15 if id(e) in lead else 7 for e in group],
             "symbol": ["star" if id(e) in lead else "circle" for e in group],
@@ -123,7 +116,7 @@ def _over_key(c: Comparison, key: str, along: Scale, column: Column, entries: Se
     }  # fmt: skip
     if len(along.levels) <= 12:
         layout |= {"xaxis.tickvals": along.levels, "xaxis.ticktext": [text(words, 16) for words in along.labels]}
-    seeds = any(_half(e, column) for e in entries)
+    seeds = any(half_width(e, column) for e in entries)
     caption = "The bars are 95 % intervals over the seeds." if seeds else "One seed each, so there are no intervals."
     return Plot(
         f"over {key}", f"{column.title[:1].upper()}{column.title[1:]} over {key}", traces, layout, caption=caption

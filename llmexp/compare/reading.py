@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -41,6 +42,7 @@ class Sweep:
     swept: tuple[str, ...] = ()
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder
     negligible: float | None = None  # nats below which a difference does not matter
+    planned: dict[frozenset[str], int] = field(default_factory=dict)  # points still to train by setting, less the seed
 
 
 def clean(text: object) -> str:
@@ -120,7 +122,22 @@ def _sweep(path: Path, problems: list[str]) -> Sweep | None:
         problems.append(f"{where}: {clean(p.get('label'))} could not run: {clean(p.get('error'))[:200]}")
     keys = tuple(k for k in swept if isinstance(k, str)) if isinstance(swept, list) else ()
     by_folder = {p["folder"]: p for p in points if isinstance(p.get("folder"), str)}
-    return Sweep(path, keys, by_folder, number(tree.get("negligible")))
+    planned = Counter(setting for p in points if (setting := _setting(p)) and _is_to_train(path, p))
+    return Sweep(path, keys, by_folder, number(tree.get("negligible")), planned)
+
+
+def _setting(point: dict[str, Any]) -> frozenset[str]:
+    """Return the overrides of a sweep's point less its seed; empty where they are not known."""
+    overrides = point.get("overrides")
+    overrides = [o for o in overrides if isinstance(o, str)] if isinstance(overrides, list) else []
+    return frozenset(o for o in overrides if not o.startswith("train.seed="))
+
+
+def _is_to_train(sweep: Path, point: dict[str, Any]) -> bool:
+    """Tell whether resuming the sweep would train the point, by its run where the ledger is behind."""
+    if point.get("state") not in ("queued", "running", "preempted") or point.get("rung") is not None:
+        return False
+    return read_status(sweep / str(point.get("folder"))).get("state") not in ("finished", "failed")
 
 
 def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> list[Record]:
@@ -182,6 +199,7 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
         swept=sweep.swept if sweep else (),
         negligible=sweep.negligible if sweep else None,
         rung=float(rung) if isinstance(rung, (int, float)) and math.isfinite(rung) else None,
+        planned=sweep.planned.get(_setting(point), 0) if sweep else 0,
         lost=lost,
     )
 

@@ -25,6 +25,7 @@ class Record:
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
     negligible: float | None = None  # nats below which a difference does not matter, as its sweep has it
     rung: float | None = None  # share of its steps after which successive halving left it out
+    planned: int = 0  # seeds of its setting that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
 
 
@@ -52,6 +53,7 @@ class Entry:
     run_figures: tuple[dict[str, float], ...] = ()  # of each of the runs
     label: str = ""  # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
     standing: Standing = Standing("")
+    computation: object = None  # equal for entries that compute the same but for rounding
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from llmexp.compare.figures import number
 from llmexp.compare.reading import Sweep, clean, clean_name, find, read_facts, read_status, state_of
 from llmexp.compare.rows import last_row
 from llmexp.config import ConfigError
+from llmexp.labels import plural
 from llmexp.process import DONE, REFUSED
 
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
@@ -173,7 +174,7 @@ def _show(lines: Sequence[Line]) -> None:
         state = Text(line.state, style=_STYLES.get(line.state, ""))
         table.add_row(state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2])
     console.print(table)
-    console.print(f"\n{len(lines)} runs, {readable_size(sum(line.size for line in lines))}")
+    console.print(f"\n{plural(len(lines), 'run')}, {readable_size(sum(line.size for line in lines))}")
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:

@@ -126,6 +126,7 @@ def entry_of(
         note="; ".join(dict.fromkeys(_notes(group, len(usable), left_out, tokenizer))),
         run_figures=tuple(whole),
         standing=Standing("" if taking_part else left_out.get(id(group[0]), "")),
+        computation=computation(group[0]),
     )
 
 
@@ -185,18 +186,26 @@ def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str
 
 
 def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
-    """Give each entry its short name; entries that would share one, such as repeats, have the name of their run."""
-    found = [label(e, keys) for e in entries]
-    return [
-        dataclasses.replace(e, label=name if found.count(name) == 1 else e.name)
-        for e, name in zip(entries, found, strict=True)
-    ]
+    """Give each entry its short name. Repeats would share one: a single run has the name of its folder, a set of seeds
+    a number behind the name."""
+    names = [label(e, keys) for e in entries]
+    found = []
+    for i, (e, name) in enumerate(zip(entries, names, strict=True)):
+        if names.count(name) > 1:
+            name = e.name if len(e.runs) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        found.append(dataclasses.replace(e, label=name))
+    return found
 
 
 def label(entry: Entry, keys: Sequence[str]) -> str:
-    """Return the short name of an entry: accum=1 clip=0.5; the name of its run where nothing sets it apart, or where
-    it is none of the family of the others."""
-    if entry.standing.mark in APART or not entry.values or not 0 < len(keys) <= 4:
-        return entry.name
-    shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
-    return labels.label(shown) or entry.name
+    """Return the short name of an entry: accum=1 clip=0.5. Where nothing sets it apart, or too much, or where it is
+    none of the family of the others: its seeds, or the name of its run."""
+    shown = {}
+    if entry.standing.mark not in APART and entry.values and len(keys) <= 4:
+        shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
+    if shown or len(entry.runs) == 1 or len(keys) > 4:
+        return labels.label(shown) or entry.name
+    seeds = sorted({s for r in entry.runs if isinstance(s := r.config.get(SEED), int)})
+    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+        return f"seeds {seeds[0]}-{seeds[-1]}"
+    return "seeds " + " and ".join(map(str, seeds)) if len(seeds) == 2 else f"{len(entry.runs)} seeds"

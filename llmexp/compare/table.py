@@ -14,14 +14,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp.compare.figures import shown
-from llmexp.compare.judging import LOSSES
+from llmexp.compare.figures import figure
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.settings import TWIN
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
 
-_STYLES = {"best": "bold green", "lowest": "bold", "highest": "bold", "worse": "red", "undecided": "yellow"}
+_STYLES = {
+    "best": "bold green",
+    "lowest": "bold",
+    "highest": "bold",
+    "lowest of budget": "bold",
+    "worse": "red",
+    "undecided": "yellow",
+}
 _MOST = 40  # characters of a name
 # Where they fit.
 _FIRST = ("val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
@@ -123,19 +129,6 @@ def _cell(value: Any, most: int = 24) -> str:
 
 def _figure_column(c: Comparison, column: Column) -> list[str]:
     return ["\n".join(textwrap.wrap(column.title, 14)), *(figure(entry, column) for entry in c.entries)]
-
-
-def figure(entry: Entry, column: Column) -> str:
-    """Return a figure as text, with the half width of its interval; empty where it is not known."""
-    value = entry.figures.get(column.key)
-    if value is None:
-        return ""
-    text = shown(value, column.digits)
-    if column.key in entry.intervals and column.key in LOSSES:  # of rates and times seeds say little
-        low, high = entry.intervals[column.key]
-        if (half := (high - low) / 2) > 1e-12 * abs(value):  # else the same for all seeds, such as steps
-            text += f" ± {shown(half, 2) if half >= 100 else f'{half:.2g}'}"
-    return text
 
 
 def to_json(c: Comparison) -> str:

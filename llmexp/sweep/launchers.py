@@ -20,12 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp import folder
 from llmexp.config import ConfigError
+from llmexp.labels import plural
 from llmexp.sweep import main
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Job, run_all, visible_devices
 from llmexp.sweep.points import Point
-from llmexp.sweep.show import Display, name_of, plural
+from llmexp.sweep.show import Display, name_of
 
 PLUGIN_MODULE = "hydra_plugins.llmexp"  # Hydra takes launchers from this package only; `register` puts ours there
 

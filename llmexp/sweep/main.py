@@ -21,6 +21,7 @@ from llmexp import folder
 from llmexp.budgets import Spent
 from llmexp.config import ConfigError, Sweep, build_sweep, refuse
 from llmexp.guard import BY_HAND
+from llmexp.labels import plural
 from llmexp.process import PREEMPTED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
@@ -255,7 +256,6 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
 def open_ledger(current: Current) -> Ledger:
     """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
     from llmexp.launch import say
-    from llmexp.sweep import show
 
     resumed = current.settings.resume is not None
     if resumed and not os.access(current.where, os.W_OK | os.X_OK):
@@ -269,7 +269,7 @@ def open_ledger(current: Current) -> Ledger:
             ledger = ledgers.read(path)
         else:
             ledger = ledgers.rebuilt(path, current.name, current.launcher, recordable(current.arguments))
-            runs = show.plural(len(ledger.points), "run")
+            runs = plural(len(ledger.points), "run")
             say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
         ledger.launcher, ledger.arguments = current.launcher, recordable(current.arguments)
     elif ledgers.is_sweep(path):

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from llmexp import budgets
 from llmexp.config import ConfigError, Sweep
 from llmexp.environment import redacted
+from llmexp.labels import plural
 from llmexp.run import BUDGETS
 from llmexp.sweep.points import Point, Refused, reasons
 from llmexp.sweep.progress import counted
-from llmexp.sweep.show import fitted, naming, plural, table, width_of
+from llmexp.sweep.show import fitted, naming, table, width_of
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column would repeat.
 COLUMNS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from llmexp import folder
 from llmexp.config import ConfigError, Sweep
+from llmexp.labels import plural
 from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Point
-from llmexp.sweep.show import plural
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 

@@ -246,11 +246,6 @@ def fitted(text: str, stream: TextIO | None = None) -> str:
     return text if width is None else textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def plural(number: int, what: str) -> str:
-    """Return `1 point` or `2 points`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def naming(
     points: Sequence[tuple[int, Mapping[str, Any]]], rest: Sequence[Sequence[str]], width: int | None
 ) -> list[tuple[str, ...]]:

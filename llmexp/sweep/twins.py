@@ -6,6 +6,7 @@ import dataclasses
 from statistics import fmean
 
 from llmexp import folder
+from llmexp.labels import plural
 from llmexp.launch import say
 from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
@@ -14,7 +15,7 @@ from llmexp.sweep.ledger import Entry, Ledger, figure
 from llmexp.sweep.matching import Pair, next_number, of_folder
 from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
-from llmexp.sweep.show import name_of, plural, summary_of
+from llmexp.sweep.show import name_of, summary_of
 
 TWIN = "train.twin="
 LOSSES = ("final val/loss", "final train/loss")

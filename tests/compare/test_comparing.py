@@ -280,13 +280,41 @@ def test_seeds_alone_end_in_mean_deviation_interval_and_range(tmp_path):
     c = compare([tmp_path])
     half = 4.302653 * 0.01 / math.sqrt(3)
     assert c.headline == (
-        f"a x3: val loss 2.6302 ± {half:.2g} over 3 seeds (standard deviation 0.01, range 2.6202 to 2.6402)."
+        f"seeds 1-3: val loss 2.630 ± {half:.2g} over 3 seeds (standard deviation 0.01, range 2.6202 to 2.6402)."
     )
     for run in (tmp_path / "a").glob("*seed_3/*"):
         run.unlink()
     assert compare([tmp_path]).headline == (
-        "a x2: val loss 2.6202 and 2.6302. Two seeds are too few for an interval; add train.seed=3,4."
+        "seeds 1 and 2: val loss 2.6202 and 2.6302. Two seeds are too few for an interval; add train.seed=3,4."
     )
+
+
+def plan(sweep: Path, *points: str) -> None:
+    """Write the overrides of the points into the ledger; those without a folder are queued."""
+    ledger = json.loads((sweep / "sweep.json").read_text())
+    queued = {"folder": "none", "state": "queued", "label": "x"}
+    entries = [*ledger["points"], *(queued for _ in points[len(ledger["points"]) :])]
+    ledger["points"] = [{**e, "overrides": p.split()} for e, p in zip(entries, points, strict=True)]
+    (sweep / "sweep.json").write_text(json.dumps(ledger))
+
+
+def test_seeds_that_the_sweep_still_plans_are_trained_by_resuming_it(tmp_path):
+    sweep = make_sweep(tmp_path / "s", {f"seed_{s}": dict(seed=s) for s in (1, 2)}, ["train.seed"])
+    plan(sweep, "a=1 train.seed=1", "a=1 train.seed=2", "a=1 train.seed=3", "a=2 train.seed=1")
+    c = compare([sweep])
+    assert c.headline.endswith("Two seeds are too few for an interval; the sweep plans more.")
+    assert c.notes == (f"1 more run of these settings is planned: llmexp resume {sweep}",)
+    plan(sweep, "a=1 train.seed=1", "a=1 train.seed=2", "a=2 train.seed=1", "a=2 train.seed=2")
+    assert compare([sweep]).headline.endswith("add train.seed=3,4.")
+
+
+def test_repeated_seeds_of_several_sweeps_have_the_short_name_of_their_setting(tmp_path):
+    points = {f"c_{limit},s_{s}": dict(max_norm=limit, seed=s) for limit in (0.5, 1.0) for s in range(4)}
+    sweeps = [make_sweep(tmp_path / name, points, ["clip.max_norm", "train.seed"]) for name in ("a", "b")]
+    labels = {"clip=0.5 (1)", "clip=0.5 (2)", "clip=1.0 (1)", "clip=1.0 (2)"}
+    assert set(marks(compare(sweeps))) == labels
+    alone = [str(sweep / "*c_0.5*") for sweep in sweeps]
+    assert set(marks(compare(alone))) == {"seeds 0-3 (1)", "seeds 0-3 (2)"}
 
 
 def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty():
@@ -325,8 +353,13 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
     for align in ("tokens", "steps", "time"):
         c = compare([sweep], align=align)
         assert c.headline.startswith("No ranking, the budgets differ."), align
-        assert not any(e.standing.mark in ("best", "worse", "same") for e in c.entries)
-        assert all(e.standing.difference is None for e in c.entries if e.standing.mark == "other budget")
+        found = [(e.values["batch.gradient_accumulation_steps"], e.standing.mark) for e in c.entries]
+        assert len({a for a, _ in found[:2]}) == len({a for a, _ in found[2:4]}) == 1  # one budget after another
+        assert [mark for _, mark in found] == ["lowest", "undecided", *["lowest of budget", "undecided"] * 2]
+        ends = [words for words in ("at equal", "at its own end") if words in c.headline]
+        assert ends == ["at equal", "at its own end"][align != "tokens" :]  # one reading where both are the same
+        assert [e.standing.difference for e in c.entries[1::2]] == pytest.approx([0.01] * 3)
+        assert any("whole runs" in note for note in c.notes) == (align == "tokens")  # else all are at their ends
     c = compare([sweep])
     equal = {e.label: e.figures["val/loss"] for e in c.entries}
     end = {e.label: e.figures["final val/loss"] for e in c.entries}
@@ -349,7 +382,11 @@ def test_seeds_do_not_make_unequal_budgets_comparable(tmp_path):
     seeds(tmp_path / "b", {1: -1.0, 2: -1.001, 3: -1.002}, accumulation=2)
     c = compare([tmp_path])
     assert c.headline.startswith("No ranking")
-    assert "other budget" in marks(c).values()
+    assert sorted(marks(c).values()) == ["lowest", "other budget"]
+    seeds(tmp_path / "c", {1: 0.1, 2: 0.102, 3: 0.103}, max_norm=2.0)
+    assert marks(compare([tmp_path])) == {
+        "accum=2 clip=1.0": "lowest", "accum=1 clip=1.0": "lowest of budget", "accum=1 clip=2.0": "worse",
+    }  # fmt: skip
 
 
 def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
@@ -361,6 +398,10 @@ def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
             text = (run / "config.yaml").read_text()
             (run / "config.yaml").write_text(text + f"schedule:\n  _target_: llmexp.schedule.{target}\n")
         assert compare([where]).headline.startswith("Undecided" if ranked else "No ranking")
+        rows = (where / "b" / "metrics.jsonl").read_text().splitlines()[300:]  # no row where the shorter one ends
+        (where / "b" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+        only = "steps=200 clip=1.0: val loss" if ranked else "No ranking"
+        assert compare([where]).headline.startswith(only)
 
 
 def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):

@@ -15,7 +15,8 @@ from rich.cells import cell_len
 
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
-from llmexp.compare.table import show, shown, to_json
+from llmexp.compare.figures import shown
+from llmexp.compare.table import show, to_json
 from llmexp.folder import locked
 from tests.compare.synthetic import make_run, make_sweep
 

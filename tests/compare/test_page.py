@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from llmexp.compare.curves import smooth
-from llmexp.compare.figures import shown
-from llmexp.compare.numbers import with_interval
+from llmexp.compare.figures import shown, with_interval
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_settings import scale
 from llmexp.compare.plot_training import AXES, POINTS, SMOOTHING, USUAL
