@@ -61,7 +61,8 @@ def find_out(c: Comparison, metric: Column, left_out: Mapping[int, str], negligi
     known = _places(c, taking_part, metric.key, left_out) if loss else {}
     groups = places.groups([*ordered, *without], known)
     tasks = len({task(r) for e in ranked for r in e.runs if id(r) not in left_out}) if loss else 1
-    leads, judged = {}, {}
+    leads: dict[str, Entry] = {}
+    judged: dict[str, Judgement] = {}
     for group in groups:  # those of one budget can be told apart among themselves
         members = [e for e in group if e.name in seeds]
         if not members:
