@@ -36,6 +36,7 @@ def resume(arguments: list[str]) -> int:
     args = parser.parse_args(launch.take_allowed(arguments))
     launch.check_overrides(args.overrides)
     path = args.run_dir
+    folder.check_plain(path)
     if not folder.is_run(path) and ledger.is_sweep(path):
         arguments = recordable(ledger.read(path).arguments)
         return launch.train(["-m", *arguments, *args.overrides, f"sweep.resume={launch.quoted(str(path))}"])
@@ -161,6 +162,7 @@ def sample(arguments: list[str]) -> int:
     for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
         if not getattr(args, name) >= low:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+    folder.check_plain(args.run_dir)
     config = folder.built_config(args.run_dir)
     from llmexp import checkpoint
     from llmexp.building import filled

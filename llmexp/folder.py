@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -53,35 +53,32 @@ def write_whole(path: Path, content: str | bytes) -> None:
             temporary.unlink()
 
 
-def opened(path: Path, mode: str, **more: Any) -> IO[Any]:
-    """A file of a run folder, opened for writing. The folder may be a stranger's: raises ConfigError for a link."""
-    try:
-        return open(path, mode, opener=_no_link_no_wait, **more)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise ConfigError(f"{path}: is a link or a pipe, which is not written to; move it away") from None
-        raise
+def check_plain(path: Path) -> None:
+    """Raise ConfigError where the folder of a run or a sweep holds anything but plain files and folders.
 
-
-def _no_link_no_wait(name: str, flags: int) -> int:
-    """Of a pipe that nobody reads it would wait for ever."""
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
-def content(path: Path) -> bytes:
-    """The bytes of a file. The folder may be a stranger's: raises OSError for a pipe or a device, which has no end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is no plain file", str(path))
-    return path.read_bytes()
+    It may come from somebody else: a link leads out of it, and a pipe or a device has no end. Called when a folder is
+    opened, so nothing later looks again. wandb's own folder is not looked into: wandb keeps links there.
+    """
+    waiting = [os.fspath(path)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != "wandb":
+                        waiting.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
+                    kind = "a link" if entry.is_symlink() else "a pipe or a device"
+                    raise ConfigError(
+                        f"{entry.path}: is {kind}; the folder of a run or a sweep holds plain files and folders only: "
+                        "move it away, or put a copy of what you trust in its place"
+                    )
 
 
 def tail(path: Path, most: int) -> bytes:
-    """The last bytes of a file, at most so many; none where it is missing, or a pipe or a device."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with open(path, "rb") as f:
-                f.seek(max(0, f.seek(0, os.SEEK_END) - most))
-                return f.read()
+    """The last bytes of a file, at most so many; none where it is missing."""
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - most))
+        return f.read()
     return b""
 
 
@@ -92,7 +89,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
     try:
-        return json.loads(content(path).decode())
+        return json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
@@ -117,7 +114,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not is_run(path):
         raise ConfigError(f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like outputs/default/...")
     try:
-        config = yaml.safe_load(content(path / CONFIG).decode())
+        config = yaml.safe_load((path / CONFIG).read_bytes().decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
@@ -167,7 +164,7 @@ def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
 @contextlib.contextmanager
 def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Iterator[None]:
     """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
-    with opened(path / name, "a") as f:
+    with open(path / name, "a") as f:
         for attempt in range(5):
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,7 +179,7 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
 def is_locked(path: Path, name: str = ".lock") -> bool:
     """Whether a process holds the folder's lock, as far as this host can see."""
     try:
-        with open(path / name, "rb", opener=_no_link_no_wait) as f:
+        with open(path / name, "rb") as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -240,7 +237,7 @@ def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
 def _overwrite(path: Path, text: str) -> None:
     """Into the blocks that the file has already, where a full disk has none for a second file. One write: a kill does
     not tear it (a power cut could)."""
-    with opened(path, "r+b", buffering=0) as f:
+    with open(path, "r+b", buffering=0) as f:
         before = f.read()
         data = text.encode().ljust(len(before))  # spaces after the value are still JSON
         f.seek(0)
@@ -313,7 +310,7 @@ class Rows:
             write_whole(path, "".join(_line(row) for row in kept))
         self.rows = kept
         # Unbuffered: what could not be written must not come back as an error at the end.
-        self._file = opened(path, "ab", buffering=0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, row: dict[str, Any]) -> None:
         """Raises OSError where the row cannot be written; the file then ends with the row before it."""
@@ -346,7 +343,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a metrics file in order; a torn last line is left out. Raises ConfigError for damage."""
     if not path.exists():
         return []
-    lines = content(path).split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was never finished
         try:

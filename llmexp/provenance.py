@@ -106,8 +106,6 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     written = folders(run_dir)
-    if any(path.is_symlink() for path in written):
-        return
     before = read(written[-1]) if written else {}
     packages = "".join(f"{line}\n" for line in installed()).encode()
     about = {"gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "platform": platform.platform(), **drivers}

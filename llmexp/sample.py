@@ -72,7 +72,7 @@ def load_for_sampling(config: Config, loaded: checkpoint.Loaded) -> tuple[Tokeni
     """(tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
     encoding, _ = build_tokenizer(config)
     try:
-        with torch.device("meta"):  # a stranger's config may ask for more than there is
+        with torch.device("meta"):  # a config may ask for more than there is
             bind("model", config.model, {})()
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None

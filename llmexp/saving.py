@@ -105,8 +105,6 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
             with contextlib.suppress(OSError):
                 (temporary / name).unlink()
 
-    if root.is_symlink() or temporary.is_symlink():
-        raise OSError(f"{temporary} leads elsewhere by a link")
     with (
         _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo),
         ThreadPoolExecutor(1) as beside,  # the digests are computed while the disk is busy
@@ -245,11 +243,7 @@ def commit(
 
 def clean(root: Path) -> None:
     """Removes what killed or failed saves have left. For rank 0, under the run's lock, while no rank saves."""
-    if root.is_symlink():
-        return  # refused by `checkpoint.latest`
     for leftover in root.glob(".step_*.tmp"):
-        if leftover.is_symlink():  # a stranger's: what it leads to is not ours
-            leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
 
 

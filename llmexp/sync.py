@@ -142,6 +142,7 @@ def say(run: Path, work: Any) -> int:
     from llmexp.metrics.tracker import TrackerError
 
     try:
+        folder.check_plain(run)
         line, code = work()
     except LeftOut as reason:
         line, code = f"left out: {reason}", 0

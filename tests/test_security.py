@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import environment, folder, guard, launch, slurm, targets
+from llmexp import folder, guard, launch, slurm, targets
 from llmexp.__main__ import run
 from llmexp.config import Config, ConfigError, build, plain
 from llmexp.sweep.main import recordable
@@ -56,15 +57,6 @@ def breaks(event, context):
 
 def lying(command):
     return os.system(command)
-
-
-TOLD = []
-
-
-class Told(Model):
-    def __init__(self, vocab_size: int, text: str):
-        super().__init__(vocab_size)
-        TOLD.append(text)
 
 
 small = functools.partial(Model, 7)
@@ -249,15 +241,6 @@ def test_a_secret_is_found_wherever_it_is(data):
         launch.refuse_secrets({"data": node})
 
 
-def test_concealing_looks_for_the_secrets_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(environment, "secrets", lambda: calls.append(1) or {"$MY_KEY": 'a "long\\value"'})
-    tree = {"x": ['a "long\\value"'] * 50, 'a "long\\value"': (1, None, 'b a "long\\value"')}
-    assert environment.concealed(tree) == {"x": ["<$MY_KEY>"] * 50, "<$MY_KEY>": [1, None, "b <$MY_KEY>"]}
-    assert len(calls) == 1
-    assert environment.redacted(json.dumps(tree)).count("long") == 0
-
-
 def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
     """The reason why a point cannot run repeats the path that was not found."""
     (tmp_path / "train.npy").write_bytes(tokens.read_bytes())
@@ -270,26 +253,6 @@ def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
     assert "${oc.env:CANARY_DATA}/none.npy: no file matches" in (tmp_path / "sweep" / "sweep.json").read_text()
     assert holding(tmp_path / "sweep", "canary-folder", KEY) == []
     assert "canary-folder" not in result.out + result.err
-
-
-def test_variables_are_filled_in_once(home, monkeypatch):
-    """A value that looks like a variable itself is what the part gets."""
-    from llmexp.assemble import assemble
-    from llmexp.building import build_tokenizer, filled
-
-    for name, value in (("LLMEXP_ALLOW", "ownparts"), ("CANARY", "${oc.env:CANARY_NOT_SET}"), ("LONG", "9" * 5000)):
-        monkeypatch.setenv(name, value)
-    model = {"_target_": "ownparts.Told", "vocab_size": None, "text": "${oc.env:CANARY}"}
-    config = build(plain(BASE) | {"model": model})
-    parts = assemble(config, write=False)
-    parts.build_model()
-    assert set(sys.modules["ownparts"].TOLD) == {"${oc.env:CANARY_NOT_SET}"}
-    assert parts.config.model["text"] == "${oc.env:CANARY}"
-    assert build_tokenizer(filled(config))[1]["text"] == "${oc.env:CANARY_NOT_SET}"
-    with pytest.raises(
-        ConfigError, match=r"model.text=\$\{oc.env:LONG\}: the environment variable LONG has 5,000 digits"
-    ):
-        filled(build(plain(BASE) | {"model": model | {"text": "${oc.env:LONG}"}}))
 
 
 def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_path, monkeypatch):
@@ -305,14 +268,6 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
 @pytest.mark.parametrize("key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"])
 def test_names_that_only_sound_like_secrets_are_none(key):
     launch.refuse_secrets({"data": {key: "abc"}})
-
-
-def test_redacted_text_has_names_for_values(monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "long-value")
-    monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
-    monkeypatch.setenv("SHORT_KEY", "ab")
-    text = environment.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
-    assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
 
 
 # What a config may call.
@@ -479,18 +434,6 @@ def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
     assert not (home / "canary").exists()
 
 
-def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
-    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
-    sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
-    colored = {"()": "colorlog.ColoredFormatter", "format": "%(message)s", "log_colors": {"INFO": "${x.text}"}}
-    looked_at({
-        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
-        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
-        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
-        "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
-    })  # fmt: skip
-
-
 @pytest.mark.parametrize("key", ["setup", "additional_parameters", "init", "address"])
 def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}: .* taken from a command line"):
@@ -575,19 +518,6 @@ def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed
         launch.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
 
 
-def test_what_is_typed_for_a_launcher_is_taken(home):
-    typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
-             f"{MORE}.exclusive=true", f"{MORE}.none=null", "hydra.launcher.partition=gpu"]  # fmt: skip
-    with launch.hydra_app(None) as hydra:
-        for _ in range(2):
-            cfg, _ = launch.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
-            point = hydra.config_loader.load_sweep_config(cfg, ["train.seed=1"])
-    assert cfg.hydra.launcher == point.hydra.launcher
-    assert cfg.hydra.launcher.setup == ["module load cuda", 'echo "a, b"']
-    wanted = {"constraint": "h100", "a": {"b": [1, {}]}, "exclusive": True, "none": None}
-    assert cfg.hydra.launcher.additional_parameters == wanted
-
-
 @pytest.mark.parametrize("key", ["partition", "account", "qos"])
 def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
@@ -609,14 +539,76 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
     assert not (home / "canary").exists()
 
 
-def test_the_recorder_of_the_proofs_is_our_own_hook_and_nothing_else_of_them(monkeypatch):
-    monkeypatch.delenv("LLMEXP_ALLOW", raising=False)
-    assert targets.locate("hooks", "llmexp.verify.record.record").__name__ == "record"
-    for name in ("record.Path", "record.Config", "record.json.dumps", "command.run"):
-        with pytest.raises(ConfigError, match=r"outside the allowed|no module llmexp\.verify\.record\.json"):
-            targets.locate("hooks", f"llmexp.verify.{name}")
-    with pytest.raises(ConfigError, match="outside the allowed"):
-        targets.locate("model._target_", "llmexp.verify.record.record")
+# Run folders of others.
+
+CONFIGS = {
+    "python tags": ("x: !!python/object/apply:os.system ['touch canary']", "cannot be read"),
+    "aliases without an end": ("\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [
+        f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]" for p, n in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+    ]), "more than 10,000 values"),
+    "binary": ("\x00\x01", "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_the_config_of_another_runs_nothing_and_takes_no_time(home, capsys, what):
+    (home / "run").mkdir()
+    text, says = CONFIGS[what]
+    (home / "run" / "config.yaml").write_text(text)
+    for command in (["sample", "run"], ["resume", "run"], ["compare", "run"], ["runs", "run"]):
+        (home / "run" / "run.json").write_text("{}")
+        code = run(command)
+        out, err = capsys.readouterr()
+        assert code == 2 or command[0] in ("compare", "runs"), out
+        assert "Traceback" not in err
+        assert says in err or command[0] in ("compare", "runs"), err
+        assert not (home / "canary").exists()
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A sweep of one run."""
+    cwd = tmp_path_factory.mktemp("swept")
+    result = llmexp(
+        "train", "-m", *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.log_every=1",
+        "train.eval_tokens=500", "train.seed=1", "hydra.sweep.dir=sweep", cwd=cwd,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    return cwd / "sweep"
+
+
+STRANGE = {
+    "metrics.jsonl": (os.mkfifo, "a pipe or a device"),
+    "logs": (lambda path: path.symlink_to(path.resolve().parents[2]), "a link"),
+    "checkpoints/step_00000003/state.pt": (lambda path: path.symlink_to("/dev/zero"), "a link"),
+}
+
+
+@pytest.mark.parametrize("place", STRANGE)
+def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(swept, tmp_path, monkeypatch, capfd, place):
+    """By each command that opens one, before anything is written; wandb keeps links of its own."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(swept, "sweep")
+    point = Path("sweep/0-point")
+    (point / "wandb").mkdir()
+    (point / "wandb" / "latest-run").symlink_to("nowhere")
+    folder.check_plain(Path("sweep"))
+    make, kind = STRANGE[place]
+    (point / place).unlink(missing_ok=True)
+    make(point / place)
+    before = sorted(str(p) for p in Path("sweep").rglob("*"))
+    says = f"{point / place}: is {kind}; the folder of a run or a sweep holds plain files and folders only"
+    commands = [["resume", str(point)], ["resume", "sweep"], ["sample", str(point)], ["compare", "sweep"],
+                ["sync", "--dry-run", "sweep"]]  # fmt: skip
+    if place == "metrics.jsonl":  # these take longer
+        base = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.seed=1"]
+        commands += [["train", "-m", *base, "sweep.resume=sweep"], ["train", *base, f"hydra.run.dir={point}"]]
+    for command in commands:
+        assert run(command) == (1 if command[0] == "sync" else 2), command
+        out, err = capfd.readouterr()
+        assert says in out + err, (command, out, err)
+        assert "Traceback" not in err
+    assert sorted(str(p) for p in Path("sweep").rglob("*")) == before
 
 
 # Names.

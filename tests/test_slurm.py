@@ -198,11 +198,8 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
 def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     """A failed run shows as FAILED in Slurm. A job warned of its time limit comes back. The waiting command may go and
     come again. What scancel ended stays out, and the command ends too, without a database of ended jobs. What jobs load
-    is in folders that were made for them, not in one that a stranger has put there."""
-    theirs = work / "theirs"
-    for made in (theirs, work / "sweep"):
-        made.mkdir()
-    (work / "sweep" / "slurm").symlink_to(theirs)
+    is in folders that were made for them, not in one that was there before."""
+    (work / "sweep" / "slurm").mkdir(parents=True)
     sweep = ["train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW, "hooks=[slow.slow],[slow.bad]",
              "hydra.sweep.dir=sweep", "train.max_steps=2000"]  # fmt: skip
     good, bad = (work / "sweep" / name for name in ("0-hooks__slow.slow", "1-hooks__slow.bad"))
@@ -238,7 +235,7 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert "0 hooks=[slow.slow]  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")
-    assert list(theirs.iterdir()) == []
+    assert list((work / "sweep" / "slurm").iterdir()) == []
     assert all(any((work / "sweep" / name).glob("*_submitted.pkl")) for name in ("slurm-2", "slurm-3"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ import pytest
 
 from llmexp import folder, slurm
 from llmexp.config import ConfigError
-from llmexp.sweep import launchers, local
+from llmexp.sweep import launchers, local, show
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Job, Stopped, run_all, settle
 from llmexp.sweep.main import conclude
@@ -107,9 +107,8 @@ def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
 
 
 def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
-    """A pipe is in the place of what its processes print."""
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / local.STDERR)
+    """A folder is in the place of what its processes print."""
+    (tmp_path / "run" / local.STDERR).mkdir(parents=True)
     over = []
     run_all(
         [Job(tmp_path / "run", 1)], [], Stopped(), max_parallel=None, devices_per_run=None, stop_on_failure=False,
@@ -117,7 +116,41 @@ def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
     )  # fmt: skip
     status = folder.read_status(tmp_path / "run")
     assert (len(over), status["state"], status["exit_code"]) == (1, "failed", 2)
-    assert "is a link or a pipe" in status["error"]
+    assert "Is a directory" in status["error"]
+
+
+FACTS = ["{", "[1]", "[" * 200_000, '{"max_steps": "x"}', '{"max_steps": true}', "{}"]
+WRONG = ['"x"', "[1]", "{}", "NaN", "Infinity", "1e309", "true", "null", "-1e308", "9" * 400]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[w[:9] for w in WRONG])
+def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong):
+    """Nor does the live table of a terminal, which shows what failed in an earlier command too."""
+    states = ("queued", "running", "finished", "failed", "preempted", "infeasible")
+    entries = [Entry(n, "x", f"{n}-x", None, [], state=s) for n, s in enumerate([*states, *states, "finished"])]
+    ledger = Ledger(tmp_path, "s", "g", "local", [], [], points=entries)
+    figures = ("final val/loss", "final train/loss", "latest val/loss", "mean tokens_per_sec")
+    for n, entry in enumerate(entries):
+        path = tmp_path / entry.folder
+        path.mkdir()
+        (path / "config.yaml").write_text("name: x\n")
+        (path / "run.json").write_text(FACTS[n % len(FACTS)])
+        summary = wrong if n % 2 else "{" + ", ".join(f'"{name}": {wrong}' for name in figures) + "}"
+        more = f'"summary": {summary}, "started": {wrong}, "ended": {wrong}, "exit_code": {wrong}, "error": {wrong}'
+        (path / "status.json").write_text(f'{{"state": "{entry.state}", {more}}}' if n < 12 else "[" * 200_000)
+        row = f'{{"step": 3, "train/loss": {wrong}, "tokens_per_sec": {wrong}, "eta": {wrong}}}'
+        (path / "metrics.jsonl").write_text((row if n % 3 else "[" * 9_000) + "\n")
+    display = show.Display(ledger)
+    ledger.save()
+    for look in (False, True):
+        for entry in entries:
+            if look:
+                ledger.look(entry, alive=True)
+            assert show.told(entry, ledger).startswith(f"{entry.number} ")
+        assert "\n1 " in str(display._table())
+        assert "\n1 " in show.results_table(ledger)
+    display.tick()
+    json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from llmexp import folder
 from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
+from llmexp.config import ConfigError
 
 LEDGER, LEDGER_FORMAT = "sweep.json", 1
 STATES = ("queued", "running", "finished", "failed", "preempted")
@@ -76,6 +77,11 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], 
             where = match.parent if match.name in _FILES and match.is_file() else match
             for run in _under(where, DEPTH):
                 runs += 1
+                try:
+                    folder.check_plain(run)
+                except ConfigError as error:
+                    problems.append(f"{clean(error)}; this run is left out")
+                    continue
                 parent = run.resolve().parent
                 if parent not in sweeps:
                     sweeps[parent] = _sweep(run.parent, problems)
@@ -244,7 +250,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     """An object of a JSON file with its texts cleaned; empty, and said, where there is none."""
     try:
-        tree = _cleaned(json.loads(folder.content(path).decode()))
+        tree = _cleaned(json.loads(path.read_bytes().decode()))
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}
@@ -268,7 +274,7 @@ def _cleaned(value: Any) -> Any:
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     """config.yaml with dotted keys; empty, and said, where there is none."""
     try:
-        tree = yaml.load(folder.content(path).decode(), Loader=_LOADER)  # a safe loader: plain values only
+        tree = yaml.load(path.read_bytes().decode(), Loader=_LOADER)  # a safe loader: plain values only
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}

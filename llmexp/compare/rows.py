@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from llmexp import folder
-
 # A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else is parsed as JSON.
 _NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _ROW = re.compile(rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?")
@@ -33,7 +31,7 @@ class Columns(dict[str, np.ndarray]):
         self.problems: tuple[str, ...] = ()
         text = b""
         try:
-            text = folder.content(path)
+            text = path.read_bytes()
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -51,7 +49,7 @@ class Columns(dict[str, np.ndarray]):
         if not self._whole:
             self._whole = True
             try:
-                columns, self.problems = _parse(self._path, folder.content(self._path))
+                columns, self.problems = _parse(self._path, self._path.read_bytes())
             except OSError:  # removed in the meantime
                 columns = {}
             rows = len(super().__getitem__("step"))  # a running run may have written more since then

@@ -206,9 +206,9 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
 def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
     """The checkpoints that are not needed, with their size on disk; removed with `yes`, what cannot be goes into
     `failed`. The caller holds the lock."""
-    if where.is_symlink() or not where.is_dir():
+    if not where.is_dir():
         return
-    steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir() and not p.is_symlink()]
+    steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
     steps.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
     if len(steps) < 2:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -45,7 +44,7 @@ class Console:
         if log_path is not None:
             try:
                 # Unbuffered: what could not be written must not come back as an error at a later line.
-                self._log = open(log_path, "ab", buffering=0, opener=_open_own)  # noqa: SIM115
+                self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
             except OSError as error:
                 self.failure = error
 
@@ -251,16 +250,6 @@ def _loss(value: float) -> str:
 
 def _epoch(value: float) -> str:
     return f"{value:.4f}" if 0 < value < 0.1 else f"{value:.2f}"
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Not through a link, nor a pipe that nobody reads: the folder of the log may be a stranger's. Raises OSError."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            error.strerror = "it is a link" if error.errno == errno.ELOOP else "it is a pipe"
-        raise
 
 
 def _is_live_terminal(stream: TextIO | None) -> bool:

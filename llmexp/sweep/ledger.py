@@ -108,7 +108,7 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 def figure(value: Any) -> float | None:
-    """A finite number, or None: what is in a run's files may be damaged, or a stranger's."""
+    """A finite number, or None: what is in a run's files may be damaged."""
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     return value if fits else None
 
@@ -181,7 +181,7 @@ def runs_in(path: Path) -> list[Path]:
     """The folders of a sweep's runs: <number>-<label>."""
     if not path.is_dir():
         return []
-    return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and not p.is_symlink() and folder.is_run(p)]
+    return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and folder.is_run(p)]
 
 
 def _entry(where: Path, index: int, given: Any) -> Entry:

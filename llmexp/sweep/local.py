@@ -134,7 +134,7 @@ def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[byte
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if slots > 1 and not devices:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)))
-    with folder.opened(job.path / STDERR, "ab") as errors:
+    with open(job.path / STDERR, "ab") as errors:
         return start_worker(
             str(job.path),
             stdin=subprocess.DEVNULL,

@@ -261,6 +261,8 @@ def open_ledger(current: Current) -> Ledger:
     if resumed and not os.access(current.where, os.W_OK | os.X_OK):
         text = "this folder cannot be written; copy the sweep to one that can, with all its runs, and go on there"
         raise refuse("sweep.resume", current.where, text, "/tmp/sweep")
+    if resumed:
+        folder.check_plain(current.where)
     # Two of one second get two folders.
     path = current.where if resumed else folder.claim(current.where, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))

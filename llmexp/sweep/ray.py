@@ -54,7 +54,7 @@ def train(path: str, environment: dict[str, str]) -> int:
         folder.is_locked(Path(path)) and time.monotonic() < deadline
     ):  # this task was here before, and is still saving
         time.sleep(0.1)
-    with folder.opened(Path(path) / STDERR, "ab") as errors:
+    with open(Path(path) / STDERR, "ab") as errors:
         child = start_worker(
             path,
             stdin=subprocess.DEVNULL,

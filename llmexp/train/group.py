@@ -170,12 +170,12 @@ def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> s
     since, own = time.time(), path / "logs" / "waiting" / str(joined.rank)
     with contextlib.suppress(ConfigError, OSError, ValueError):
         own.parent.mkdir(parents=True, exist_ok=True)
-        with folder.opened(own, "w") as f:
+        with open(own, "w") as f:
             f.write(socket.gethostname())
         time.sleep(REPORT_S)
         oldest = own.stat().st_mtime - 3 * REPORT_S  # by the clock of the file system
         there = [p for p in own.parent.iterdir() if p.stat().st_mtime > oldest]
-        waited = {int(p.name): folder.content(p).decode() for p in there}
+        waited = {int(p.name): p.read_text() for p in there}
         known = {r["rank"] for r in _reports(path) if r["time"] > since - 3 * REPORT_S}
         absent = sorted(set(range(joined.world_size)) - waited.keys() - known)
         which = ", ".join(map(str, absent))

@@ -64,10 +64,12 @@ def main(argument: str) -> int:
             if not fresh and is_finished(path):
                 return DONE
             if not fresh:
-                before = {name: folder.content(path / name) for name in REWRITTEN if (path / name).is_file()}
+                before = {name: (path / name).read_bytes() for name in REWRITTEN if (path / name).is_file()}
                 origins = provenance.folders(path)
         else:
             path = Path(argument)
+            if os.environ.get("RANK", "0") == "0":  # once is enough
+                folder.check_plain(path)
             if is_finished(path):
                 return DONE
             parts = assemble(folder.built_config(path), write=True, tried=True)
@@ -131,6 +133,8 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     """The run's folder, made now, or found with a run to go on with: (path, is new). Raises ConfigError."""
     wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
     there = request["fixed"] and folder.is_run(wanted)
+    if there:
+        folder.check_plain(wanted)
     if there and mode == "never":
         state = folder.read_status(wanted).get("state", "unknown")
         raise ConfigError(
@@ -228,7 +232,7 @@ def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     text, trace = redacted(text), redacted(trace)
     message = text if code == REFUSED else f"training failed: {text}; {folder.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
-    with contextlib.suppress(OSError, ConfigError), folder.opened(path / folder.LOG, "a", encoding="utf-8") as log:
+    with contextlib.suppress(OSError, ConfigError), open(path / folder.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
         # Of several ranks the first one names the cause.

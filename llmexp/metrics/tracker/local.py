@@ -154,8 +154,6 @@ def read_position(run_dir: Path) -> Position | None:
     """None where there is no position that can be read: the worst that follows is a row twice in an offline mirror."""
     path = run_dir / POSITION_FILE
     with contextlib.suppress(OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
-        if not path.is_file():  # the folder may be a stranger's, and a pipe or a device has no end
-            return None
         saved = json.loads(path.read_text(encoding="utf-8"))
         uploaded = saved.get("uploaded") if isinstance(saved, dict) else None
         run_id = saved["run_id"]
