@@ -270,6 +270,14 @@ def test_names_that_only_sound_like_secrets_are_none(key):
     launch.refuse_secrets({"data": {key: "abc"}})
 
 
+def test_redacted_text_has_names_for_values(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "long-value")
+    monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
+    monkeypatch.setenv("SHORT_KEY", "ab")
+    text = environment.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
+    assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
+
+
 # What a config may call.
 
 
@@ -434,6 +442,18 @@ def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
     assert not (home / "canary").exists()
 
 
+def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
+    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+    sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
+    colored = {"()": "colorlog.ColoredFormatter", "format": "%(message)s", "log_colors": {"INFO": "${x.text}"}}
+    looked_at({
+        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
+        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
+        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
+        "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("key", ["setup", "additional_parameters", "init", "address"])
 def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}: .* taken from a command line"):
@@ -516,6 +536,19 @@ def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed
     (home / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
     with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
         launch.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
+
+
+def test_what_is_typed_for_a_launcher_is_taken(home):
+    typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
+             f"{MORE}.exclusive=true", f"{MORE}.none=null", "hydra.launcher.partition=gpu"]  # fmt: skip
+    with launch.hydra_app(None) as hydra:
+        for _ in range(2):
+            cfg, _ = launch.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
+            point = hydra.config_loader.load_sweep_config(cfg, ["train.seed=1"])
+    assert cfg.hydra.launcher == point.hydra.launcher
+    assert cfg.hydra.launcher.setup == ["module load cuda", 'echo "a, b"']
+    wanted = {"constraint": "h100", "a": {"b": [1, {}]}, "exclusive": True, "none": None}
+    assert cfg.hydra.launcher.additional_parameters == wanted
 
 
 @pytest.mark.parametrize("key", ["partition", "account", "qos"])
