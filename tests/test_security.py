@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import folder, guard, launch, slurm, targets
+from llmexp import environment, folder, guard, launch, slurm, targets
 from llmexp.__main__ import run
 from llmexp.config import Config, ConfigError, build, plain
 from llmexp.sweep.main import recordable
