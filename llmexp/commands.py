@@ -92,7 +92,7 @@ def resume(arguments: list[str]) -> int:
 
 def plan(arguments: list[str]) -> int:
     """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
-    from llmexp import flags, folder, launch
+    from llmexp import flags, folder, launch, origin
     from llmexp.sweep.main import settings_of
     from llmexp.sweep.planning import plan_sweep
     from llmexp.sweep.points import duplicates, expand, is_grid, load_points
@@ -102,6 +102,7 @@ def plan(arguments: list[str]) -> int:
         return flags.answer(args)
     with launch.hydra_app(args.config_dir) as hydra:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
+        origin.refuse_unused(args.overrides, multirun)
         if multirun and not is_grid(cfg):
             raise ConfigError(
                 "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be planned"

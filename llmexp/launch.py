@@ -42,7 +42,7 @@ from llmexp.guard import (
     variables_kept,
 )
 from llmexp.hints import CONFIG_NAME, in_words
-from llmexp.origin import refuse_dead, refuse_unplaced
+from llmexp.origin import refuse_dead, refuse_unplaced, refuse_unused
 from llmexp.process import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
 from llmexp.run import replace_budgets
 
@@ -336,6 +336,7 @@ def train(arguments: list[str]) -> int:
 
         with hydra_app(args.config_dir) as hydra:
             cfg, multirun = compose(hydra, args.overrides, args.multirun)
+            refuse_unused(args.overrides, multirun)
             if multirun:
                 if args.queue:
                     raise ConfigError("--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm")

@@ -59,20 +59,55 @@ def option(loader: Any, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_dead(cfg: DictConfig, config: Config) -> None:
-    """Raises ConfigError for a knob that is set to a value of its own where it does nothing."""
+    """Raises ConfigError for a knob that does nothing where it is set: on the command line to any value but null, in a
+    file to a value of its own."""
     flat = flatten(plain(config))
+    given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
     for key, (why, instead) in dead(flat).items():
-        if not is_default(cfg, key, flat):
-            file = origin(cfg, key)
+        if flat[key] is not None and (key in given or not is_default(cfg, key, flat)):
+            file = None if key in given else origin(cfg, key)
             out = f"it is set in {file}: take it out with ~{key}" if file else "leave it out"
             raise refuse(key, flat[key], f"{why}; {out}, or {instead}")
+
+
+# What acts in a sweep only, and what acts in a single run only, with what to do instead.
+SWEEP_ONLY = ("sweep.", "hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.")
+RUN_ONLY = {
+    "hydra.run.dir": "names the folder of a single run; that of a sweep is hydra.sweep.dir={value}",
+    "train.stop_step": "does nothing in a sweep, whose points train to their end; leave it out, or for shorter points "
+    "give train.max_steps={value}",
+}
+
+
+def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
+    """Raises ConfigError for an override of the command line that acts in a sweep only, or in a single run only."""
+    if any(o.lstrip("+").startswith("sweep.resume=") for o in overrides) and multirun:
+        return  # its command was accepted when it began
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if not multirun and key.startswith(SWEEP_ONLY):
+            raise refuse(
+                key, value, "does nothing without -m, which makes the command a sweep; add -m, or leave it out"
+            )
+        if multirun and key in RUN_ONLY and value != "null":
+            raise refuse(key, value, RUN_ONLY[key].format(value=value.partition(",")[0]))
+
+
+def typed_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of overrides; those of a value that is a whole section one by one."""
+    found = set()
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        section = OverridesParser.create().parse_override(override).value() if value[:1] == "{" else None
+        found |= set(flatten({key: section})) if isinstance(section, dict) else {key}
+    return found
 
 
 def refuse_given(config: Config, given: Sequence[str]) -> None:
     """The same for keys of a command line that changes a run's own config."""
     flat = flatten(plain(config))
     for key, (why, instead) in dead(flat).items():
-        if key in given and flat[key] not in (None, fields().get(key, {}).get("default")):
+        if key in given and flat[key] is not None:
             raise refuse(key, flat[key], f"{why}; leave it out, or {instead}")
 
 

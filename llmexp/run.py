@@ -322,6 +322,10 @@ def solve(config: Config, facts: Facts, warmup_updates: Any, versions: dict[str,
     if real > train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
     budget = solve_budget(config.train, real, length, train_sequences)
+    for name in ("profile_start", "stop_step"):
+        if (step := getattr(config.train, name)) is not None and step > budget.max_steps:
+            text = f"is past the end of the run, which is {budget.max_steps} optimizer steps; leave it out"
+            raise refuse(f"train.{name}", step, text, budget.max_steps)
     eval_tokens = config.train.eval_tokens
     tokens = budget.total_sequences * length
     return Run(

@@ -47,6 +47,8 @@ def home(tmp_path, monkeypatch) -> Path:
     (work / "own" / "experiment").mkdir(parents=True)
     clipped = "# @package _global_\ndefaults:\n  - override /clip: none\nclip:\n  max_norm: 0.5\n"
     (work / "own" / "experiment" / "clipped.yaml").write_text(clipped)
+    both = "# @package _global_\nsweep: {halving: 0.5}\ntrain: {stop_step: 5}\nhydra: {run: {dir: here}}\n"
+    (work / "own" / "experiment" / "swept.yaml").write_text(both)
     (work / "own" / "experiment" / "nowhere.yaml").write_text("train:\n  max_steps: 5\n")
     return tmp_path
 
@@ -132,6 +134,17 @@ BAD = [
     ("train.sample_every=5", "does nothing without train.sample_tokens", "leave it out"),
     ("train.tail=drop", "train.tail=drop: does nothing without train.max_epochs or train.max_tokens", "leave it out"),
     ("schedule.warmup_steps=2 schedule.warmup_ratio=0.1", "does nothing beside schedule.warmup_steps=2", "leave"),
+    ("schedule.warmup_steps=2 schedule.warmup_ratio=0.05", "schedule.warmup_ratio=0.05: does nothing beside", "leave"),
+    ("train.profile_steps=3", "train.profile_steps=3: does nothing without train.profile_start", "leave it out"),
+    ("clip={kind:none,max_norm:2}", "clip.max_norm=2.0: does nothing with clip=none", "leave it out"),
+    # what acts in a sweep only, or in a single run only
+    ("sweep.halving=0.5", "sweep.halving=0.5: does nothing without -m", "add -m"),
+    ("hydra/launcher=slurm", "hydra/launcher=slurm: does nothing without -m", "add -m"),
+    ("hydra.sweep.dir=x", "hydra.sweep.dir=x: does nothing without -m", "add -m"),
+    ("-m hydra.run.dir=x", "hydra.run.dir=x: names the folder of a single run", "hydra.sweep.dir=x"),
+    ("-m train.stop_step=2", "train.stop_step=2: does nothing in a sweep", "train.max_steps=2"),
+    ("train.max_steps=5 train.stop_step=6", "train.stop_step=6: is past the end of the run", "leave it out"),
+    ("train.max_steps=5 train.profile_start=6", "train.profile_start=6: is past the end of", "train.profile_start=5"),
     ("schedule=constant schedule.end_ratio=0", "schedule=constant has no such knob", "cosine, linear, wsd"),
     ("data=text data.train_files=good.txt data.val_files=good.txt data.val_ratio=0.3",
      "data.val_ratio=0.3: does nothing beside data.val_files=good.txt", "leave it out"),
@@ -200,12 +213,13 @@ def test_plan_refuses(capsys, home, overrides, key, valid):
 
 LEFT = ["clip.kind=none", "schedule.warmup_steps=2", "tracker.name=x", "optimizer=sgd optimizer.momentum=0",
         "data=text data.train_files=good.txt data.val_files=good.txt",
-        "train.max_tokens=1000 train.tail=drop"]  # fmt: skip
+        "train.max_tokens=1000 train.tail=drop", "schedule.warmup_steps=2 schedule.warmup_ratio=null",
+        "--config-dir own experiment=swept", "-m --config-dir own experiment=swept train.seed=1,2"]  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", LEFT)
 def test_a_default_that_does_nothing_is_not_refused(home, overrides):
-    """Nobody asked for the option's own limit, ratio or seed."""
+    """Nobody asked for the option's own limit, ratio or seed, or for what a file has for a sweep or for a run."""
     base = [o for o in SYNTHETIC if not ("data=" in overrides and o.startswith("data"))]
     assert run(["plan", *base, *overrides.split()]) == 0
 

@@ -51,6 +51,7 @@ def run(arguments: list[str]) -> int:
         cfg, multirun = launch.compose(hydra, args.overrides, args.multirun)
         if multirun:
             raise ConfigError("verify: takes one config, not a sweep; leave out -m")
+        launch.refuse_unused(args.overrides, multirun)
         config, wanted = launch.typed(cfg), launch.chosen_folder(cfg, "hydra.run.dir")
     launch.refuse_secrets(args.overrides, "the command line")
     folder.check_writable(wanted)
