@@ -150,12 +150,26 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what clipping without a limit amounts to: no clipping."""
+    kind = flat.get("clip.kind")
+    return {"clip.kind": "none"} if kind != "none" and flat.get(f"clip.max_{kind}", 0) is None else {}
+
+
+def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rule for the rate amounts to where the real batch is its reference: no rule."""
+    real, reference = flat.get("batch.real_batch_size"), flat.get("optimizer.reference_batch")
+    rule = flat.get("optimizer.lr_rule", "none") != "none"
+    return {"optimizer.lr_rule": "none"} if rule and real is not None and real == reference else {}
+
+
 def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
     """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs.
 
     A knob that the config does not list, such as that of an older run, has its default.
     """
     flat = {**defaults(), **flat}
+    flat = {**flat, **_unlimited(flat), **_unscaled(flat)}
     without = {*dead(flat), *(key for key, (holds, _) in SOMETIMES.items() if not holds(flat))}
     if not flat.get("hooks"):  # nobody else reads the section user
         without |= {key for key in flat if key.startswith("user.")}

@@ -298,6 +298,9 @@ SWEEPS = [
     (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: train.sed:", "Did you mean train.seed?"),
     (["train.seed=1,x"], "1-seed_x: train.seed=x", "whole number"),
     (["train.seed=1,2", "hydra.sweep.subdir=same"], "1-seed_2: hydra.sweep.subdir: resolves to the same", "as 0-"),
+    (["clip.kind=norm,none", "clip.max_norm=null"], "1-kind_none: resolves to the same config as 0-kind_norm", "can"),
+    (["optimizer.lr_rule=sqrt,linear", "optimizer.reference_batch=8", "batch.micro_batch_size=8,16"],
+     "2-lr_rule_linear+micro_batch_size_8: resolves to the same config as 0-lr_rule_sqrt+micro_batch_size_8", "cannot"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
 ]  # fmt: skip
 

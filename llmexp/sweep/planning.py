@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llmexp import budgets
-from llmexp.config import ConfigError, Sweep
+from llmexp.config import ConfigError, Sweep, plain
 from llmexp.environment import redacted
 from llmexp.labels import plural
 from llmexp.run import BUDGETS
-from llmexp.sweep.points import Point, Refused, reasons
+from llmexp.sweep.ledger import identity
+from llmexp.sweep.points import Point, Refused, duplicates, reasons
 from llmexp.sweep.progress import counted
 from llmexp.sweep.show import fitted, naming, table, width_of
 
@@ -33,22 +34,27 @@ def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arg
     from llmexp.assemble import assemble
     from llmexp.building import Shared
 
-    shared, feasible, figures = Shared(), list[Point](), list[dict[str, str]]()
-    spent = []
+    shared, solved = Shared(), list[Point]()
+    found: dict[str, tuple[Point, dict[str, str], budgets.Spent]] = {}
+    identities = []
     for point in counted("planning", points):
         try:
-            run = assemble(point.config, write=False, shared=shared).run
+            parts = assemble(point.config, write=False, shared=shared)
         except ConfigError as error:
             refused.append(point.refused(str(error)))
             continue
+        run = parts.run
         sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
         counts = (run.sequence_length, run.max_steps, run.max_tokens)
-        feasible.append(point)
-        figures.append(
-            dict(zip(COLUMNS, [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"], strict=True))
-        )
-        spent.append(budgets.Spent(point.values, run.max_tokens, run.max_steps))
-    if feasible:
+        row = dict(zip(COLUMNS, [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"], strict=True))
+        found[point.name] = point, row, budgets.Spent(point.values, run.max_tokens, run.max_steps)
+        solved.append(point)
+        identities.append(identity(plain(parts.config)))
+    for same in duplicates(solved, identities):
+        refused.append(same)
+        del found[same.name]
+    if found:
+        feasible, figures, spent = zip(*found.values(), strict=True)
         print_points(feasible, figures, settings.twins)
         warn(spent, settings, arguments)
     for line in reasons(refused):
