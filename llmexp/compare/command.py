@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
 
 
 def columns() -> int:
-    """Of the terminal; COLUMNS goes before, and 120 where there is none."""
+    """Return the width of the terminal; COLUMNS goes before, and 120 where there is none."""
     return max(20, shutil.get_terminal_size((120, 24)).columns)
 
 

@@ -50,7 +50,7 @@ def smooth(y: np.ndarray, share: float) -> np.ndarray:
 
 
 def downsample(y: np.ndarray, limit: int) -> np.ndarray:
-    """Where to read a curve so that it looks as before: ascending indices of at most `limit` (>= 4) known values.
+    """Return ascending indices of at most `limit` (>= 4) known values with which a curve looks as before.
 
     The known values are cut into runs of equal length; of each its lowest and its highest value stay, and the first
     and the last value of all. So every spike stays visible, at the place where it was. What is not finite is left out.

@@ -45,7 +45,7 @@ _SUMMARY = {  # figure: its name in the summary, its name in a row
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
     return float(value)
@@ -84,6 +84,15 @@ def figure(entry: Entry, column: Column) -> str:
     return "" if value is None else with_interval(value, half_width(entry, column), column.digits)
 
 
+def difference(entry: Entry) -> str:
+    """Return the difference to the leading entry, with its interval where seeds give one."""
+    s = entry.standing
+    if s.difference is None:
+        return ""
+    size = f"{s.difference:+,.0f}" if abs(s.difference) >= 100 else f"{s.difference:+.2g}"
+    return size + (f" ± {s.half:.2g}" if s.half is not None else "")
+
+
 def half_width(entry: Entry, column: Column) -> float | None:
     """Return the half width of a loss's interval over seeds; None where there is none, as of rates and times."""
     low, high = entry.intervals.get(column.key, (0.0, 0.0)) if column.key in LOSSES else (0.0, 0.0)
@@ -91,7 +100,7 @@ def half_width(entry: Entry, column: Column) -> float | None:
 
 
 def positions(record: Record, align: str) -> np.ndarray:
-    """Where each row stands: target tokens, steps, or seconds of training. Empty where that is not known."""
+    """Return the position of each row in target tokens, steps, or seconds of training; empty where not known."""
     if align == "time":
         seconds = elapsed(record.columns)
         return np.zeros(0) if seconds is None else seconds
@@ -104,19 +113,19 @@ def rows_until(where: np.ndarray, at: float) -> int:
 
 
 def counts(record: Record) -> bool:
-    """Whether the run has a say in how far all have come: it neither broke off nor was left out nor lost its rows."""
+    """Tell whether the run has a say in how far all have come: not broken off, left out or short of rows."""
     return record.state not in DEAD and record.rung is None and not record.lost and len(record.columns["step"]) > 0
 
 
 def common_position(records: Sequence[Record], align: str) -> tuple[float, Record] | None:
-    """The last position that all runs that count have reached, and the run that came no further."""
+    """Return the last position that all runs that count have reached, and the run that came no further."""
     ends = [(float(np.nanmax(x)), r) for r in records if counts(r) and len(x := positions(r, align)) and x[-1] > 0]
     return min(ends, key=lambda end: end[0], default=None)
 
 
 def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
-    """Everything known of the run. Losses are those at or before the position `at`, never interpolated; a run that has
-    not come so far has no `val/loss`."""
+    """Return all figures known of the run. Losses are those at or before the position `at`, never interpolated; a run
+    that has not come so far has no `val/loss`."""
     found: dict[str, float | None] = {}
     columns, place = record.columns, positions(record, align)
     upto = len(columns["step"])
@@ -154,5 +163,5 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
 
 
 def _at_hand(columns: dict[str, np.ndarray]) -> list[str]:
-    """Keys that can be had without reading the whole file, which holds all losses in the usual form."""
+    """Return the keys that can be had without reading the whole file, which holds all losses in the usual form."""
     return list(dict.keys(columns))

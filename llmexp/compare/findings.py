@@ -1,4 +1,4 @@
-"""What can be found out about the runs that take part: budgets, who leads, verdicts, what rounding makes, effects."""
+"""Find out what can be said of the runs that take part: budgets, who leads, verdicts, what rounding makes, effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmexp.compare.settings import TWIN
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found out about the entries that take part."""
+    """The findings on the entries that take part."""
 
     metric: Column
     ranked: tuple[Entry, ...]  # those with the metric, the leading one first; none where no order has a meaning
@@ -41,7 +41,7 @@ class Findings:
 
     @property
     def comparable(self) -> bool:
-        """Whether all that take part have one budget and one validation text."""
+        """Tell whether all that take part have one budget and one validation text."""
         return len(self.budgets) < 2 and self.tasks < 2
 
 

@@ -1,4 +1,4 @@
-"""How two settings differ, and what may be said of it. Seeds are the only witnesses for settings."""
+"""Judge how two settings differ, and what may be said of it. Seeds are the only witnesses for settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = 3  # seeds that a setting needs before a spread can be estimated
 
 
 class Verdict(StrEnum):
-    """What is known of a setting beside the leading one."""
+    """The knowledge of a setting beside the leading one."""
 
     WORSE = "worse"  # seeds show it
     BETTER = "better"  # seeds show it, though its mean, over other seeds, is not
@@ -60,7 +60,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding makes of one computation: the spread of a figure over runs that differ in nothing else."""
+    """The effect of rounding on one computation: the spread of a figure over runs that differ in nothing else."""
 
     size: float  # largest difference between two runs of one computation and one seed
     spread: float  # standard deviation of the difference of two such runs
@@ -154,7 +154,7 @@ def floor_of(entries: Sequence[Entry], metric: str, left_out: Mapping[int, str])
 
 @dataclass(frozen=True)
 class Effect:
-    """What one key does, averaged over the other keys."""
+    """The effect of one key, averaged over the other keys."""
 
     key: str
     a: str  # its values as text, the better one first

@@ -1,4 +1,4 @@
-"""What must be known beside the result of a comparison (notes), and what it rests on (why)."""
+"""Say what must be known beside the result of a comparison (notes), and what it rests on (why)."""
 
 from __future__ import annotations
 

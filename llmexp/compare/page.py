@@ -1,4 +1,4 @@
-"""The comparison as an HTML page that asks the network for nothing."""
+"""Write the comparison as an HTML page that asks the network for nothing."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ def page(comparison: Comparison, inline: bool = True) -> str:
         _section("settings", "Over the settings", f'<div class="grid">{drawn}</div>' if drawn else ""),
         _section("table", "Runs", pagetables.run_table(comparison)),
         _folded("other-curves", "Other curves", _figure(more) if more else ""),
-        _folded("clip", "Gradient clipping", pagetables.clip_tables(comparison)),
+        _folded("clip", "Gradient clipping", pagetables.clip_table(comparison)),
         _folded("noise", "Gradient noise scale", pagetables.noise_table(comparison)),
-        _folded("config", "Configuration", pagetables.config_table(comparison)),
-        _folded("environment", "Environment", pagetables.environment_table(comparison)),
         _section("problems", "Problems", _list(comparison.problems)),
     ]  # fmt: skip
     title = escape(_title(comparison))
@@ -112,7 +110,7 @@ def _about(comparison: Comparison) -> str:
 
 
 def _answer(comparison: Comparison) -> str:
-    """What the comparison says: the result, what must be known beside it, and folded what both rest on."""
+    """Return the words of the comparison: the result, what must be known beside it, and folded what both rest on."""
     if not comparison.sentences:
         return ""
     beside, below = ("".join(f"<p>{escape(t)}</p>\n" for t in lines) for lines in (comparison.notes, comparison.why))

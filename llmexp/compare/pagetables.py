@@ -1,28 +1,21 @@
-"""The tables of the page as HTML. Whatever comes from a run is escaped."""
+"""Make the tables of the page as HTML. Whatever comes from a run is escaped."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from llmexp.compare.figures import figure, shown, with_interval
+from llmexp.compare.figures import difference, figure, number, shown
 from llmexp.compare.plotting import looks
 from llmexp.compare.records import Column, Comparison, Entry, Record
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
 
-# Of run.json: what tells one machine and installation from another. `versions` holds one entry a package.
-FACTS = (
-    "device_name", "device", "world_size", "nnodes", "parallelism", "threads_per_rank", "precision", "loss_kernel",
-    "commit", "data", "tokenizer",
-)  # fmt: skip
-CLIP = ("Run", "Limit", "Steps clipped", "Steps", "Norm: median", "90 %", "99 %")
-ELSEWHERE = (
-    '<h3>At other limits</h3>\n<p class="muted">From the norms that each run has seen, to first order: under another '
-    "limit it would have taken another path.</p>\n"
+CLIP = (
+    '<p class="muted">At other limits, by the norms that each run has seen: under another limit it would have taken '
+    "another path.</p>\n"
 )
 NOISE = (
     '<p class="muted">In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains nearly '
@@ -31,7 +24,7 @@ NOISE = (
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], about: str, kind: str = "") -> str:
-    """A table that scrolls inside its own box, which the keyboard can reach; heads and cells are HTML."""
+    """Return a table that scrolls inside its own box, which the keyboard can reach; heads and cells are HTML."""
     lines = [f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, *cells in rows]
     head = "".join(f'<th scope="col">{title}</th>' for title in heads)
     box = f'<div class="box" role="region" tabindex="0" aria-label="{escape(about)}">\n<table class="{kind}">\n'
@@ -39,13 +32,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], about: str, kind:
 
 
 def cell(html: str, kind: str = "", value: Any = None) -> str:
-    """`value` is what the column is sorted by."""
+    """Return a cell; `value` is what the column is sorted by."""
     data = "" if value is None else f' data-value="{escape(str(value))}"'
     return f'<td class="{kind}"{data}>{html}</td>'
 
 
 def number_cell(value: Any, digits: int = 3, percent: bool = False) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if number(value) is None:
         return cell("", "number")
     return cell(f"{100 * value:.1f} %" if percent else shown(value, digits), "number", value)
 
@@ -55,16 +48,16 @@ def _setting(value: Any) -> str:
     return cell(escape(setting(value)), "number" if numeric else "value", setting(value))
 
 
-def runs(c: Comparison) -> Iterator[tuple[Entry, str, Record]]:
-    """Every run with its entry, and its name beside the colour of its curves."""
+def runs(c: Comparison) -> Iterator[tuple[str, Record]]:
+    """Yield every run behind its name, which stands beside the colour of its curves."""
     for entry, look in zip(c.entries, looks(c), strict=True):
         for record in entry.runs:
             words = entry.label if len(entry.runs) == 1 else record.name
-            yield entry, f'<span class="swatch" style="background:{look.colour}"></span> {escape(words)}', record
+            yield f'<span class="swatch" style="background:{look.colour}"></span> {escape(words)}', record
 
 
 def run_table(c: Comparison) -> str:
-    """A row an entry, best first, the leading one with a star: its standing, its settings and its figures, as far as
+    """Return a row an entry, best first, the leading one with a star: its standing, settings and figures, as far as
     they are not alike in all."""
     metrics = [column for column in c.columns if column.key == c.metric]
     others = [column for column in c.columns if column.key != c.metric]
@@ -96,12 +89,8 @@ def run_table(c: Comparison) -> str:
 
 
 def _difference(entry: Entry) -> str:
-    stands = entry.standing
-    if stands.difference is None:
-        return cell("", "number")
-    words = with_interval(abs(stands.difference), stands.half, 2)
-    sign = "+" if stands.difference > 0 else "−" if stands.difference < 0 else ""
-    return cell(f"{sign}{words} <small>{escape(stands.basis)}</small>", "number", stands.difference)
+    basis = f" <small>{escape(entry.standing.basis)}</small>" if entry.standing.basis else ""
+    return cell(f"{difference(entry)}{basis}", "number", entry.standing.difference)
 
 
 def _figure(entry: Entry, column: Column) -> str:
@@ -112,62 +101,36 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def clip_tables(c: Comparison) -> str:
-    """How often each run was clipped, and how often other limits would have."""
-    rows, others = [], []
-    for _, words, record in runs(c):
+def clip_table(c: Comparison) -> str:
+    """Show how often each run was clipped, and how often other limits would have clipped it."""
+    rows = []
+    for words, record in runs(c):
         if not (clip := as_dict(record.status.get("clip"))):
             continue
-        quantiles, found = as_dict(clip.get("quantiles")), clip.get("table")
+        quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
         limit = record.config.get("clip.max_norm") if record.config.get("clip.kind", "norm") == "norm" else None
-        cells = [_setting(limit), number_cell(clip.get("share"), percent=True), number_cell(clip.get("steps"))]
-        rows.append([words, *cells, *(number_cell(quantiles.get(q)) for q in ("50", "90", "99"))])
-        for row in map(as_dict, found if isinstance(found, list) else []):
-            cells = [number_cell(row.get("limit"), 4), number_cell(row.get("share"), percent=True)]
-            others.append([words, *cells, number_cell(row.get("coefficient"))])
-    elsewhere = table(("Run", "Limit", "Steps clipped", "Mean coefficient"), others, "At other limits")
-    return table(CLIP, rows, "Clipping of each run") + (ELSEWHERE + elsewhere if elsewhere else "")
+        cells = [_setting(limit), number_cell(clip.get("share"), percent=True)]
+        cells += [number_cell(quantiles.get(q)) for q in ("50", "90", "99")]
+        cells += [_share_at(row) for row in map(as_dict, limits if isinstance(limits, list) else [])]
+        rows.append([words, *cells])
+    heads = ["Run", "Limit", "Steps clipped", "Norm: median", "90 %", "99 %"]
+    most = max((len(row) for row in rows), default=0)
+    heads += ["At another limit"] * (most - len(heads))
+    return CLIP + table(heads, rows, "Clipping of each run") if rows else ""
+
+
+def _share_at(row: dict[str, Any]) -> str:
+    limit, share = number(row.get("limit")), number(row.get("share"))
+    return cell("" if limit is None or share is None else f"{shown(limit, 4)}: {100 * share:.1f} %", "number")
 
 
 def noise_table(c: Comparison) -> str:
-    """The gradient noise scale of each run against its batch."""
+    """Show the gradient noise scale of each run beside its batch."""
     rows = []
-    for _, words, record in runs(c):
+    for words, record in runs(c):
         if noise := as_dict(record.status.get("noise")):
             cells = [number_cell(record.facts.get("real_batch_size"))]
             cells += [number_cell(noise.get(key)) for key in ("noise_scale", "low", "high", "measurements")]
             rows.append([words, *cells, cell(escape(str(noise.get("verdict") or "")), "words")])
     heads = ("Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict")
     return NOISE + table(heads, rows, "Noise scale of each run") if rows else ""
-
-
-def config_table(c: Comparison) -> str:
-    return _told_apart([(entry.label, record.config) for entry, _, record in runs(c)], "Configuration of the runs")
-
-
-def environment_table(c: Comparison) -> str:
-    found = []
-    for entry, _, record in runs(c):
-        facts = {key: record.facts.get(key) for key in FACTS} | {"host": record.status.get("host")}
-        facts |= as_dict(record.facts.get("versions"))
-        found.append((entry.label, {key: value for key, value in facts.items() if value is not None}))
-    return _told_apart(found, "Environment of the runs")
-
-
-def _told_apart(found: Sequence[tuple[str, Mapping[str, Any]]], about: str) -> str:
-    """A row a key: its value, or its values and which runs have them; those that differ come first."""
-    differing, alike = [], []
-    for key in dict.fromkeys(key for _, facts in found for key in facts):
-        holders: dict[str, list[str]] = {}
-        for who, facts in found:
-            holders.setdefault(setting(facts[key]) if key in facts else "absent", []).append(who)
-        if len(holders) == 1:
-            alike.append([escape(key), cell(escape(next(iter(holders))), "words")])
-            continue
-        values = [f"<div>{escape(v)} <small>({escape(_some(names))})</small></div>" for v, names in holders.items()]
-        differing.append([f'{escape(key)} <b class="warn">differs</b>', cell("".join(values), "words")])
-    return table(("Key", "Value"), [*differing, *alike], about)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -1,4 +1,4 @@
-"""Where runs stand when their losses are read: tokens, and how far their schedules have come."""
+"""Find the places of runs where their losses are read: tokens, and how far their schedules have come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmexp.compare.records import Entry, Record
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run stands when its loss is read."""
+    """The place of a run where its loss is read."""
 
     tokens: float  # target tokens that it has trained on
     planned: float  # tokens of its whole budget

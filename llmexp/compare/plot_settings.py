@@ -44,7 +44,7 @@ class Scale:
 
 
 def scale(entries: Sequence[Entry], key: str) -> Scale:
-    """How the key's values stand: logarithmic for rates, and where their steps are alike as factors."""
+    """Return the axis of a key: logarithmic for rates, and where their steps are alike as factors."""
     distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
     levels = sorted(distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, setting(v)))
     labels = [setting(v) for v in levels]

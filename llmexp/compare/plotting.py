@@ -1,4 +1,4 @@
-"""What the figures of the page share: names, colours in both schemes, and the form that the page's script reads."""
+"""Hold what the figures of the page share: names, colours in both schemes, the form that the page's script reads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Look:
-    """How an entry is drawn and called in every figure."""
+    """The colour and the name of an entry in every figure."""
 
     colour: str
     lead: bool
@@ -79,7 +79,7 @@ def palette(count: int) -> list[str]:
 
 
 def templates() -> dict[str, Any]:
-    """How every figure looks in a light and in a dark window."""
+    """Return the look of every figure in a light and in a dark window."""
     return {
         "light": _template("#1c2330", "#5d6778", "#e2e5ea", "#ffffff", ["#f4f7fd", "#86aef2"]),
         "dark": _template("#e4e8ef", "#9aa5b6", "#2d3440", "#12151b", ["#171d28", "#2f5aa8"]),

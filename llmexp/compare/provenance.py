@@ -1,4 +1,4 @@
-"""How runs differ in what they were made of: commit, uncommitted changes, packages, drivers."""
+"""Find how runs differ in what they were made of: commit, uncommitted changes, packages, drivers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _commit(one: dict[str, Any]) -> str | None:
 
 
 def _changes(one: dict[str, Any]) -> str:
-    """What tells two states of one commit apart: the diff, else the names of what has changed."""
+    """Return what tells two states of one commit apart: the diff, else the names of what has changed."""
     return str(one.get("diff_sha256") or sorted(map(str, one.get("changed") or [])))
 
 

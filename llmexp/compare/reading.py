@@ -37,7 +37,7 @@ _LARGE = 200 * 2**20  # bytes of rows from which a second process is worth its s
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep's ledger says, as far as it is legible."""
+    """The ledger of a sweep, as far as it is legible."""
 
     path: Path
     swept: tuple[str, ...] = ()

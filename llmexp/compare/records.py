@@ -1,4 +1,4 @@
-"""What a comparison is made of: runs as read from their folders, and what was found out about them."""
+"""Hold what a comparison is made of: runs as read from their folders, and what was found out about them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Standing:
-    """How an entry stands to the leading one."""
+    """The standing of an entry beside the leading one."""
 
     mark: str  # best | lowest | highest | same | worse | undecided, or why it is left out: running, too short, ...
     difference: float | None = None  # of the metric, this entry's minus the leading one's

@@ -1,4 +1,4 @@
-"""Which runs take part in a comparison; the others are left out and named with the reason."""
+"""Select the runs that take part in a comparison; the others are left out and named with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs are one setting, and which settings are one computation: runs in, entries out."""
+"""Tell which runs are one setting, and which settings are one computation: runs in, entries out."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp.compare.figures import figure
+from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import Column, Comparison, Entry
 from llmexp.compare.settings import TWIN
 from llmexp.labels import short_keys
@@ -71,7 +71,7 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
     kept = [*names, ["", *(_mark(e) for e in c.entries)], *metric]
     if not c.metric.endswith("bits_per_byte"):
         figures.pop("val/bits_per_byte", None)  # a multiple of the loss
-    wanted = [["difference", *(_difference(e) for e in c.entries)]]
+    wanted = [["difference", *(difference(e) for e in c.entries)]]
     wanted += [figures[key] for key in sorted(figures, key=lambda k: _FIRST.index(k) if k in _FIRST else len(_FIRST))]
     room = width - sum(map(_width, kept))
     known = [column[1:] for column in metric]  # what the metric says already is no news
@@ -104,15 +104,6 @@ def _setting(entry: Entry, key: str) -> str:
 def _mark(entry: Entry) -> str:
     unfinished = entry.state if len(entry.runs) == 1 and entry.state != "finished" else ""
     return entry.standing.mark or unfinished
-
-
-def _difference(entry: Entry) -> str:
-    """The difference to the leading entry, with its interval where seeds give one."""
-    s = entry.standing
-    if s.difference is None:
-        return ""
-    size = f"{s.difference:+,.0f}" if abs(s.difference) >= 100 else f"{s.difference:+.2g}"
-    return size + (f" ± {s.half:.2g}" if s.half is not None else "")
 
 
 def _width(column: list[str]) -> int:
@@ -182,7 +173,7 @@ def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
     heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
     rows = [
-        [e.name, _mark(e), _difference(e), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
+        [e.name, _mark(e), difference(e), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
         + [figure(e, column) for column in c.columns]
         for e in c.entries
     ]

@@ -58,7 +58,7 @@ def row_of(record: Record) -> dict[str, Any]:
 
 
 def median(record: Record, key: str) -> float | None:
-    """Of a column without its first row, or with it where there is no other."""
+    """Return the median of a column without its first row, or with it where there is no other."""
     values = record.columns.get(key, np.zeros(0))
     values = values[np.isfinite(values)]
     return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
@@ -123,7 +123,7 @@ def _work(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
-    """What limits the run, by how its rate compares with that at the next smaller micro-batch of the same grid.
+    """Tell what limits the run, by how its rate compares with that at the next smaller micro-batch of the same grid.
 
     launch-bound: the rate still grows nearly as fast as the micro-batch, so the device waits for the host's launches.
     compute-bound: it grows no more, at a high share of the peak. memory-bound: it grows no more, at a low share: the
