@@ -256,6 +256,16 @@ def test_each_swept_number_has_its_figure_with_the_intervals_of_the_seeds():
     assert sum(t["marker"]["symbol"].count("star") for t in traces) == 1
 
 
+def test_settings_of_other_budgets_are_drawn_and_one_alone_has_a_star():
+    first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
+    made = comparison([first, second, third])
+    marks = ("lowest", "lowest of budget", "other budget")
+    entries = tuple(replace(e, standing=Standing(m)) for e, m in zip(made.entries, marks, strict=True))
+    (trace,) = figures(page(replace(made, entries=entries)))["over clip.max_norm"]["figure"]["data"]
+    assert trace["x"] == [0.5, 1.0, 2.0]
+    assert trace["marker"]["symbol"] == ["star", "circle", "circle"]
+
+
 def test_the_heat_map_has_each_figure_in_its_place():
     made = comparison(grid(n=20, **FOUR_BY_THREE)[::-1])
     drawn = figures(page(made))["map batch.gradient_accumulation_steps and clip.max_norm"]
