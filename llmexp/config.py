@@ -351,7 +351,9 @@ def _build(cls: type, mapping: Any, prefix: str) -> Any:
     for key in mapping:
         if key not in fields:
             own = f" A key of your own goes into the section user: +user.{key}=..."
-            raise ConfigError(f"{prefix}{key}: there is no such key.{hint(str(key), fields)}{own}")
+            near = nearest(str(key), fields)
+            tail = f"{near}{own}" if near else f"{own}{hint(str(key), fields)}"
+            raise ConfigError(f"{prefix}{key}: there is no such key.{tail}")
     values = {}
     for name, f in fields.items():
         if name not in mapping and (f.default, f.default_factory) != (dataclasses.MISSING, dataclasses.MISSING):

@@ -106,7 +106,10 @@ DERIVED = {
     "device_name": Derived("the device's own name", ("train.device",)),
     "precision": Derived("arithmetic of the forward and backward pass", ("precision.kind", "device")),
     "precision_reason": Derived("why this arithmetic", ("precision.kind", "device")),
-    "rates": Derived("how the rates follow the real batch", ("optimizer.lr_rule", "optimizer.reference_batch")),
+    "rates": Derived(
+        "how the rates follow the real batch",
+        ("optimizer.lr", "optimizer.lr_rule", "optimizer.reference_batch", "real_batch_size"),
+    ),
     "single_rank_rate": Derived("tokens per second of one rank, as measured", ("metrics.single_rank_rates",)),
     "warnings": Derived("what the start warns of", ()),
     "versions": Derived("versions of Python and packages", ()),

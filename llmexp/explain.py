@@ -17,6 +17,7 @@ from llmexp.hints import CONFIG_NAME, flat_keys, nearest_key
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
 from llmexp.origin import COMMAND_LINE, Layer, layers
+from llmexp.run import BUDGETS, budgets_in
 
 WIDTH = 80
 CHANGES = {
@@ -85,9 +86,12 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     if key in DERIVED:
         return {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key), "used_by": used_by(key)}
     if key not in flat:
-        known = [*flat_keys(tree), "experiment", *DERIVED]
+        known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
         raise ConfigError(f"{key}: there is no such key, group or number of a run.{nearest_key(key, known)}")
     history = [{"value": layer.values[key], "from": layer.source} for layer in every if key in layer.values]
+    budgets = [o for o in given if budgets_in([o])]
+    if key in BUDGETS and budgets and flat[key] is None and history and history[-1]["value"] is not None:
+        history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
     found = {
         "key": key,
         "value": flat[key],
@@ -100,7 +104,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     swept = (cfg.hydra.sweeper.get("params") or {}).get(key)
     if swept is not None:
         found["swept"] = swept
-    if flat[key] in (None, "auto") and not key.startswith("sweep."):
+    rate = re.fullmatch(r"optimizer\.(\w+_)?lr", key) and flat.get("optimizer.lr_rule", "none") != "none"
+    if (flat[key] in (None, "auto") or rate) and not key.startswith("sweep."):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
     return found
@@ -117,8 +122,15 @@ def solved(config: Config, key: str) -> dict[str, Any]:
         return {"value": None, "unsolved": str(error)}
     numbers = parts.run.as_dict()
     d = DERIVED.get(name)
-    if d is None or key.partition(".")[0] not in (key, "batch", "parallelism"):
+    if d is None or key.partition(".")[0] not in (key, "batch", "parallelism", "train"):
         value = flatten(plain(parts.config)).get(key)
+        if key.startswith("optimizer.") and numbers["rates"]:
+            return {
+                "value": value,
+                "derived": value,
+                "formula": numbers["rates"],
+                "from": list(DERIVED["rates"].sources),
+            }
         return {"value": value, "derived": value} if value not in (None, "auto") else {"value": value}
     fitting = {k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in numbers.items() if v is not None}
     formula = d.formula.format_map(fitting) if all(w in fitting for w in re.findall(r"{(\w+)}", d.formula)) else ""

@@ -17,6 +17,7 @@ from llmexp.origin import not_in_option
 from llmexp.values import hint
 
 CONFIG_NAME = "config"
+MOST = 18  # names in a list of what there is
 
 
 def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
@@ -74,7 +75,9 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     if within or elsewhere:
         return within or f" Did you mean {' or '.join(elsewhere[:3])}?"
     top = [k for k in known if "." not in k and k != "hydra"]
-    return ("" if siblings else nearest(key, known, cutoff=0.8)) or f" Known: {', '.join(siblings or top)}"
+    there = siblings or top
+    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
+    return ("" if siblings else nearest(key, known, cutoff=0.8)) or f" Known: {', '.join(there[:MOST])}{more}"
 
 
 def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:

@@ -265,7 +265,9 @@ def solve_budget(train: Train, real_batch_size: int, sequence_length: int, train
     given = {key: value for key in BUDGETS if (value := getattr(train, key.removeprefix("train."))) is not None}
     if len(given) > 1:
         named = ", ".join(f"{k}={v}" for k, v in given.items())
-        raise ConfigError(f"{named}: one budget is needed, not {len(given)}; set the others to null")
+        raise ConfigError(
+            f"{named}: one budget is needed, not {len(given)}; leave {('one', 'two')[len(given) - 2]} out"
+        )
     if train.max_epochs is not None:
         total = int(Fraction(str(train.max_epochs)) * train_sequences)
     elif train.max_tokens is not None:

@@ -67,11 +67,24 @@ def test_what_derived_a_number(capsys):
     assert told(capsys, "precision.kind")["used_by"][-2:] == ["precision.init_scale", "precision.growth_interval"]
 
 
+def test_a_rate_under_a_rule_and_a_budget_that_was_replaced(capsys):
+    scaled = ["optimizer.lr=0.01", "optimizer.lr_rule=linear", "optimizer.reference_batch=4"]
+    rate = told(capsys, "optimizer.lr", *SYNTHETIC, *scaled)
+    assert (rate["value"], rate["derived"]) == (0.01, 0.02)
+    assert rate["formula"].startswith("lr 0.01 x (real_batch_size 8 / reference_batch 4) = 0.02")
+    assert "rates" in rate["used_by"]
+    budget = told(capsys, "train.max_steps", *SYNTHETIC, "experiment=clip_sweep", "train.max_tokens=960")
+    assert budget["history"][-1] == {"value": None, "from": "the command line, by train.max_tokens=960"}
+    assert budget["history"][-2]["value"] == 200
+    assert budget["derived"] == 10
+
+
 def test_what_there_is_not(capsys):
     for key, says in (
         ("clip.max_nrom", "Did you mean clip.max_norm?"),
         ("real_batch_sze", "Did you mean real_batch_size?"),
-        ("gpt3", "there is no such key, group or number of a run. Known: "),
+        ("gpt3", "there is no such key, group or number of a run. Known: name, batch, "),
+        ("gpt3", "tracker, experiment and "),
         ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
         ("", "a key is needed; for example"),
     ):
