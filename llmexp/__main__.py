@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -46,60 +47,28 @@ def main() -> None:
     sys.exit(code)
 
 
+# Each command's function, by its module; a command imports what it needs, and no more.
+COMMANDS = {
+    "train": "llmexp.launch:train",
+    "plan": "llmexp.commands:plan",
+    "explain": "llmexp.explain:run",
+    "prepare": "llmexp.commands:prepare",
+    "resume": "llmexp.commands:resume",
+    "sample": "llmexp.commands:sample",
+    "sync": "llmexp.sync:sync",
+    "compare": "llmexp.compare.command:run",
+    "runs": "llmexp.compare.runs:run",
+    "verify": "llmexp.verify.command:run",
+}
+
+
 def run(arguments: list[str]) -> int:
     """Runs one command; its exit code. What the user got wrong is one line on standard error, exit code 2."""
-    from llmexp.config import ConfigError, nearest
+    from llmexp.config import ConfigError
     from llmexp.process import REFUSED
 
-    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    commands = ("train", "plan", "explain", "prepare", "resume", "sample", "sync", "compare", "runs", "verify")
     try:
-        if command in ("-h", "--help", "help"):
-            print(USAGE, end="")
-            return 0
-        if command in ("-V", "--version"):
-            from llmexp import __version__
-
-            print(f"llmexp {__version__}")
-            return 0
-        if command in ("-sc", "--shell-completion", "--shell_completion"):
-            return complete(arguments, commands)
-        if command not in commands:
-            raise ConfigError(f"{command}: there is no such command.{nearest(command, commands)} See llmexp --help.")
-        if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
-            from llmexp.help import print_help
-
-            print_help(command, rest)
-            return 0
-        if command == "train":
-            from llmexp import launch
-
-            return launch.train(rest)
-        if command == "explain":
-            from llmexp import explain
-
-            return explain.run(rest)
-        if command == "sync":
-            from llmexp.sync import sync
-
-            return sync(rest)
-        if command == "compare":
-            from llmexp.compare import command as comparison
-
-            return comparison.run(rest)
-        if command == "runs":
-            from llmexp.compare import runs
-
-            return runs.run(rest)
-        if command == "verify":
-            from llmexp.verify import command as verification
-
-            return verification.run(rest)
-        from llmexp import commands as other
-
-        return {"resume": other.resume, "plan": other.plan, "prepare": other.prepare, "sample": other.sample}[command](
-            rest
-        )
+        return dispatch(arguments or ["--help"])
     except ConfigError as error:
         return said(error, REFUSED)
     except KeyboardInterrupt:
@@ -109,6 +78,33 @@ def run(arguments: list[str]) -> int:
         return 1
     except OSError as error:  # such as a full disk under the output
         return said(error, 1)
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Calls what the first argument names. Raises ConfigError."""
+    from llmexp.config import ConfigError, nearest
+
+    command, rest = arguments[0], arguments[1:]
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if command in ("-V", "--version"):
+        from llmexp import __version__
+
+        print(f"llmexp {__version__}")
+        return 0
+    if command in ("-sc", "--shell-completion", "--shell_completion"):
+        return complete(arguments, tuple(COMMANDS))
+    if command not in COMMANDS:
+        raise ConfigError(f"{command}: there is no such command.{nearest(command, COMMANDS)} See llmexp --help.")
+    if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
+        from llmexp.help import print_help
+
+        print_help(command, rest)
+        return 0
+    module, _, name = COMMANDS[command].partition(":")
+    code: int = getattr(importlib.import_module(module), name)(rest)
+    return code
 
 
 def said(error: Exception, code: int) -> int:

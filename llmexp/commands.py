@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ from llmexp.config import ConfigError, build, nearest, plain
 
 def resume(arguments: list[str]) -> int:
     """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run, or with a sweep, in its folder."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from llmexp import folder, hints, launch, origin
+    from llmexp import folder, launch, origin
     from llmexp.run import cut_anew, solve_layout
     from llmexp.sweep import ledger
     from llmexp.sweep.main import recordable
@@ -56,7 +55,29 @@ def resume(arguments: list[str]) -> int:
             )
         launch.say(f"{path}: this run is finished; nothing to do")
         return 0
-    parsed = map(OverridesParser.create().parse_override, args.overrides)
+    change(tree, args.overrides, path, recorded.get("parallelism"))
+    for line in launch.fill_tracker(tree):
+        launch.say(line)
+    launch.refuse_secrets(tree)
+    config = build(tree)
+    origin.refuse_given(config, given)
+    if not {micro, accum} & set(given):
+        ranks = config.parallelism.nproc_per_node
+        dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
+        config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
+    request = {"config": plain(config), "folder": str(path), "fixed": True}
+    return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group", "swept")})[0]
+
+
+def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: str | None) -> None:
+    """Puts overrides into the config of the run in `path`, which ran with the parallelism `before`. Raises
+    ConfigError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from llmexp import folder, hints
+
+    parsed = map(OverridesParser.create().parse_override, overrides)
     kind_first = sorted(parsed, key=lambda o: o.key_or_group not in ("parallelism", "parallelism.kind"))
     for override in kind_first:  # then its sizes
         key = override.key_or_group
@@ -72,22 +93,10 @@ def resume(arguments: list[str]) -> int:
             raise ConfigError(f"{override.input_line}: several values are a sweep; a run is resumed with one")
         if key in ("parallelism", "parallelism.kind"):  # sizes of the old layout mean nothing in the new one
             tree["parallelism"] |= {"kind": override.value(), "tensor_parallel_size": None, "replicate_size": None}
-            if "single" in (override.value(), recorded.get("parallelism")):
+            if "single" in (override.value(), before):
                 tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}
             continue
         node[name] = override.value()
-    for line in launch.fill_tracker(tree):
-        launch.say(line)
-    launch.refuse_secrets(tree)
-    config = build(tree)
-    origin.refuse_given(config, given)
-    if not {micro, accum} & set(given):
-        ranks = config.parallelism.nproc_per_node
-        dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
-        config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="must"))
-    request = {"config": plain(config), "folder": str(path), "fixed": True}
-    return launch.Worker().run(request | {k: recorded.get(k) for k in ("overrides", "label", "group", "swept")})[0]
 
 
 def plan(arguments: list[str]) -> int:
