@@ -28,7 +28,7 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
-    from llmexp.process import PREEMPTED, leave, never_fail_to_print
+    from llmexp.child import PREEMPTED, leave, never_fail_to_print
 
     never_fail_to_print()
     try:
@@ -49,23 +49,23 @@ def main() -> None:
 
 # Each command's function, by its module; a command imports what it needs, and no more.
 COMMANDS = {
-    "train": "llmexp.launch:train",
-    "plan": "llmexp.commands:plan",
-    "explain": "llmexp.explain:run",
-    "prepare": "llmexp.commands:prepare",
-    "resume": "llmexp.commands:resume",
-    "sample": "llmexp.commands:sample",
-    "sync": "llmexp.sync:sync",
-    "compare": "llmexp.compare.command:run",
-    "runs": "llmexp.compare.runs:run",
-    "verify": "llmexp.verify.command:run",
+    "train": "llmexp.cli.train:train",
+    "plan": "llmexp.cli.plan:plan",
+    "explain": "llmexp.cli.explain:run",
+    "prepare": "llmexp.cli.prepare:prepare",
+    "resume": "llmexp.cli.resume:resume",
+    "sample": "llmexp.cli.sample:sample",
+    "sync": "llmexp.tracker.sync:sync",
+    "compare": "llmexp.cli.compare:run",
+    "runs": "llmexp.cli.runs:run",
+    "verify": "llmexp.cli.verify:run",
 }
 
 
 def run(arguments: list[str]) -> int:
     """Runs one command; its exit code. What the user got wrong is one line on standard error, exit code 2."""
+    from llmexp.child import REFUSED
     from llmexp.config import ConfigError
-    from llmexp.process import REFUSED
 
     try:
         return dispatch(arguments or ["--help"])
@@ -98,7 +98,7 @@ def dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError(f"{command}: there is no such command.{nearest(command, COMMANDS)} See llmexp --help.")
     if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
-        from llmexp.help import print_help
+        from llmexp.cli.help import print_help
 
         print_help(command, rest)
         return 0
@@ -109,7 +109,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def said(error: Exception, code: int) -> int:
     """Says what went wrong, without the values of secrets, on standard error. Returns `code`."""
-    from llmexp.environment import redacted
+    from llmexp.redact import redacted
 
     print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
     return code
@@ -117,7 +117,8 @@ def said(error: Exception, code: int) -> int:
 
 def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
     """Shell completion: of our commands here; of overrides by Hydra, which must not see the command before them."""
-    from llmexp import launch
+
+    from llmexp.cli import train
 
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and any(a.startswith("query=") for a in arguments):
@@ -130,7 +131,7 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
     for flag, folder in itertools.pairwise(words):
         if flag in ("--config-dir", "-cd") and os.path.isdir(folder):
             arguments = [*arguments, "--config-dir", folder]
-    return launch.train(arguments)
+    return train.train(arguments)
 
 
 if __name__ == "__main__":

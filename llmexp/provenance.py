@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp import folder
-from llmexp.environment import concealed, redacted
+from llmexp import fileio, rundir
+from llmexp.redact import concealed, redacted
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
 LIMIT_S = 2.0  # for all of it
@@ -124,8 +124,8 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
         if old.name not in files:
             old.unlink()
     for name, content in {PACKAGES: packages, **files}.items():
-        folder.write_whole(path / name, content)
-    folder.write_json(path / FILE, about)
+        fileio.write_whole(path / name, content)
+    fileio.write_json(path / FILE, about)
 
 
 def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
@@ -153,15 +153,15 @@ def folders(run_dir: Path) -> list[Path]:
 def read(path: Path) -> dict[str, Any]:
     """Return provenance.json of one of `folders`; an empty dict where there is none that can be read."""
     try:
-        about = folder.read_json(path / FILE)
-    except folder.ConfigError:
+        about = fileio.read_json(path / FILE)
+    except rundir.ConfigError:
         return {}
     return about if isinstance(about, dict) else {}
 
 
 def read_packages(path: Path) -> dict[str, str]:
     """Return the versions in packages.txt of one of `folders`, by name."""
-    lines = folder.tail(path / PACKAGES, MAX_DIFF).decode(errors="replace").splitlines()
+    lines = fileio.tail(path / PACKAGES, MAX_DIFF).decode(errors="replace").splitlines()
     return {name: version for name, _, version in (line.partition("==") for line in lines)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.metrics.tracker.local import read_position
+from llmexp.tracker.local import read_position
 from tests.conftest import ROOT, TINY, environment, llmexp
 from tests.metrics.fake_wandb import FakeWandb
 

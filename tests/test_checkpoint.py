@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from llmexp import checkpoint, saving
+from llmexp.checkpoint import loading, saving
 from tests.conftest import ROOT, environment
 
 MODEL = "model.safetensors"
@@ -44,17 +44,17 @@ def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=Fa
 
 def rewrite(path: Path, file: str) -> None:
     """Makes the manifest agree with what the file now holds."""
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    manifest["files"][file] = checkpoint.fingerprint(path / file)
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    manifest = json.loads((path / loading.MANIFEST).read_text())
+    manifest["files"][file] = loading.fingerprint(path / file)
+    (path / loading.MANIFEST).write_text(json.dumps(manifest))
 
 
 def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
     model = Tied()
     path = save(tmp_path, 3, model=model)
     assert sorted(load_file(path / MODEL)) == ["embed.weight", "scale"]
-    loaded, other = checkpoint.load(path), Tied()
-    checkpoint.restore_model(loaded, other)
+    loaded, other = loading.load(path), Tied()
+    loading.restore_model(loaded, other)
     assert torch.equal(other.head.weight, model.embed.weight)
     assert other.head.weight is other.embed.weight
     assert loaded.state["progress"] == {"step": 3}
@@ -117,22 +117,22 @@ def test_equal_states_give_equal_files_and_one_ulp_another_digest(tmp_path):
     found = []
     for number in range(8):
         path = save(tmp_path / str(number), 1, model=model, optimizers=[optimizer])
-        found.append((path / checkpoint.MANIFEST).read_text())
+        found.append((path / loading.MANIFEST).read_text())
     assert len(set(found)) == 1
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
     path = save(tmp_path / "ulp", 1, model=model, optimizers=[optimizer])
-    before, after = (json.loads(text)["digest"] for text in (found[0], (path / checkpoint.MANIFEST).read_text()))
+    before, after = (json.loads(text)["digest"] for text in (found[0], (path / loading.MANIFEST).read_text()))
     assert before["optimizer"] == after["optimizer"]
     assert before["model"] != after["model"]
 
 
 def test_a_checkpoint_without_a_digest_is_read(tmp_path):
     path = save(tmp_path, 1)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((path / loading.MANIFEST).read_text())
     del manifest["digest"]
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    loaded = checkpoint.latest(tmp_path, print)
+    (path / loading.MANIFEST).write_text(json.dumps(manifest))
+    loaded = loading.latest(tmp_path, print)
     assert loaded is not None
     assert loaded.step == 1
 
@@ -143,26 +143,26 @@ def saves(root: Path, *many: int, loaded: int | None = None) -> list[str]:
     for step in many:
         save(root, step, whole=whole)
         whole.append(step)
-    return [p.name[-3:] for p in checkpoint.steps(root)]
+    return [p.name[-3:] for p in loading.steps(root)]
 
 
 def test_the_newest_are_kept_and_damaged_newer_ones_do_not_count(tmp_path):
     saves(tmp_path, 100, 200, 300)
-    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000200", "step_00000300"]
-    (tmp_path / "step_00000300" / checkpoint.STATE).write_bytes(b"x")
+    assert [p.name for p in loading.steps(tmp_path)] == ["step_00000200", "step_00000300"]
+    (tmp_path / "step_00000300" / loading.STATE).write_bytes(b"x")
     warnings: list[str] = []
-    assert checkpoint.latest(tmp_path, warnings.append).step == 200
+    assert loading.latest(tmp_path, warnings.append).step == 200
     assert "step_00000300 is damaged" in warnings[0]
-    (tmp_path / "step_00000200" / checkpoint.MANIFEST).unlink()  # killed while it was being pruned
+    (tmp_path / "step_00000200" / loading.MANIFEST).unlink()  # killed while it was being pruned
     assert saves(tmp_path, 210, 220, loaded=200) == ["210", "220", "300"]
     save(tmp_path, 300, whole=[210, 220])  # the damaged one's place
-    assert checkpoint.latest(tmp_path, warnings.append).step == 300
+    assert loading.latest(tmp_path, warnings.append).step == 300
     assert sorted(p.name[-3:] for p in tmp_path.iterdir()) == ["220", "300"]
 
 
 def test_a_damaged_older_one_is_not_one_of_the_kept(tmp_path):
     assert saves(tmp_path, 100, 137) == ["100", "137"]
-    (tmp_path / "step_00000137" / checkpoint.STATE).write_bytes(b"x")
+    (tmp_path / "step_00000137" / loading.STATE).write_bytes(b"x")
     assert saves(tmp_path, 200, loaded=100) == ["100", "137", "200"]  # two that are whole
     assert saves(tmp_path, 300, 400, loaded=200) == ["300", "400"]
 
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, where):
     assert [p for p in tmp_path.rglob("*") if p.is_file() and "200" in str(p)] == []
     saving.clean(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000100"]
-    assert checkpoint.latest(tmp_path, print).step == 100
+    assert loading.latest(tmp_path, print).step == 100
 
 
 def test_a_save_that_lacks_a_rank_is_no_checkpoint(tmp_path):
@@ -218,7 +218,7 @@ DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path, damage):
     path = save(tmp_path, 100)
-    manifest, model = path / checkpoint.MANIFEST, path / MODEL
+    manifest, model = path / loading.MANIFEST, path / MODEL
     content, tensors = json.loads(manifest.read_text()), load_file(model)
     with safe_open(model, "pt") as opened:
         header = opened.metadata()
@@ -259,23 +259,23 @@ def test_damage_is_named(tmp_path, damage):
         del content["files"][MODEL]
         manifest.write_text(json.dumps(content))
         said = "names no file with tensors"
-    with pytest.raises(checkpoint.CheckpointError, match=said):
-        checkpoint.load(path)
+    with pytest.raises(loading.CheckpointError, match=said):
+        loading.load(path)
     said = "99, this program reads version" if damage == "newer version" else "all 1 checkpoints are damaged"
-    with pytest.raises(checkpoint.CheckpointError, match=said):
-        checkpoint.latest(tmp_path, lambda text: None)
+    with pytest.raises(loading.CheckpointError, match=said):
+        loading.latest(tmp_path, lambda text: None)
 
 
 def test_pieces_may_not_overlap():
-    def stored(offset: tuple[int, ...], size: tuple[int, ...]) -> checkpoint.Stored:
-        return checkpoint.Stored(Path("x"), (8, 8), offset, size, torch.float32)
+    def stored(offset: tuple[int, ...], size: tuple[int, ...]) -> loading.Stored:
+        return loading.Stored(Path("x"), (8, 8), offset, size, torch.float32)
 
     rows, columns = [stored((i, 0), (1, 8)) for i in range(8)], [stored((0, i), (8, 1)) for i in range(8)]
     blocks = [stored((i, j), (4, 2)) for i in (0, 4) for j in (0, 2, 4, 6)]
     for pieces in (rows, columns, blocks):
-        assert not checkpoint._overlapping(pieces)
+        assert not loading._overlapping(pieces)
         for i in range(len(pieces)):
-            assert checkpoint._overlapping([*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]])
+            assert loading._overlapping([*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]])
 
 
 def test_a_pickle_is_not_run(tmp_path):
@@ -285,19 +285,19 @@ def test_a_pickle_is_not_run(tmp_path):
         def __reduce__(self):
             return (open, (str(canary), "w"))
 
-    for file in (checkpoint.STATE, MODEL, "optimizer.safetensors"):
+    for file in (loading.STATE, MODEL, "optimizer.safetensors"):
         path = save(tmp_path, 100)
         torch.save(Bomb(), path / file)
         rewrite(path, file)
-        with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
-            checkpoint.load(path)
+        with pytest.raises(loading.CheckpointError, match="cannot be read"):
+            loading.load(path)
         assert not canary.exists()
 
 
 def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    loaded = checkpoint.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+    loaded = loading.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
     for other, differing in (
         (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)), r"1\.bias"),
         (
@@ -306,16 +306,16 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path)
         ),
     ):
         before = {k: v.clone() for k, v in other.state_dict().items()}
-        with pytest.raises(checkpoint.CheckpointError, match=f"another model shape; differing: {differing}"):
-            checkpoint.restore_model(loaded, other)
+        with pytest.raises(loading.CheckpointError, match=f"another model shape; differing: {differing}"):
+            loading.restore_model(loaded, other)
         assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
-        with pytest.raises(checkpoint.CheckpointError, match="another model shape"):
-            checkpoint.restore_optimizers(loaded, other, [torch.optim.SGD(other.parameters(), lr=9.0)])
+        with pytest.raises(loading.CheckpointError, match="another model shape"):
+            loading.restore_optimizers(loaded, other, [torch.optim.SGD(other.parameters(), lr=9.0)])
     weights, biases = ([p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
     halves = [torch.optim.SGD(weights, lr=9.0), torch.optim.SGD(biases, lr=9.0)]
     for others in ([torch.optim.SGD(weights, lr=9.0)], halves):
-        with pytest.raises(checkpoint.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"):
-            checkpoint.restore_optimizers(loaded, model, others)
+        with pytest.raises(loading.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"):
+            loading.restore_optimizers(loaded, model, others)
         assert others[0].param_groups[0]["lr"] == 9.0
 
 
@@ -326,15 +326,15 @@ def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
     optimizer = torch.optim.AdamW(groups, fused=True)
     moment, rows = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 1)
     optimizer.state[model.weight] |= {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0), "note": [1, None]}
-    loaded = checkpoint.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
+    loaded = loading.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
 
     other = nn.Linear(3, 2).double()
-    checkpoint.restore_model(loaded, other)
+    loading.restore_model(loaded, other)
     assert other.weight.dtype == torch.float64  # the model's own, as the checkpoint's values
     assert torch.equal(other.weight, model.weight.double())
     new = torch.optim.AdamW([{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False)
     new.state[other.bias]["exp_avg"] = torch.ones(2)  # gone after the restore: the checkpoint has none
-    checkpoint.restore_optimizers(loaded, other, [new])
+    loading.restore_optimizers(loaded, other, [new])
     assert [g["lr"] for g in new.param_groups] == [0.25, 0.5]
     assert new.param_groups[1]["betas"] == (0.1, 0.2)
     assert [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups] == [(None, False, 1)] * 2
@@ -369,7 +369,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
     writer.wait()
     assert not writer.busy()
     assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("begin", "end")]
-    found = [load_file(path / MODEL)["embed.weight"] for path in checkpoint.steps(tmp_path)]
+    found = [load_file(path / MODEL)["embed.weight"] for path in loading.steps(tmp_path)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -393,7 +393,7 @@ def test_what_fails_in_the_background_is_raised_once(tmp_path):
 
 def test_a_hanging_save_does_not_keep_a_failed_process_alive():
     code = (
-        "import time\nfrom llmexp.saving import Writer\n"
+        "import time\nfrom llmexp.checkpoint.saving import Writer\n"
         "Writer().start(lambda: time.sleep(600))\nraise RuntimeError('training failed')"
     )
     result = subprocess.run(
@@ -449,7 +449,7 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
 
     model, mesh = Odd(), meshes.get(layout)
     with torch.no_grad():
-        for name, t in checkpoint.named_tensors(model).items():
+        for name, t in loading.named_tensors(model).items():
             t.copy_(value_of(name, tuple(t.shape), seed))
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model, process_group=mesh).module
@@ -468,12 +468,12 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if checkpoint.is_dtensor(tensor) else tensor).detach()
+    return (tensor.full_tensor() if loading.is_dtensor(tensor) else tensor).detach()
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """All tensors, gathered by torch, are what the seed says; states are laid out as their parameters."""
-    tensors = checkpoint.named_tensors(model)
+    tensors = loading.named_tensors(model)
     assert set(tensors) == {*(n for n, _ in Odd().named_parameters()), "table"}
     for name, t in tensors.items():
         assert torch.equal(full(t), value_of(name, tuple(t.shape), seed)), name
@@ -532,12 +532,12 @@ def on_four_ranks(rank: int, folder: str) -> None:
     for number, saved in enumerate(LAYOUTS):
         for layout, world in LAYOUTS.items():
             if rank < world:
-                loaded = checkpoint.latest(root / saved, print, part=(rank, world))
+                loaded = loading.latest(root / saved, print, part=(rank, world))
                 assert loaded is not None
                 model, optimizer = build(layout, meshes, 20)
                 with CommDebugMode() as counted:
-                    checkpoint.restore_model(loaded, model)
-                    checkpoint.restore_optimizers(loaded, model, [optimizer])
+                    loading.restore_model(loaded, model)
+                    loading.restore_optimizers(loaded, model, [optimizer])
                 assert counted.get_total_counts() == 0
                 check(model, optimizer, number + 1)
                 for p in model.parameters():  # what was restored is fit for use
@@ -555,7 +555,7 @@ def on_four_ranks(rank: int, folder: str) -> None:
     save_all("hsdp", "shared", 3, 32)
     for damaged, chosen in ((3, 2), (2, 1), (1, None)):
         path = root / "shared" / f"step_{damaged:08d}"
-        file = sorted(json.loads((path / checkpoint.MANIFEST).read_text())["files"])[damaged % 2]
+        file = sorted(json.loads((path / loading.MANIFEST).read_text())["files"])[damaged % 2]
         dist.barrier()
         if rank == 0:
             data = bytearray((path / file).read_bytes())
@@ -564,10 +564,10 @@ def on_four_ranks(rank: int, folder: str) -> None:
         dist.barrier()
         warnings: list[str] = []
         if chosen is None:
-            with pytest.raises(checkpoint.CheckpointError, match="all 3 checkpoints are damaged"):
-                checkpoint.latest(root / "shared", warnings.append, agree, (rank, 4))
+            with pytest.raises(loading.CheckpointError, match="all 3 checkpoints are damaged"):
+                loading.latest(root / "shared", warnings.append, agree, (rank, 4))
         else:
-            loaded = checkpoint.latest(root / "shared", warnings.append, agree, (rank, 4))
+            loaded = loading.latest(root / "shared", warnings.append, agree, (rank, 4))
             assert loaded is not None
             assert loaded.step == chosen
         (said,) = [w for w in warnings if path.name in w]
@@ -590,7 +590,7 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
     """Read with safetensors alone: where each file says its pieces lie, they are what the closed form says."""
     ranks, number = LAYOUTS[layout], list(LAYOUTS).index(layout) + 1
     path = saved_by_all / layout / "step_00000005"
-    expected = {name: value_of(name, tuple(t.shape), number) for name, t in checkpoint.named_tensors(Odd()).items()}
+    expected = {name: value_of(name, tuple(t.shape), number) for name, t in loading.named_tensors(Odd()).items()}
     expected |= {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
     times = {name: torch.zeros(t.shape) for name, t in expected.items()}
     largest = dict.fromkeys(expected, 0)
@@ -623,7 +623,7 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_digest_is_of_the_state_and_not_of_its_layout(saved_by_all, layout):
     number = list(LAYOUTS).index(layout) + 1
-    model = {name: value_of(name, tuple(t.shape), number) for name, t in checkpoint.named_tensors(Odd()).items()}
+    model = {name: value_of(name, tuple(t.shape), number) for name, t in loading.named_tensors(Odd()).items()}
     optimizer = {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
-    manifest = json.loads((saved_by_all / layout / "step_00000005" / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((saved_by_all / layout / "step_00000005" / loading.MANIFEST).read_text())
     assert manifest["digest"] == {"model": f"{sums(model):016x}", "optimizer": f"{sums(optimizer):016x}"}

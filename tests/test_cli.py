@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.__main__ import run
-from llmexp.process import start_worker
+from llmexp.child import start_worker
 from llmexp.sweep.points import as_given
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 
@@ -25,7 +25,7 @@ RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "trai
 DRIVER = """
 import sys, resource
 from llmexp.__main__ import run
-from llmexp.process import start_worker
+from llmexp.child import start_worker
 code = run(sys.argv[1:])
 heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition(".")[0] for m in sys.modules}
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from llmexp import folder
+from llmexp import rundir
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.train import loop as training
-from llmexp.train.save import leave_saving
+from llmexp.train.checkpointing import leave_saving
 from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
 from llmexp.train.summary import summarise
@@ -82,12 +82,12 @@ def test_final_is_of_the_last_step_and_no_other():
 
 def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):
     figures = {"summary": {"steps": 10}, "clip": {"share": 0.5}, "noise": {"measurements": 3}}
-    folder.write_status(tmp_path, "preempted", exit_code=75, **figures)
-    assert folder.write_status(tmp_path, "queued").keys() > figures.keys()
-    folder.write_status(tmp_path, "running", exit_code=None)
-    assert folder.read_status(tmp_path).keys() == {"state", "updated", "exit_code"}
-    folder.write_status(tmp_path, "finished", **figures)
-    assert folder.read_status(tmp_path)["summary"] == {"steps": 10}
+    rundir.write_status(tmp_path, "preempted", exit_code=75, **figures)
+    assert rundir.write_status(tmp_path, "queued").keys() > figures.keys()
+    rundir.write_status(tmp_path, "running", exit_code=None)
+    assert rundir.read_status(tmp_path).keys() == {"state", "updated", "exit_code"}
+    rundir.write_status(tmp_path, "finished", **figures)
+    assert rundir.read_status(tmp_path)["summary"] == {"steps": 10}
 
 
 def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
@@ -113,7 +113,7 @@ def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     assert training.settle(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()
-    monkeypatch.setattr("llmexp.train.save.call_hooks", lambda *arguments: {})
+    monkeypatch.setattr("llmexp.train.checkpointing.call_hooks", lambda *arguments: {})
     loop.pending = overflow()
     with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
         training.settle(loop)

@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from llmexp import explain, launch
 from llmexp.__main__ import run
+from llmexp.cli import explain
+from llmexp.cli.derived import DERIVED
+from llmexp.compose import app
 from llmexp.config import OPEN_SECTIONS, flatten, plain
-from llmexp.derived import DERIVED
 from llmexp.knobs import ACTS, fields
 from llmexp.run import Facts, Layout, Run
 from tests.conftest import TINY
@@ -101,9 +102,9 @@ def unsolved(monkeypatch):
 
 
 def test_every_knob_is_explained_on_one_screen(unsolved):
-    with launch.hydra_app(None) as hydra:
-        cfg, _ = launch.compose(hydra, SYNTHETIC)
-        config = launch.typed(cfg)
+    with app.hydra_app(None) as hydra:
+        cfg, _ = app.compose(hydra, SYNTHETIC)
+        config = app.typed(cfg)
         keys = [k for k in flatten(plain(config)) if not k.endswith("._target_") and not k.startswith("user")]
         for key in [*keys, "sweep.halving", "model", "data", *DERIVED]:
             found = explain.explained(hydra.config_loader, cfg, config, key)

@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp import checkpoint, folder, launch, saving
+from llmexp import rundir
 from llmexp.__main__ import run
+from llmexp.checkpoint import loading, saving
+from llmexp.compose import app, command_line
 from llmexp.config import ConfigError, build, plain
 from llmexp.data.sources import tokens
 from llmexp.sweep import ledger
@@ -74,12 +76,12 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 @FUZZ
 def test_overrides_parse_or_are_refused(text):
     with contextlib.suppress(ConfigError):
-        launch.check_overrides([text])
+        command_line.check_overrides([text])
 
 
 @pytest.fixture(scope="module")
 def hydra() -> Iterator[Hydra]:
-    with launch.hydra_app(None) as found:
+    with app.hydra_app(None) as found:
         yield found
 
 
@@ -107,8 +109,8 @@ KEYS = [
 def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
     config = None
     with contextlib.suppress(ConfigError):
-        launch.check_overrides([f"{key}={value}"])
-        config = launch.typed(launch.compose(hydra, [*TINY, f"{key}={value}"])[0])
+        command_line.check_overrides([f"{key}={value}"])
+        config = app.typed(app.compose(hydra, [*TINY, f"{key}={value}"])[0])
     assert config is None or build(plain(config)) == config
 
 
@@ -178,8 +180,8 @@ def saved(tmp_path_factory) -> Path:
 def load(path: Path) -> None:
     """What loads restores a model whose numbers are of the right shapes; the rest is a CheckpointError."""
     model = Plain()
-    with contextlib.suppress(checkpoint.CheckpointError):
-        checkpoint.restore_model(checkpoint.load(path), model)
+    with contextlib.suppress(loading.CheckpointError):
+        loading.restore_model(loading.load(path), model)
     assert (model.weight.shape, model.scale.shape) == ((3, 2), ())
 
 
@@ -196,7 +198,7 @@ def put_back(*files: Path) -> Iterator[list[bytes]]:
 
 def hashed_again(manifest: Path, file: Path) -> None:
     tree = json.loads(manifest.read_bytes())
-    tree["files"][file.name] = checkpoint.fingerprint(file)
+    tree["files"][file.name] = loading.fingerprint(file)
     manifest.write_text(json.dumps(tree))
 
 
@@ -266,7 +268,7 @@ def test_rows(tmp_path, content):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(content)
     with contextlib.suppress(ConfigError):
-        assert len(folder.read_rows(file)) <= content.count(b"\n")
+        assert len(rundir.read_rows(file)) <= content.count(b"\n")
 
 
 @given(st.one_of(mutated(LEDGER).map(json.dumps).map(str.encode), damaged(json.dumps(LEDGER).encode())))
@@ -283,8 +285,8 @@ def test_ledgers(tmp_path, content):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     """The files of a small sweep of one point, as they should be."""
-    with launch.hydra_app(None) as hydra:
-        config = plain(launch.typed(launch.compose(hydra, TINY)[0]))
+    with app.hydra_app(None) as hydra:
+        config = plain(app.typed(app.compose(hydra, TINY)[0]))
     path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
     path.mkdir()
     facts = {"micro_batch_size": 8, "real_batch_size": 8, "max_steps": 3, "parameters": 100, "versions": {"torch": "2"}}

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from llmexp import mesh
-from llmexp.assemble import assemble
+from llmexp.assembly.assemble import assemble
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, build, flatten, plain
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity

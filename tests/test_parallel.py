@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmexp import folder
+from llmexp import rundir
 from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import group, worker
@@ -32,7 +32,7 @@ TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import os, time
-from llmexp.process import STOP
+from llmexp.child import STOP
 
 def hold(event, context):
     if event == "step_start" and context.step == 8:
@@ -318,7 +318,7 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
     """On several hosts, and where the lock is another's, what is interrupted before it begins is not the run."""
     for name in ("RANK", "WORLD_SIZE", STARTED, LOCK_HELD):
         monkeypatch.delenv(name, raising=False)
-    folder.write_status(tmp_path, "running")
+    rundir.write_status(tmp_path, "running")
     before = (tmp_path / "status.json").read_bytes()
 
     def interrupted(*_: object) -> None:

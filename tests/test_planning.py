@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import budgets, launch
 from llmexp.__main__ import run
+from llmexp.compare import budgets
+from llmexp.compose import app
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.points import expand
 from tests.conftest import TINY, llmexp
@@ -29,8 +30,8 @@ GRIDS = [
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_points_are_what_hydra_composes(grid):
-    with launch.hydra_app(None) as hydra:
-        cfg, _ = launch.compose(hydra, grid, True)
+    with app.hydra_app(None) as hydra:
+        cfg, _ = app.compose(hydra, grid, True)
         loader = hydra.config_loader
         composer = Composer(loader, cfg)
         points = expand(hydra, cfg, grid)
@@ -47,8 +48,8 @@ def test_points_are_what_hydra_composes(grid):
 
 def test_what_points_share_is_composed_once(monkeypatch):
     grid = ["train.seed=1,2,3,4", "optimizer=adamw,sgd", "optimizer.lr=0.1,0.2"]
-    with launch.hydra_app(None) as hydra:
-        cfg, _ = launch.compose(hydra, grid, True)
+    with app.hydra_app(None) as hydra:
+        cfg, _ = app.compose(hydra, grid, True)
         calls = []
         load = hydra.config_loader.load_sweep_config
         monkeypatch.setattr(hydra.config_loader, "load_sweep_config", lambda *a: calls.append(a) or load(*a))

@@ -29,7 +29,7 @@ TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", 
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import time
-from llmexp.process import STOP
+from llmexp.child import STOP
 
 def hold(event, context):
     if event == "step_start" and context.step == 12:

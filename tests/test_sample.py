@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.sample import sample
 from llmexp.train import loop as training
+from llmexp.train.sampling import sample
 from tests.conftest import TINY, llmexp
 
 
@@ -127,7 +127,7 @@ def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_need
         lengths.append(given[2])
         return sample(*given, **knobs)
 
-    monkeypatch.setattr("llmexp.sample.sample", noted)
+    monkeypatch.setattr("llmexp.train.sampling.sample", noted)
     assert command(["sample", "run"]) == 2
     assert "llmexp: tokenizer: endless has no <|endoftext|> token to begin with" in capsys.readouterr().err
     assert command(["sample", "run", "--temperature", "inf", "--prompt", "x"]) == 2

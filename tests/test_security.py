@@ -19,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import environment, folder, guard, launch, slurm, targets
+from llmexp import redact, rundir
 from llmexp.__main__ import run
+from llmexp.assembly import targets
+from llmexp.compose import app, guard
+from llmexp.compose.command_line import recordable
 from llmexp.config import Config, ConfigError, build, plain
-from llmexp.sweep.main import recordable
+from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from tests.conftest import TINY, Result, llmexp
 
@@ -81,8 +84,8 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def composed(*overrides: str) -> Config:
-    with launch.hydra_app(None) as hydra:
-        return launch.typed(launch.compose(hydra, overrides)[0])
+    with app.hydra_app(None) as hydra:
+        return app.typed(app.compose(hydra, overrides)[0])
 
 
 # Secrets and the environment.
@@ -131,7 +134,7 @@ def test_no_file_of_a_run_holds_what_came_from_the_environment(broken):
     # The rate itself is a figure of the rows; but no record has it from the environment.
     records = [(result.folder / name).read_text() for name in ("config.yaml", "run.json", "status.json")]
     assert RATE not in "".join(records)
-    config = folder.read_config(result.folder)
+    config = rundir.read_config(result.folder)
     assert config["optimizer"]["lr"] == "${oc.env:CANARY_RATE}"
     assert config["data"]["train_files"] == "${oc.env:CANARY_DATA}/train.npy"
     assert config["tracker"]["notes"] == "about ${oc.env:CANARY_NOTE}"
@@ -235,10 +238,10 @@ def test_a_secret_is_found_wherever_it_is(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY_API_KEY", secret)
         with pytest.raises(ConfigError) as refused:
-            launch.refuse_secrets({"data": node})
+            guard.refuse_secrets({"data": node})
         assert "holds the value of $CANARY_API_KEY" in str(refused.value)
         patch.delenv("CANARY_API_KEY")
-        launch.refuse_secrets({"data": node})
+        guard.refuse_secrets({"data": node})
 
 
 def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
@@ -260,21 +263,21 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     (tmp_path / "canary-folder").mkdir()
     (tmp_path / "canary-folder" / "train.npy").write_bytes(b"x" * 10)
     (tmp_path / "run.json").write_text(json.dumps({"data_files": {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": "y"}}))
-    told = folder.bus_error(tmp_path, -signal.SIGBUS)
+    told = rundir.bus_error(tmp_path, -signal.SIGBUS)
     assert "${oc.env:CANARY_DATA}/train.npy: this token file was cut from 1,000 to 10 bytes" in told
     assert "canary-folder" not in told
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"])
 def test_names_that_only_sound_like_secrets_are_none(key):
-    launch.refuse_secrets({"data": {key: "abc"}})
+    guard.refuse_secrets({"data": {key: "abc"}})
 
 
 def test_redacted_text_has_names_for_values(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "long-value")
     monkeypatch.setenv("MY_OTHER_KEY", "long-value-longer\n")
     monkeypatch.setenv("SHORT_KEY", "ab")
-    text = environment.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
+    text = redact.redacted("ab long-value, long-value-longer\n, " + repr("long-value-longer\n"))
     assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
 
 
@@ -462,22 +465,22 @@ def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
 
 def test_a_config_cannot_say_what_the_command_line_said(home):
     """Else it could bring shell lines for a launcher, as if they came from there."""
-    with launch.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"):
-        launch.compose(hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"])
+    with app.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"):
+        app.compose(hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"])
     (home / "conf" / "experiment").mkdir(parents=True)
     text = "# @package _global_\nhydra: {overrides: {hydra: ['hydra.launcher.setup=x']}}\n"
     (home / "conf" / "experiment" / "evil.yaml").write_text(text)
     arguments = [*TINY, "data=synthetic", "experiment=evil"]
     for multirun in (False, True):
-        with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what"):
-            launch.compose(hydra, arguments, multirun)
+        with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what"):
+            app.compose(hydra, arguments, multirun)
     # As many as there are, with a list that forgets what is put into it.
     made_up = ", ".join(["'hydra.launcher.setup=[x]'"] * len(arguments))
     for told in (f"{{task: '${{oc.create:[]}}', hydra: [{made_up}]}}", "'${more}'", "{task: '${more.task}'}"):
         text = f"# @package _global_\nmore: {{hydra: [], task: []}}\nhydra: {{overrides: {told}}}\n"
         (home / "conf" / "experiment" / "evil.yaml").write_text(text)
-        with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"):
-            launch.compose(hydra, arguments, multirun=True)
+        with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"):
+            app.compose(hydra, arguments, multirun=True)
 
 
 CANARY = "[touch canary]"
@@ -534,16 +537,16 @@ FILES = [
 def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed, key):
     (home / "conf" / "experiment").mkdir(parents=True)
     (home / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
-    with launch.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
-        launch.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
+    with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
+        app.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
 
 
 def test_what_is_typed_for_a_launcher_is_taken(home):
     typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
              f"{MORE}.exclusive=true", f"{MORE}.none=null", "hydra.launcher.partition=gpu"]  # fmt: skip
-    with launch.hydra_app(None) as hydra:
+    with app.hydra_app(None) as hydra:
         for _ in range(2):
-            cfg, _ = launch.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
+            cfg, _ = app.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
             point = hydra.config_loader.load_sweep_config(cfg, ["train.seed=1"])
     assert cfg.hydra.launcher == point.hydra.launcher
     assert cfg.hydra.launcher.setup == ["module load cuda", 'echo "a, b"']
@@ -564,9 +567,9 @@ def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
 
 def test_every_config_that_hydra_composes_is_looked_at(home):
     """Also those that it composes by itself after the one that the command has seen."""
-    with launch.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
+    with app.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.callbacks"):
         hydra.config_loader.load_sweep_config(
-            launch.compose(hydra, [*TINY, "data=synthetic"], multirun=True)[0],
+            app.compose(hydra, [*TINY, "data=synthetic"], multirun=True)[0],
             ["+hydra.callbacks.x={_target_:os.makedirs,name:canary}"],
         )
     assert not (home / "canary").exists()
@@ -625,7 +628,7 @@ def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(swept, t
     point = Path("sweep/0-point")
     (point / "wandb").mkdir()
     (point / "wandb" / "latest-run").symlink_to("nowhere")
-    folder.check_plain(Path("sweep"))
+    rundir.check_plain(Path("sweep"))
     make, kind = STRANGE[place]
     (point / place).unlink(missing_ok=True)
     make(point / place)
@@ -662,7 +665,7 @@ def test_a_name_stays_inside_the_output_root(name):
     tree = plain(BASE) | {"name": name.replace("${", "")}
     cfg = OmegaConf.create({**tree, "hydra": {"job": {}}}, flags={"allow_objects": False})
     try:
-        config = launch.typed(cfg)
+        config = app.typed(cfg)
     except ConfigError:  # the tests of refusals say for which ones
         return
     assert (Path("/root/outputs") / config.name).resolve().parent == Path("/root/outputs")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp import slurm
+from llmexp.sweep import slurm
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 from tests.test_resume import exact
 

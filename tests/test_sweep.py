@@ -45,7 +45,7 @@ def hook(event, context):
     if (limit, accumulation) == (0.2, 2) and context.step == 12:
         raise RuntimeError("boom")
     if (limit, accumulation) == (0.1, 4) and context.step == 15:
-        from llmexp.process import STOP
+        from llmexp.child import STOP
 
         while not os.path.exists("armed") and not STOP.requested:
             time.sleep(0.02)
@@ -79,7 +79,7 @@ def lose_task(event, context):
 def rest(event, context):
     if event == "step_start" and context.step == 4:
         once(f"rests {context.optimizers[0].param_groups[0]['weight_decay']}")
-        from llmexp.process import STOP
+        from llmexp.child import STOP
 
         while not STOP.requested:
             time.sleep(0.02)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmexp import folder, slurm
+from llmexp import rundir
 from llmexp.config import ConfigError
-from llmexp.sweep import launchers, local, show
+from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import Job, Stopped, run_all, settle
 from llmexp.sweep.main import conclude
@@ -40,20 +40,20 @@ RUN = [
 )
 def test_a_point_that_ends_before_its_last_step_has_a_reason(tmp_path, state, code, stopped, after, said):
     (tmp_path / "config.yaml").write_text("train: {stop_step: null}")
-    folder.write_status(tmp_path, state, summary={"steps": 7})
+    rundir.write_status(tmp_path, state, summary={"steps": 7})
     assert settle(tmp_path, code, "", stopped=stopped) == (after == "failed")
-    status = folder.read_status(tmp_path)
+    status = rundir.read_status(tmp_path)
     assert status["state"] == after
     assert said is None or said in status["error"]
     assert said is not None or "error" not in status
 
 
 def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
-    folder.write_status(tmp_path, "running", host=socket.gethostname())
-    before = folder.read_status(tmp_path)
-    with folder.locked(tmp_path):
+    rundir.write_status(tmp_path, "running", host=socket.gethostname())
+    before = rundir.read_status(tmp_path)
+    with rundir.locked(tmp_path):
         assert not settle(tmp_path, 2, "", stopped=False)
-    assert folder.read_status(tmp_path) == before
+    assert rundir.read_status(tmp_path) == before
     assert settle(tmp_path, 2, "", stopped=False)  # nobody trains there: it was refused for a reason of its own
 
 
@@ -64,18 +64,18 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(tmp_path
     for path in paths:
         path.mkdir()
         (path / "config.yaml").write_text("{}")
-        folder.write_status(path, "queued", started=1.0)
+        rundir.write_status(path, "queued", started=1.0)
     ledger = Ledger(tmp_path, "n", "g", "slurm", [], [])
     ledger.points = [Entry(i, p.name, p.name, None, []) for i, p in enumerate(paths)]
 
     def wait(jobs, changed, say, tick):
-        folder.write_status(paths[0], "failed", error="of its own", exit_code=3)
+        rundir.write_status(paths[0], "failed", error="of its own", exit_code=3)
         changed(paths[0], "1", "failed", True)
         if ends == "finished":
-            folder.write_status(paths[1], "running", started=2.0)
-            folder.write_status(paths[1], "finished", exit_code=0)
+            rundir.write_status(paths[1], "running", started=2.0)
+            rundir.write_status(paths[1], "finished", exit_code=0)
         else:
-            folder.write_status(paths[1], "failed", error="the job is gone", exit_code=3)
+            rundir.write_status(paths[1], "failed", error="the job is gone", exit_code=3)
         changed(paths[1], "2", "", True)
 
     for name, stand_in in (
@@ -92,7 +92,7 @@ def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(tmp_path
     display = SimpleNamespace(line=lambda text: None, tick=lambda: None)
     launchers.execute(current, ledger, queued, {}, display)
     assert [e.state for e in ledger.points] == ["failed", state]
-    assert folder.read_status(paths[1])["state"] == state
+    assert rundir.read_status(paths[1])["state"] == state
 
 
 def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
@@ -114,7 +114,7 @@ def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
         [Job(tmp_path / "run", 1)], [], Stopped(), max_parallel=None, devices_per_run=None, stop_on_failure=False,
         silence_s=None, begun=lambda job: None, ended=over.append, tick=lambda: None, say=print,
     )  # fmt: skip
-    status = folder.read_status(tmp_path / "run")
+    status = rundir.read_status(tmp_path / "run")
     assert (len(over), status["state"], status["exit_code"]) == (1, "failed", 2)
     assert "Is a directory" in status["error"]
 
@@ -167,9 +167,9 @@ def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
 
 def test_a_point_that_stops_at_its_rung_needs_no_reason(tmp_path):
     (tmp_path / "config.yaml").write_text("train: {stop_step: 7}")
-    folder.write_status(tmp_path, "preempted", summary={"steps": 7})
+    rundir.write_status(tmp_path, "preempted", summary={"steps": 7})
     assert not settle(tmp_path, 75, "", stopped=False)
-    assert "error" not in folder.read_status(tmp_path)
+    assert "error" not in rundir.read_status(tmp_path)
 
 
 def test_what_a_sweeper_repeats_is_as_it_was_given():
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_written_is_named_by_its_key(tmp_path):
 def test_a_sweeps_folder_that_is_a_file(tmp_path):
     (tmp_path / "f").touch()
     with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*is not a folder"):
-        folder.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
+        rundir.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
 
 
 def test_a_reason_is_told_once_and_shortly_at_the_end(tmp_path):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp import folder
-from llmexp.metrics.tracker.local import Position, read_position, write_position
-from llmexp.sync import figures, find_runs, runs_in, sync, upload_command
+from llmexp import fileio, rundir
+from llmexp.tracker.local import Position, read_position, write_position
+from llmexp.tracker.sync import figures, find_runs, runs_in, sync, upload_command
 from tests.conftest import ROOT
 from tests.metrics.fake_wandb import FakeRun, FakeWandb
 
@@ -38,8 +38,8 @@ def make_run(path: Path, steps: int, state: str = "finished", code: int | None =
     (path / "config.yaml").write_text(yaml.safe_dump({"tracker": tracker, "clip": {"max_norm": 0.5}}))
     overrides = ["model=gpt2", f"seed={path.name[0]}"]
     recorded = {"label": f"seed={path.name[0]}", "group": str(path.parent), "overrides": overrides, "swept": ["seed"]}
-    folder.write_json(path / "run.json", recorded | {"max_steps": steps})
-    folder.write_json(path / "status.json", {"state": state, "exit_code": code} | status)
+    fileio.write_json(path / "run.json", recorded | {"max_steps": steps})
+    fileio.write_json(path / "status.json", {"state": state, "exit_code": code} | status)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(steps)))
     return path
 
@@ -80,7 +80,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     with open(runs[2] / "metrics.jsonl", "a") as f:
         f.write('{"step": 26, "tok')  # cut by the kill
     assert [run.name for run in runs_in(sweep)] == [run.name for run in runs]
-    with FakeWandb() as server, folder.locked(runs[4]):
+    with FakeWandb() as server, rundir.locked(runs[4]):
         code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
         assert (code, errors) == (0, "")
         assert [line.partition(":")[0] for line in lines] == [run.name for run in runs]
@@ -93,7 +93,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
         assert len(server.runs) == 4
         arrived = [server.runs[read_position(run).run_id] for run in runs[:4]]  # type: ignore[union-attr]
         for run, got in zip(runs, arrived, strict=False):
-            assert rows_of(got) == folder.read_rows(run / "metrics.jsonl")
+            assert rows_of(got) == rundir.read_rows(run / "metrics.jsonl")
             assert [row["_step"] for row in got.rows] == [row["step"] for row in rows_of(got)]
             assert got.lines_sent == len(got.rows)
             assert got.variables["groupName"] == "gpt/2030-01-01"
@@ -109,7 +109,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
         assert arrived[2].summary["latest train/loss"] == make_rows(25)[-1]["train/loss"]
 
         # Again: the four are known to be there; the one that trained is over, and a killed one has gone on.
-        folder.write_status(runs[2], "finished", exit_code=0, summary={"final val/loss": 1.0})
+        rundir.write_status(runs[2], "finished", exit_code=0, summary={"final val/loss": 1.0})
         (runs[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(40)))
         before = server.requests
         assert llmexp(tmp_path, "sync", "--dry-run", sweep, server=server.url)[0] == 0
@@ -163,7 +163,7 @@ def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
         assert rows_of(server.runs[f"{run_id}-2"]) == make_rows(20)
 
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(15)))
-        folder.write_json(run / "run.json", folder.read_json(run / "run.json") | {"max_steps": 15})
+        fileio.write_json(run / "run.json", fileio.read_json(run / "run.json") | {"max_steps": 15})
         code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert code == 0
         assert "the tracker has 5 rows that the run does not have" in line
@@ -198,7 +198,7 @@ def test_without_a_login_nothing_is_uploaded_and_how_to_is_said(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["nothing/here", "*.none", "."])
 def test_a_path_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(folder.ConfigError, match="for example llmexp sync"):
+    with pytest.raises(rundir.ConfigError, match="for example llmexp sync"):
         find_runs([text])
 
 

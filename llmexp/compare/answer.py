@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmexp import budgets
+from llmexp.compare import budgets
 from llmexp.compare.figures import LOSSES, shown, with_interval
 from llmexp.compare.findings import Findings
 from llmexp.compare.judging import FEW, Floor, Judgement, Verdict, all_pairs

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmexp.budgets import Spent, common, equal
 from llmexp.compare.answer import digits, listed, planned
+from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.figures import LOSSES, counts, number, positions
 from llmexp.compare.findings import Findings
 from llmexp.compare.judging import Effect, Verdict, all_pairs, same_batches, stepwise
 from llmexp.compare.places import Place
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import Comparison, Record
-from llmexp.folder import how_to_resume
 from llmexp.labels import plural, short_keys
 from llmexp.labels import shown as value
+from llmexp.rundir import how_to_resume
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from llmexp import folder
+from llmexp import fileio
 from llmexp.compare import pagetables
 from llmexp.compare.plot_settings import maps, over_keys, parallel
 from llmexp.compare.plot_training import losses, others
@@ -31,8 +31,8 @@ MISSING = (
 def write_beside(comparison: Comparison, where: Path) -> Path:
     """Write compare.html into the folder, and the library that it names, once."""
     if not (where / LIBRARY).exists():
-        folder.write_whole(where / LIBRARY, str(get_plotlyjs()))
-    folder.write_whole(where / "compare.html", page(comparison, inline=False))
+        fileio.write_whole(where / LIBRARY, str(get_plotlyjs()))
+    fileio.write_whole(where / "compare.html", page(comparison, inline=False))
     return where / "compare.html"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp import folder
+from llmexp import fileio
 from llmexp.compare.figures import COLUMNS, positions
 from llmexp.compare.records import Comparison, Entry
 
@@ -52,7 +52,7 @@ def write_png(comparison: Comparison, path: Path) -> None:
         _heat(figure, axes[len(panels)], comparison, *grid)
     out = io.BytesIO()
     figure.savefig(out, format="png")
-    folder.write_whole(path, out.getvalue())
+    fileio.write_whole(path, out.getvalue())
 
 
 def _draw(axis: Any, c: Comparison, entry: Entry, key: str, colour: Any, label: str | None) -> None:

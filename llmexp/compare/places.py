@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmexp.budgets import CLOSE
+from llmexp.compare.budgets import CLOSE
 from llmexp.compare.figures import number, positions, rows_until
 from llmexp.compare.records import Entry, Record
 

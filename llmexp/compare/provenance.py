@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import provenance
-from llmexp.compare.reading import clean
 from llmexp.compare.records import Record
+from llmexp.redact import clean
 
 NAMED = 3  # runs, packages
 

@@ -21,16 +21,18 @@ from typing import Any
 
 import yaml
 
-from llmexp import folder
+from llmexp import rundir
 from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
+from llmexp.redact import clean
+from llmexp.rundir import ends_early
 
 LEDGER, LEDGER_FORMAT = "sweep.json", 1
 STATES = ("queued", "running", "finished", "failed", "preempted")
 DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
-_FILES = (folder.CONFIG, folder.RUN, folder.STATUS, folder.METRICS, folder.LOG, LEDGER)
+_FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 _LARGE = 200 * 2**20  # bytes of rows from which a second process is worth its start
 
@@ -46,20 +48,14 @@ class Sweep:
     planned: dict[frozenset[str], int] = field(default_factory=dict)  # points still to train by setting, less the seed
 
 
-def clean(text: object) -> str:
-    """One line without control characters: a log or a label must not drive the terminal."""
-    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())  # colours go whole
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown).strip()
-
-
 def clean_name(path: Path) -> str:
     return clean(path.name) or clean(path.resolve().name) or "run"
 
 
 def looks_like_run(path: Path) -> bool:
     """A config or rows, and a record beside them: a config.yaml alone may be anybody's."""
-    first, *rest = (folder.CONFIG, folder.METRICS) if (path / folder.CONFIG).is_file() else (folder.METRICS,)
-    return (path / first).is_file() and any((path / n).is_file() for n in (folder.STATUS, folder.RUN, *rest))
+    first, *rest = (rundir.CONFIG, rundir.METRICS) if (path / rundir.CONFIG).is_file() else (rundir.METRICS,)
+    return (path / first).is_file() and any((path / n).is_file() for n in (rundir.STATUS, rundir.RUN, *rest))
 
 
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], list[str]]:
@@ -78,7 +74,7 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], 
             for run in _under(where, DEPTH):
                 runs += 1
                 try:
-                    folder.check_plain(run)
+                    rundir.check_plain(run)
                 except ConfigError as error:
                     problems.append(f"{clean(error)}; this run is left out")
                     continue
@@ -88,7 +84,7 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], 
                 found.setdefault(run.resolve(), (run, sweeps[parent]))
         if matches and not runs:
             shown = clean(given) or "."
-            problems.append(f"{shown}: is no run, and there is none below (a run folder has a {folder.CONFIG})")
+            problems.append(f"{shown}: is no run, and there is none below (a run folder has a {rundir.CONFIG})")
     return list(found.values()), problems
 
 
@@ -100,7 +96,7 @@ def _under(path: Path, depth: int) -> list[Path]:
         inner = [p for p in path.iterdir() if depth and not p.name.startswith(".") and p.is_dir()]
     except OSError:
         return []
-    inner = [p for p in inner if p.name != folder.CHECKPOINTS and not (depth < DEPTH and p.is_symlink())]
+    inner = [p for p in inner if p.name != rundir.CHECKPOINTS and not (depth < DEPTH and p.is_symlink())]
     return [run for p in sorted(inner, key=_natural) for run in _under(p, depth - 1)]
 
 
@@ -169,7 +165,7 @@ def _named(record: Record, levels: int) -> Record:
 
 
 def _columns(found: Sequence[tuple[Path, Sweep | None]], whole: bool) -> list[Columns]:
-    paths = [path / folder.METRICS for path, _ in found]
+    paths = [path / rundir.METRICS for path, _ in found]
     size = sum(p.stat().st_size for p in paths if p.is_file())
     processes = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if size > _LARGE and processes > 1:
@@ -185,13 +181,13 @@ def _whole(path: Path) -> Columns:
 
 def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
     problems = list(columns.problems)
-    facts = _json(path / folder.RUN, problems)
-    status = _json(path / folder.STATUS, problems)
+    facts = _json(path / rundir.RUN, problems)
+    status = _json(path / rundir.STATUS, problems)
     point = sweep.points.get(os.path.relpath(path, sweep.path), {}) if sweep else {}
     rung = point.get("rung")
-    config = _config(path / folder.CONFIG, problems)
+    config = _config(path / rundir.CONFIG, problems)
     if lost := ends_early(status, facts, config.get("train.log_every"), columns["step"]):
-        problems.append(f"{path / folder.METRICS}: the run {lost}; it is not compared")
+        problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
     return Record(
         path=path,
         name=clean_name(path),
@@ -210,41 +206,23 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
     )
 
 
-def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, steps: Any) -> str:
-    """In words, that rows are lost at the end: a run that ended has rows up to there. Empty where none are.
-
-    `steps` are those of the rows. One that was preempted may have stopped between two rows, `log_every` steps apart.
-    """
-    state, summary = status.get("state"), status.get("summary")
-    ended = summary.get("steps") if isinstance(summary, dict) else None
-    if ended is None and state == "finished":
-        ended = facts.get("max_steps")
-    if state not in ("finished", "preempted") or type(ended) is not int or not 0 < ended < 2**53:
-        return ""
-    between = (log_every if type(log_every) is int and log_every > 0 else ended) if state == "preempted" else 1
-    last = int(steps[-1]) if len(steps) else 0
-    if last + between > ended:
-        return ""
-    return f"says {state} at step {ended:,}, but " + (f"its rows end at {last:,}" if last else "it has no rows")
-
-
 def state_of(path: Path, status: dict[str, Any]) -> str:
     """The state by status.json, but `cut` for a running one whose lock nobody holds, also after that was mended there;
     queued where nothing is said."""
     state = status.get("state")
-    if (state == "running" and not folder.is_alive(path, status)) or status.get("error") == folder.CUT:
+    if (state == "running" and not rundir.is_alive(path, status)) or status.get("error") == rundir.CUT:
         return "cut"
     if state in STATES:
         return str(state)
-    return "cut" if (path / folder.METRICS).exists() else "queued"  # a status that was lost
+    return "cut" if (path / rundir.METRICS).exists() else "queued"  # a status that was lost
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    return _json(path / folder.STATUS, [])
+    return _json(path / rundir.STATUS, [])
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    return _json(path / folder.RUN, [])
+    return _json(path / rundir.RUN, [])
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:

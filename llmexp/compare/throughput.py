@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmexp import folder
+from llmexp import fileio
 from llmexp.compare import reading
 from llmexp.compare.records import Record
 from llmexp.config import flatten
@@ -184,8 +184,8 @@ def write(records: Sequence[Record], where: Path) -> str:
     """Writes throughput.md, .csv and .png into the folder; the text of the first one."""
     rows = rows_of(records)
     text = markdown(rows)
-    folder.write_whole(where / "throughput.md", text)
-    folder.write_whole(where / "throughput.csv", as_csv(rows))
+    fileio.write_whole(where / "throughput.md", text)
+    fileio.write_whole(where / "throughput.csv", as_csv(rows))
     heat_maps(rows, where / "throughput.png")
     return text
 
@@ -226,4 +226,4 @@ def heat_maps(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.colorbar(image, ax=axes, shrink=0.8, label="tokens/s, all ranks")
     out = io.BytesIO()
     figure.savefig(out, format="png")
-    folder.write_whole(path, out.getvalue())
+    fileio.write_whole(path, out.getvalue())

@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from llmexp.child import children, send, signals_held
 from llmexp.mesh.groups import MEETING
-from llmexp.process import children, send, signals_held
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks

@@ -39,3 +39,10 @@ class Current:
     def over(self) -> bool:
         """Whether nothing more is started."""
         return self.stop.requested or self.halted
+
+
+class PointFailed(RuntimeError):
+    """What a sweeper gets for the value of a point that failed."""
+
+
+CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmexp import folder
+from llmexp import fileio, rundir
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
 from llmexp.knobs import essence
 
@@ -65,11 +65,11 @@ class Ledger:
         entries = [dataclasses.asdict(entry) for entry in self.points]
         whole = {"format": FORMAT, **head, "updated": time.time(), "points": entries}
         try:
-            folder.write_json(self.path / LEDGER, whole)
+            fileio.write_json(self.path / LEDGER, whole)
         except OSError as error:
             text = f"{self.path / LEDGER}: could not be written: {error.strerror}"
             if is_sweep(self.path):  # else it has not begun
-                text += f"; its runs are intact; to go on: {folder.how_to_resume(self.path)}"
+                text += f"; its runs are intact; to go on: {rundir.how_to_resume(self.path)}"
             raise OSError(text) from error
 
     def update(self, entry: Entry, **changes: Any) -> None:
@@ -84,9 +84,9 @@ class Ledger:
         """The status of a point's run, after the ledger has taken over what it says. `alive`: it is known to be there,
         such as from a queue."""
         path = self.path / entry.folder
-        status = folder.read_status(path) if folder.is_run(path) else {}
+        status = rundir.read_status(path) if rundir.is_run(path) else {}
         state = status.get("state")
-        if state == "running" and not alive and not folder.is_alive(path, status):
+        if state == "running" and not alive and not rundir.is_alive(path, status):
             state = "preempted"  # cut: killed, or its host went down
         if state in STATES:
             error, started, code = (status.get(key) for key in ("error", "started", "exit_code"))
@@ -130,7 +130,7 @@ def read(path: Path) -> Ledger:
             f"{path}: is no sweep (it has no {LEDGER}); one looks like outputs/default/2030-01-01_12-00-00"
         )
     try:
-        tree = folder.read_json(where)
+        tree = fileio.read_json(where)
         if not isinstance(tree, dict):
             raise ConfigError(f"{where}: holds no ledger")
     except ConfigError as error:
@@ -165,7 +165,7 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     found = Ledger(path, name, str(path), launcher, arguments, [])
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
-        told = folder.read_run(run)
+        told = rundir.read_run(run)
         texts = {k: [str(t) for t in v] for k in ("overrides", "swept") if isinstance(v := told.get(k), list)}
         entry = Entry(int(number), str(told.get("label") or name_of), run.name, None, texts.get("overrides", []))
         found.points.append(entry)
@@ -181,7 +181,7 @@ def runs_in(path: Path) -> list[Path]:
     """The folders of a sweep's runs: <number>-<label>."""
     if not path.is_dir():
         return []
-    return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and folder.is_run(p)]
+    return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and rundir.is_run(p)]
 
 
 def _entry(where: Path, index: int, given: Any) -> Entry:

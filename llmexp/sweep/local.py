@@ -13,9 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, kill_family, start_worker
 from llmexp.config import ConfigError
-from llmexp.process import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, kill_family, start_worker
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
@@ -102,7 +102,7 @@ def run_all(
             try:
                 process = start(job, taken, slots)
             except (ConfigError, OSError) as error:  # something is in the place of its files
-                folder.write_status(job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
+                rundir.write_status(job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
                 free += taken
                 halted |= stop_on_failure
                 ended(job)
@@ -151,7 +151,7 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
     if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
         return
     path = one.job.path
-    files = (path / name for name in (folder.METRICS, folder.STATUS, folder.LOG, STDERR, folder.CHECKPOINTS, "logs"))
+    files = (path / name for name in (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"))
     sign = tuple(file.stat().st_mtime for file in files if file.exists())
     if sign != one.sign:
         one.sign, one.sign_at = sign, now
@@ -162,36 +162,36 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
 
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     """Whether the run failed; records a death that it could not record itself."""
-    status = folder.read_status(path)
+    status = rundir.read_status(path)
     state, left = status.get("state"), code in (DONE, PREEMPTED)
-    if code == REFUSED and folder.is_alive(path, status):  # another command's process trains there
+    if code == REFUSED and rundir.is_alive(path, status):  # another command's process trains there
         return False
     by_signal = code > 128 or -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
     if state == "finished":
         return False
     if stopped and (left or by_signal):
-        if state == "running" and not folder.is_locked(path):
-            folder.write_status(path, "preempted", error="stopped before it could save", ended=time.time())
+        if state == "running" and not rundir.is_locked(path):
+            rundir.write_status(path, "preempted", error="stopped before it could save", ended=time.time())
         return False
     if left and state == "preempted":
         if not status.get("error") and not by_plan(path, status):
-            folder.write_status(path, "preempted", error="a signal that was not for the whole sweep stopped it")
+            rundir.write_status(path, "preempted", error="a signal that was not for the whole sweep stopped it")
         return False
     if state == "failed" and code >= 0 and not cause:
         return True
     text = cause or (last_words(path) if code >= 0 and not left else "")
     if not text and left:
         text = f"the process ended with exit code {code} before its last step"
-    text = text or how_it_died(code, stopped) + folder.bus_error(path, code)
+    text = text or how_it_died(code, stopped) + rundir.bus_error(path, code)
     exit_code = code if code == REFUSED else FAILED
-    folder.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
+    rundir.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
     return True
 
 
 def by_plan(path: Path, status: dict[str, Any]) -> bool:
     """Whether a run stopped where train.stop_step had it stop."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
-        return bool(status["summary"]["steps"] == folder.read_config(path)["train"]["stop_step"])
+        return bool(status["summary"]["steps"] == rundir.read_config(path)["train"]["stop_step"])
     return False
 
 

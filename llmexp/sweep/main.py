@@ -11,47 +11,38 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.hydra import Hydra
-from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp import folder
-from llmexp.budgets import Spent
+from llmexp import rundir
+from llmexp.child import PREEMPTED, say
+from llmexp.compare import reading, table, throughput
+from llmexp.compare.budgets import Spent
+from llmexp.compare.comparing import compare
+from llmexp.compare.table import columns
+from llmexp.compose.app import chosen_folder, fixed_folder, quoted, refuse_hosts, visible
+from llmexp.compose.command_line import kept_back, recordable
+from llmexp.compose.errors import user_errors
+from llmexp.compose.guard import refuse_secrets
+from llmexp.compose.origin import CONFIG_NAME
 from llmexp.config import ConfigError, Sweep, build_sweep, refuse
-from llmexp.guard import BY_HAND
 from llmexp.labels import plural
-from llmexp.process import PREEMPTED
 from llmexp.sweep import ledger as ledgers
+from llmexp.sweep import show
+from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.current import Current
+from llmexp.sweep.current import CURRENT, Current, PointFailed
+from llmexp.sweep.launchers import check_launcher
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Pair, match, next_number, of_folder
-from llmexp.sweep.planning import warn
-from llmexp.sweep.points import (
-    Point,
-    Refused,
-    as_given,
-    duplicates,
-    expand,
-    is_grid,
-    load_points,
-    no_start,
-    refuse_hosts,
-)
+from llmexp.sweep.points import Point, Refused, duplicates, expand, is_grid, load_points, no_start
 from llmexp.sweep.running import run_rungs
 from llmexp.sweep.twins import is_twin, run_twins
+from llmexp.tracker.sync import upload_command
 
 LOCK = ".lock-sweep"
-
-
-class PointFailed(RuntimeError):
-    """What a sweeper gets for the value of a point that failed."""
-
-
-CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here
 
 
 def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
@@ -59,9 +50,6 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
 
     Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
     """
-    from llmexp.launch import CONFIG_NAME, fixed_folder, quoted, refuse_secrets, say, user_errors
-    from llmexp.sweep.launchers import check_launcher
-
     with contextlib.ExitStack() as stack:
         checker = stack.enter_context(Checker())
         settings, where = settings_of(cfg)
@@ -110,8 +98,6 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     """The section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
-    from llmexp.launch import chosen_folder, user_errors
-
     with user_errors():
         settings = build_sweep(OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True))  # type: ignore
     if settings.halving is None and settings.halving_keep != 0.5 and settings.resume is None:
@@ -130,61 +116,10 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
             raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
         return settings, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
-    folder.check_writable(where, "hydra.sweep.dir")
+    rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
         raise refuse("hydra.sweep.dir", where, f"holds a sweep already; to go on with it: sweep.resume={where}")
     return settings, where
-
-
-# What runs code of the user's choosing comes from a command line, never from a file alone.
-KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
-
-
-def recordable(arguments: Sequence[str]) -> list[str]:
-    """Of a command line, what goes on with its sweep later, and may be taken from a file."""
-    rest, given = [], iter(arguments)
-    for argument in given:
-        if argument == "--allow":
-            next(given, None)
-        elif not argument.lstrip("+~").startswith(("--allow=", "sweep.resume=", *KEPT_BACK)):
-            rest.append(argument)
-    return rest
-
-
-def kept_back(arguments: Sequence[str]) -> str:
-    """The rest of it, to be typed again."""
-    allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
-    words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
-    return "".join(f" {shlex.quote(word)}" for word in words)
-
-
-def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """What our Hydra launchers do: the points of one batch of a sweeper that chooses them while it runs.
-
-    The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal stopped the sweep.
-    """
-    from llmexp.sweep import show
-
-    (current,) = CURRENT
-    given = list(current.cfg.hydra.overrides.task)
-    asked = [as_given(overrides, given) for overrides in job_overrides]
-    points, refused = load_points(loader, current.cfg, asked, first, current.settings, current.where, given)
-    done = run_batch(current, points, refused, again=True)
-    if current.over:
-        raise KeyboardInterrupt
-    results = []
-    for overrides in asked:
-        entry = next((e for p, e in done if p.overrides == list(overrides)), None)
-        result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
-        assert current.ledger is not None
-        summary = show.summary_of(current.ledger.path / entry.folder) if entry else {}
-        losses = ("final val/loss", "final train/loss", "latest train/loss")
-        value = next((summary[key] for key in losses if ledgers.figure(summary.get(key)) is not None), None)
-        if entry is None or entry.state != "finished" or value is None:
-            result.status, value = JobStatus.FAILED, PointFailed(entry.error if entry else "this point cannot run")
-        result.return_value = value
-        results.append(result)
-    return results
 
 
 def run_batch(
@@ -194,8 +129,6 @@ def run_batch(
 
     `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is written.
     """
-    from llmexp.launch import visible
-
     if current.launcher != "slurm":
         for point in points:
             refuse_hosts(point.config, "for several use hydra/launcher=slurm")
@@ -244,7 +177,7 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
     for entry in ledger.points:
         if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
             continue
-        if not folder.is_run(ledger.path / entry.folder):
+        if not rundir.is_run(ledger.path / entry.folder):
             continue
         if ledger.look(entry).get("state") == "finished" or entry.rung is not None:
             continue
@@ -255,17 +188,15 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
 
 def open_ledger(current: Current) -> Ledger:
     """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
-    from llmexp.launch import say
-
     resumed = current.settings.resume is not None
     if resumed and not os.access(current.where, os.W_OK | os.X_OK):
         text = "this folder cannot be written; copy the sweep to one that can, with all its runs, and go on there"
         raise refuse("sweep.resume", current.where, text, "/tmp/sweep")
     if resumed:
-        folder.check_plain(current.where)
+        rundir.check_plain(current.where)
     # Two of one second get two folders.
-    path = current.where if resumed else folder.claim(current.where, current.fixed, "hydra.sweep.dir")
-    current.stack.enter_context(folder.locked(path, LOCK, "running the sweep in"))
+    path = current.where if resumed else rundir.claim(current.where, current.fixed, "hydra.sweep.dir")
+    current.stack.enter_context(rundir.locked(path, LOCK, "running the sweep in"))
     if resumed:
         if ledgers.is_sweep(path):
             ledger = ledgers.read(path)
@@ -290,9 +221,6 @@ def open_ledger(current: Current) -> Ledger:
 def conclude(current: Current, say: Callable[[str], None]) -> None:
     """End the ledger; print the answer of the comparison, or a table where there is nothing to compare, why points did
     not finish, and where everything is."""
-    from llmexp.sweep import show
-    from llmexp.sync import upload_command
-
     if (ledger := current.ledger) is None:
         return
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
@@ -318,13 +246,10 @@ def report(current: Current, ledger: Ledger) -> list[str]:
     """Compare the points that ran, write the page or the tables of rates, and return what to print; nothing where fewer
     than two ran or none finished."""
     ran = [
-        e for e in ledger.points if e.state not in ("queued", "infeasible") and folder.is_run(ledger.path / e.folder)
+        e for e in ledger.points if e.state not in ("queued", "infeasible") and rundir.is_run(ledger.path / e.folder)
     ]
     if len(ran) < 2 or not any(e.state == "finished" for e in ran):
         return []
-    from llmexp.compare import reading, table, throughput
-    from llmexp.compare.command import columns
-    from llmexp.compare.comparing import compare
     from llmexp.compare.page import write_beside
 
     if current.settings.report == "throughput":

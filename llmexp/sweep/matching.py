@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import REFUSED
+from llmexp.compose.app import visible
 from llmexp.config import ConfigError
-from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Entry, Ledger
@@ -21,15 +22,13 @@ Pair = tuple[Point, Entry, dict[str, Any]]  # a point, its place in the ledger, 
 def match(ledger: Ledger, points: Sequence[tuple[Point, dict[str, Any]]]) -> list[Pair]:
     """The points with their entries: those that they have already, known by the config as composed, or as solved in the
     run's folder; else new ones."""
-    from llmexp.launch import visible
-
     composed = {e.identity: e for e in ledger.points if e.identity is not None}
     infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
     solved: dict[str, Entry] = {}
     if not {p.identity for p, _ in points} <= composed.keys():  # some may be there in other words
         for entry in ledger.points:
             with contextlib.suppress(ConfigError):
-                solved[ledgers.identity(folder.read_config(ledger.path / entry.folder))] = entry
+                solved[ledgers.identity(rundir.read_config(ledger.path / entry.folder))] = entry
     pairs = []
     for point, fact in points:
         asked = visible(point.overrides)
@@ -51,7 +50,7 @@ def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Pair | None:
     """The point of an earlier command, from its run's folder; None for one that cannot run, which is recorded."""
     path = ledger.path / entry.folder
     try:
-        config = folder.built_config(path)
+        config = rundir.built_config(path)
         told = (entry.number, entry.overrides, ledger.swept, None, config, entry.label, path, ledger.group)
         point = Point(*told)
         (fact,) = checker.ask("check", [point])
@@ -65,8 +64,6 @@ def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Pair | None:
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
     """The new point with a label by what sets it apart from all others of the sweep, not from those of its command."""
-    from llmexp.launch import visible
-
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
     text = label(point.overrides, swept)
     if other := next((e for e in ledger.points if e.label == text), None):

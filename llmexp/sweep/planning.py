@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from llmexp import budgets
+from llmexp.assembly.assemble import assemble
+from llmexp.assembly.parts import Shared
+from llmexp.compare import budgets
 from llmexp.config import ConfigError, Sweep, plain
-from llmexp.environment import redacted
 from llmexp.labels import plural
-from llmexp.run import BUDGETS
+from llmexp.redact import redacted
+from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, duplicates, reasons
 from llmexp.sweep.progress import counted
@@ -31,9 +32,6 @@ COLUMNS = {
 
 def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]) -> int:
     """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
-    from llmexp.assemble import assemble
-    from llmexp.building import Shared
-
     shared, solved = Shared(), list[Point]()
     found: dict[str, tuple[Point, dict[str, str], budgets.Spent]] = {}
     identities = []
@@ -79,17 +77,3 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
         )
     all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
     print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)
-
-
-def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]) -> None:
-    """Warn on standard error of points whose losses will not compare."""
-    if settings.report == "throughput":  # no losses are of interest there
-        return
-    for line in budgets.warning(spent, lambda budget: command_with(arguments, budget)):
-        print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
-
-
-def command_with(arguments: Sequence[str], budget: str) -> str:
-    """Return the same command with another budget, into a folder of its own."""
-    replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
-    return f"llmexp train {shlex.join([a for a in arguments if not a.startswith(replaced)])} {budget}"

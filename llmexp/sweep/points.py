@@ -14,9 +14,11 @@ from hydra._internal.hydra import Hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from llmexp.compose.app import chosen_folder, typed, visible
+from llmexp.compose.errors import user_errors
 from llmexp.config import Config, ConfigError, Sweep, flatten, plain, refuse
-from llmexp.environment import redacted
-from llmexp.run import BUDGETS, budgets_in
+from llmexp.redact import redacted
+from llmexp.run import BUDGETS, budgets_in, solve_batch, solve_layout
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.progress import counted
@@ -73,8 +75,6 @@ class Point:
 
     def request(self) -> dict[str, Any]:
         """What a worker needs to make the run, or to go on with it."""
-        from llmexp.launch import visible
-
         checkpoint = dataclasses.replace(self.config.checkpoint, resume="auto")
         return {
             "config": plain(dataclasses.replace(self.config, checkpoint=checkpoint)),
@@ -91,8 +91,6 @@ class Point:
 
     def moved(self, number: int, where: Path) -> Point:
         """The same point under another number, in the sweep's folder `where`."""
-        from llmexp.launch import chosen_folder
-
         assert self.composer is not None
         cfg = self.composer(self.overrides, self.label)
         cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
@@ -100,12 +98,6 @@ class Point:
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
             raise refuse("hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}")
         return dataclasses.replace(self, number=number, path=path)
-
-
-def refuse_hosts(config: Config, instead: str = "for several, --queue makes the run's folder and says how") -> None:
-    """Raises ConfigError for a run on several hosts, which cannot be started from here."""
-    if (nodes := config.parallelism.nnodes) > 1:
-        raise refuse("parallelism.nnodes", nodes, f"this command starts ranks on this host only; {instead}", 1)
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
@@ -128,9 +120,6 @@ def load_points(
 
     Swept are the keys that differ between the points; with `fixed`, those that are not among these overrides.
     """
-    from llmexp.launch import typed, user_errors
-    from llmexp.run import solve_batch, solve_layout
-
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
     values = {k: {o for job in job_overrides for o in job if o.partition("=")[0] == k} for k in keys}
     swept = [k for k in keys if (values[k] - set(fixed) if fixed else len(values[k]) > 1)]
@@ -199,8 +188,6 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     """The overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises ConfigError."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    from llmexp.launch import user_errors
 
     params = cfg.hydra.sweeper.get("params") or {}
     typed = {o.lstrip("+~").partition("=")[0] for o in overrides}

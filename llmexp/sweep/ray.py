@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 from llmexp.config import ConfigError, refuse
-from llmexp.process import FAILED, PASSED_ON, PREEMPTED, start_worker
 from llmexp.sweep.local import STDERR, Job, Stopped, settle
 
 POLL_S, ORPHAN_S = 0.5, 60.0
@@ -51,7 +51,7 @@ def train(path: str, environment: dict[str, str]) -> int:
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     deadline = time.monotonic() + ORPHAN_S
     while (
-        folder.is_locked(Path(path)) and time.monotonic() < deadline
+        rundir.is_locked(Path(path)) and time.monotonic() < deadline
     ):  # this task was here before, and is still saving
         time.sleep(0.1)
     with open(Path(path) / STDERR, "ab") as errors:
@@ -141,7 +141,7 @@ def run_all(
                     for later in [t for t, j in left.items() if j.path not in running]:
                         ray.cancel(later)
             for job in left.values():
-                if job.path not in running and folder.read_status(job.path).get("state") == "running":
+                if job.path not in running and rundir.read_status(job.path).get("state") == "running":
                     running.add(job.path)
                     begun(job.path)
                     look(job.path)
@@ -167,7 +167,7 @@ def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
         deadline = time.monotonic() + ORPHAN_S
-        while folder.is_locked(path) and time.monotonic() < deadline:  # it saves
+        while rundir.is_locked(path) and time.monotonic() < deadline:  # it saves
             time.sleep(0.1)
     except ray.exceptions.RayError as error:
         return settle(path, FAILED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)

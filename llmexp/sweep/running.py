@@ -8,12 +8,12 @@ import math
 import time
 from pathlib import Path
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import REFUSED, say
 from llmexp.config import ConfigError, Sweep
 from llmexp.labels import plural
-from llmexp.process import REFUSED
+from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
-from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Point
@@ -61,7 +61,7 @@ def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]
 def score(path: Path, step: int | None) -> float:
     """The loss of a run at a step, which says whether it goes on; inf for one that did not come so far."""
     with contextlib.suppress(ConfigError):
-        for row in folder.read_rows(path / folder.METRICS):
+        for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
                 loss = ledgers.figure(row.get("val/loss", row.get("train/loss")))
                 return math.inf if loss is None else loss
@@ -75,8 +75,6 @@ def reached(path: Path, step: int | None) -> bool:
 
 def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
     """Runs points up to a step (None: to the end), where they have not been there before; failed ones again."""
-    from llmexp.launch import say
-
     left = []
     for point, entry, stop_step in todo:
         state = ledger.look(entry).get("state")
@@ -101,9 +99,6 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
 
 def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
     """Queues the points' runs and waits until all have ended, or have been stopped."""
-    from llmexp.launch import say
-    from llmexp.sweep import launchers
-
     at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
     new, deadline = [], time.monotonic() + ORPHAN_S
     for point, entry, stop_step in todo:
@@ -136,7 +131,7 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:
     """Whether nobody trains there. A run whose sweep was killed has until the deadline to save and leave."""
-    while folder.is_held(path):
+    while rundir.is_held(path):
         if time.monotonic() > deadline or current.over:
             return False
         time.sleep(0.2)

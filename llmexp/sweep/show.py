@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmexp import folder
+from llmexp import fileio, rundir
+from llmexp.child import say
 from llmexp.config import ConfigError
 from llmexp.labels import label, parsed, short_keys, shown
-from llmexp.launch import say
+from llmexp.metrics.console import format_duration
 from llmexp.sweep.ledger import Entry, Ledger, figure
 from llmexp.sweep.local import by_plan
 
@@ -80,8 +81,6 @@ class Display:
     def _table(self) -> Any:
         from rich.text import Text
 
-        from llmexp.metrics.console import format_duration
-
         columns, lines = shutil.get_terminal_size((100, 24))
         points = self._ledger.points
         order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
@@ -117,14 +116,12 @@ class Display:
         if entry.folder not in self._max_steps:
             steps = None
             with contextlib.suppress(ConfigError):  # it may be damaged
-                steps = folder.read_run(self._ledger.path / entry.folder).get("max_steps")
+                steps = rundir.read_run(self._ledger.path / entry.folder).get("max_steps")
             self._max_steps[entry.folder] = steps if type(steps) is int else 0
         return self._max_steps[entry.folder]
 
     def _time_left(self, left: dict[str, float]) -> str:
         """Of the sweep: what is under way, then the points in the queue at the mean time of those that ran."""
-        from llmexp.metrics.console import format_duration
-
         points = self._ledger.points
         took = [e.ended - e.started for e in points if e.state == "finished" and e.started and e.ended]
         took += [time.time() - e.started + left[e.folder] for e in points if e.folder in left and e.started]
@@ -150,13 +147,11 @@ def name_of(entry: Entry, swept: Sequence[str]) -> str:
 def waits(entry: Entry, where: Path) -> bool:
     """Tell whether a run has stopped at a rung of successive halving, where it was to stop."""
     path = where / entry.folder
-    return not entry.error and by_plan(path, folder.read_status(path))
+    return not entry.error and by_plan(path, rundir.read_status(path))
 
 
 def told(entry: Entry, ledger: Ledger) -> str:
     """A line for a point whose state has changed."""
-    from llmexp.metrics.console import format_duration
-
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:
         return f"{name}  {entry.state}: {flat(entry.error)}"
@@ -189,7 +184,7 @@ def unfinished(ledger: Ledger, told: Collection[str] = ()) -> list[str]:
 
 def summary_of(path: Path) -> dict[str, Any]:
     """The figures of a run's end; empty where there are none."""
-    summary = folder.read_status(path).get("summary")
+    summary = rundir.read_status(path).get("summary")
     return summary if isinstance(summary, dict) else {}
 
 
@@ -207,7 +202,7 @@ def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
 
 def latest_row(path: Path) -> dict[str, Any]:
     """The last whole row of a run's metrics; empty where there is none yet."""
-    lines = folder.tail(path / folder.METRICS, TAIL_BYTES).split(b"\n")
+    lines = fileio.tail(path / rundir.METRICS, TAIL_BYTES).split(b"\n")
     try:
         row = json.loads(lines[-2]) if len(lines) > 1 else {}
     except (ValueError, RecursionError):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from statistics import fmean
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import REFUSED, say
 from llmexp.labels import plural
-from llmexp.launch import say
-from llmexp.process import REFUSED
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger, figure
@@ -47,7 +46,7 @@ def run_twins(current: Current, ledger: Ledger) -> None:
     if current.over:
         return
     # Twins that never began may be those of a setting that leads no more.
-    never = [e for e in ledger.points if is_twin(e) and not folder.is_run(ledger.path / e.folder)]
+    never = [e for e in ledger.points if is_twin(e) and not rundir.is_run(ledger.path / e.folder)]
     ledger.points = [e for e in ledger.points if e.state == "infeasible" or e not in never]
     lead = leading(ledger) if current.settings.twins else None
     pairs = twins_of(current, ledger, lead) if lead is not None else []
@@ -64,12 +63,12 @@ def run_twins(current: Current, ledger: Ledger) -> None:
 
 def is_cut(ledger: Ledger, entry: Entry) -> bool:
     """Tell whether a twin of an earlier command has still to be trained."""
-    return folder.is_run(ledger.path / entry.folder) and ledger.look(entry).get("state") != "finished"
+    return rundir.is_run(ledger.path / entry.folder) and ledger.look(entry).get("state") != "finished"
 
 
 def twins_of(current: Current, ledger: Ledger, lead: Entry) -> list[Pair]:
     """Return the twins of a finished point, with new places in the ledger for those that it does not have yet."""
-    config = folder.built_config(ledger.path / lead.folder)
+    config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
     there = [e for e in ledger.points if is_twin(e)]
     points, entries = list[Point](), list[Entry]()

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from llmexp import process
+from llmexp import child
 
 if __name__ == "__main__":
     # Before torch is imported, so that a signal or a dead parent ends the process at once.
-    process.die_with_parent()
-    process.never_fail_to_print()
-    process.STOP.install()
+    child.die_with_parent()
+    child.never_fail_to_print()
+    child.STOP.install()
     if len(sys.argv) != 2:
         sys.exit("usage: python -m llmexp.train RUN_DIR")
 
     from llmexp.train import worker
 
-    process.leave(worker.main(sys.argv[1]))
+    child.leave(worker.main(sys.argv[1]))

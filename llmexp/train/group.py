@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import folder, mesh
-from llmexp.assemble import Parts
+from llmexp import fileio, mesh, rundir
+from llmexp.assembly.assemble import Parts
+from llmexp.child import FAILED, REFUSED
 from llmexp.config import ConfigError, Parallelism, plain
 from llmexp.mesh import agent
 from llmexp.metrics import hardware
-from llmexp.process import FAILED, REFUSED
 
 REPORT_S = 4.0  # for all ranks that waited in vain to say so
 
@@ -36,7 +36,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
             old.unlink(missing_ok=True)
 
     def outcome() -> tuple[str, float]:
-        status = folder.read_status(path)
+        status = rundir.read_status(path)
         when = status.get("ended") or 0.0
         state = "given up" if status.get("state") == "failed" and status.get("final") else status.get("state", "")
         return (state, when) if when > began else ("", 0.0)
@@ -55,15 +55,15 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except agent.HostsMissing as error:
-        status = folder.read_status(path)
+        status = rundir.read_status(path)
         state = status.get("state")
-        if state in ("finished", "preempted") or (state == "running" and folder.is_alive(path, status)):
+        if state in ("finished", "preempted") or (state == "running" and rundir.is_alive(path, status)):
             # The hosts that met without this one, or an earlier start, have the say.
             return REFUSED, f"{error}; by its records this run is {state}, and it was left untouched"
         before = [r["text"] for r in _reports(path) if r["time"] > began]
         return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
     for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
-        status = folder.read_status(path)
+        status = rundir.read_status(path)
         if death is None and status.get("state") in ("finished", "preempted"):
             return int(status["exit_code"]), ""
         if death is not None or outcome()[0] in agent.FAILED:
@@ -71,7 +71,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         time.sleep(0.5)
     if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone
         on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
-        text = f"{death}{on}{folder.bus_error(path, death.exit_code)}"
+        text = f"{death}{on}{rundir.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
     if p.nnodes == 1:  # what an earlier group failed of is over
@@ -129,8 +129,8 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
         if joined.rank == 0:
             try:
                 if alone:
-                    stack.enter_context(folder.locked(path))
-                stack.enter_context(folder.locked(path, ".lock-ranks"))
+                    stack.enter_context(rundir.locked(path))
+                stack.enter_context(rundir.locked(path, ".lock-ranks"))
             except ConfigError as error:
                 refused = error
         if mesh.any_rank(joined, refused is not None)[0]:
@@ -145,18 +145,18 @@ def report(path: Path, rank: int, code: int, text: str, trace: str, *, killed: b
     account = {"time": time.time(), **where, "exit_code": code, "text": text}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
-        folder.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed})
+        fileio.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed})
 
 
 def _reports(path: Path) -> list[dict[str, Any]]:
     """What failed ranks said, the earliest first."""
-    found = [folder.read_json(p) for p in (path / "logs").glob("failure-*.json")]
+    found = [fileio.read_json(p) for p in (path / "logs").glob("failure-*.json")]
     return sorted(found, key=lambda account: account["time"])
 
 
 def given_up(path: Path) -> bool:
     """Whether a rank of the group that the agent now starts again has failed in a way that would only come again."""
-    status, since = folder.read_status(path), os.environ.get(agent.STARTED)
+    status, since = rundir.read_status(path), os.environ.get(agent.STARTED)
     return bool(since and status.get("final") and status.get("state") == "failed" and status["ended"] > float(since))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.assembly.targets import own_line, place
 from llmexp.run import Run
-from llmexp.targets import own_line, place
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
 

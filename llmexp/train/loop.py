@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from llmexp import checkpoint, mesh
+from llmexp import mesh
+from llmexp.checkpoint import loading
+from llmexp.child import STOP
 from llmexp.data.reader import Window, read_windows
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
@@ -21,11 +23,10 @@ from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.metrics.outliers import describe
-from llmexp.process import STOP
-from llmexp.sample import first_words, sample
+from llmexp.train.checkpointing import finish_saving, go_on_saving, save
 from llmexp.train.diagnose import first_bad
 from llmexp.train.hooks import call_hooks
-from llmexp.train.save import finish_saving, go_on_saving, save
+from llmexp.train.sampling import first_words, sample
 from llmexp.train.state import OUTLIERS_KEPT, Loop, Measured, Progress
 from llmexp.train.step import (
     BAD_LOSS,
@@ -272,13 +273,13 @@ def measuring(s: Setup) -> Measured:
     return Measured(Norms(config.clip.kind, config.clip.max_norm), NoiseScale(s.parts.run.sequence_length))
 
 
-def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter, Measured]:
+def resume(s: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]:
     """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters, measurements.
     (The RNG and the data position follow from the step number.) Raises CheckpointError."""
     measured = measuring(s)
     try:
-        checkpoint.restore_model(loaded, s.model)
-        checkpoint.restore_optimizers(loaded, s.model, s.optimizers)
+        loading.restore_model(loaded, s.model)
+        loading.restore_optimizers(loaded, s.model, s.optimizers)
         s.scaler.load_state_dict(loaded.state["scaler"])
         for name, part in (("norms", measured.norms), ("noise", measured.noise), ("outliers", s.outliers)):
             if name in loaded.state:  # older checkpoints have none
@@ -286,11 +287,11 @@ def resume(s: Setup, loaded: checkpoint.Loaded) -> tuple[Progress, Meter, Measur
         progress, meter = Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
-    except checkpoint.CheckpointError:
+    except loading.CheckpointError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        file = loaded.path / checkpoint.STATE
-        raise checkpoint.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
+        file = loaded.path / loading.STATE
+        raise loading.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
     return progress, meter, measured
 
 

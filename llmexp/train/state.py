@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from llmexp import folder, saving
+from llmexp import rundir
+from llmexp.checkpoint import saving
 from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.metrics.tracker import Tracker
+from llmexp.tracker import Tracker
 from llmexp.train.step import Setup, Verdict
 
 
@@ -51,7 +52,7 @@ class Outputs:
     main: bool
     console: Console
     tracker: Tracker
-    rows: folder.Rows | None
+    rows: rundir.Rows | None
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from llmexp import clip as clipping
 from llmexp import mesh, optim, precision
-from llmexp.assemble import Parts
+from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
 from llmexp.data.reader import Window, eval_batches
 from llmexp.metrics.noise import SmallGradient

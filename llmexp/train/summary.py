@@ -6,12 +6,12 @@ import contextlib
 import shlex
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import STOP
 from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
-from llmexp.metrics.tracker.local import upload_is_pending
-from llmexp.process import STOP
+from llmexp.tracker.local import upload_is_pending
 from llmexp.train.state import Loop
 
 
@@ -105,8 +105,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     to_copy.append(("folder", str(path)))
     if upload_is_pending(path):
         to_copy.append(("upload", f"llmexp sync {quoted}"))
-    look = f'llmexp sample {quoted} --prompt "The "{folder.allowed_again()}'
-    to_copy.append(("next", folder.how_to_resume(path) if state == "preempted" else look))
+    look = f'llmexp sample {quoted} --prompt "The "{rundir.allowed_again()}'
+    to_copy.append(("next", rundir.how_to_resume(path) if state == "preempted" else look))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2
     for label, text in to_copy:  # never wrapped: these are for the clipboard

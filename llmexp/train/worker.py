@@ -20,29 +20,30 @@ import numpy as np
 import torch
 import yaml
 
-from llmexp import checkpoint, folder, mesh, provenance, saving
-from llmexp.assemble import Parts, assemble
+from llmexp import fileio, mesh, provenance, rundir
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.assembly.targets import own_line
+from llmexp.checkpoint import loading, saving
+from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP
 from llmexp.config import ConfigError, build, flatten, plain
 from llmexp.data.tokenizers import token_byte_lengths
-from llmexp.environment import concealed, marks, redacted
 from llmexp.knobs import default_of, may_change
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
-from llmexp.metrics.tracker import open_tracker
-from llmexp.metrics.tracker.local import given_run_id, run_fields
-from llmexp.process import DONE, FAILED, PREEMPTED, REFUSED, STOP
+from llmexp.redact import concealed, marks, redacted
 from llmexp.run import banner_sections
-from llmexp.targets import own_line
+from llmexp.tracker import open_tracker
+from llmexp.tracker.local import given_run_id, run_fields
 from llmexp.train import group
+from llmexp.train.checkpointing import leave_saving
 from llmexp.train.loop import measuring, resume, sample_text, train
-from llmexp.train.save import leave_saving
 from llmexp.train.state import Loop, Outputs, Progress
 from llmexp.train.step import TrainingFailed, set_up
 from llmexp.train.summary import details, say_the_end, summarise
 
-REWRITTEN = (folder.CONFIG, folder.RUN, folder.STATUS)  # when a run is gone on with
+REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
@@ -69,15 +70,15 @@ def main(argument: str) -> int:
         else:
             path = Path(argument)
             if os.environ.get("RANK", "0") == "0":  # once is enough
-                folder.check_plain(path)
+                rundir.check_plain(path)
             if is_finished(path):
                 return DONE
-            parts = assemble(folder.built_config(path), write=True, tried=True)
+            parts = assemble(rundir.built_config(path), write=True, tried=True)
             refuse_other_run(path, parts)
-            recorded = folder.read_run(path)
+            recorded = rundir.read_run(path)
             request = {key: recorded.get(key) for key in RECORDED}
         if request.get("queue"):
-            with folder.locked(path):
+            with rundir.locked(path):
                 record(path, parts, request, "queued")
             return DONE
         many = parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ
@@ -99,11 +100,11 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
     """Says why the run at `path` was not begun, and records it there if nobody is at work in it. Returns `code`."""
     if path is not None and STARTED in os.environ:
         return failed(path, code, text, trace)
-    if path is not None and (code == FAILED or folder.is_run(path)):
+    if path is not None and (code == FAILED or rundir.is_run(path)):
         with contextlib.suppress(ConfigError), contextlib.ExitStack() as locks:  # another process may be at work there
             with contextlib.suppress(OSError):  # the disk may be what failed
-                locks.enter_context(folder.locked(path))
-                locks.enter_context(folder.locked(path, ".lock-ranks"))
+                locks.enter_context(rundir.locked(path))
+                locks.enter_context(rundir.locked(path, ".lock-ranks"))
             fail(path, code, text, trace)
             return code
     print(f"{redacted(trace)}llmexp: {redacted(text)}", file=sys.stderr)
@@ -112,18 +113,18 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
 
 def put_back(path: Path, before: dict[str, bytes], origins: list[Path] | None) -> None:
     """After a refusal to go on with a run: its folder is what it was."""
-    with contextlib.suppress(ConfigError, OSError, ValueError), folder.locked(path):  # the disk may be full
-        now = folder.read_status(path)
+    with contextlib.suppress(ConfigError, OSError, ValueError), rundir.locked(path):  # the disk may be full
+        now = rundir.read_status(path)
         if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
-                folder.write_whole(path / name, content.decode())
+                fileio.write_whole(path / name, content.decode())
             for place in set(provenance.folders(path)) - set(provenance.folders(path) if origins is None else origins):
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def is_finished(path: Path) -> bool:
     """Whether the folder's run is finished, which is said."""
-    if folder.read_status(path).get("state") != "finished":
+    if rundir.read_status(path).get("state") != "finished":
         return False
     print(f"{path}: this run is finished; nothing to do")
     return True
@@ -132,11 +133,11 @@ def is_finished(path: Path) -> bool:
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     """The run's folder, made now, or found with a run to go on with: (path, is new). Raises ConfigError."""
     wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
-    there = request["fixed"] and folder.is_run(wanted)
+    there = request["fixed"] and rundir.is_run(wanted)
     if there:
-        folder.check_plain(wanted)
+        rundir.check_plain(wanted)
     if there and mode == "never":
-        state = folder.read_status(wanted).get("state", "unknown")
+        state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(
             f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: llmexp resume {wanted}"
         )
@@ -146,7 +147,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
         refuse_other_run(wanted, parts)
         path = wanted
     else:
-        path = folder.claim(wanted, request["fixed"])
+        path = rundir.claim(wanted, request["fixed"])
     if "report_fd" in request:
         with os.fdopen(request["report_fd"], "w", encoding="utf-8", errors="surrogateescape") as report:
             report.write(str(path))
@@ -155,10 +156,10 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
-    refuse_other_config(path, fixed_part(folder.read_config(path)), fixed_part(plain(parts.config)))
-    there = folder.read_run(path)
+    refuse_other_config(path, fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config)))
+    there = rundir.read_run(path)
     if not there:
-        print(f"llmexp: {path / folder.RUN}: is not there and is written anew", file=sys.stderr)
+        print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     known, now = there.get("environment"), environment(parts)
     if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
         raise ConfigError(f"{path}: is another run; the environment has another value of {', '.join(changed)} now")
@@ -191,24 +192,24 @@ def environment(parts: Parts) -> dict[str, str]:
 
 def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
     """config.yaml with every derived value written back, run.json, provenance/, and the status."""
-    folder.write_whole(path / folder.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
+    fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
     run = parts.run.as_dict() | {
         **{key: request.get(key) for key in RECORDED},
         "environment": environment(parts),
         "data_fingerprint": parts.corpus.fingerprint,
         "data_files": parts.corpus.states(),
     }
-    folder.write_json(path / folder.RUN, concealed(run))
-    provenance.write(path, hardware.drivers(), resumed=(path / folder.METRICS).exists())
+    fileio.write_json(path / rundir.RUN, concealed(run))
+    provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
-    folder.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
+    rundir.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
 
 
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
     """The run on this host's ranks, from the agent's side; returns the exit code."""
     with contextlib.ExitStack() as stack:
         if parts.run.facts.layout.nnodes == 1:  # else rank 0 does both, wherever it is
-            stack.enter_context(folder.locked(path))
+            stack.enter_context(rundir.locked(path))
             os.environ[LOCK_HELD] = "1"
             record(path, parts, request)
         try:
@@ -216,12 +217,12 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         except SystemExit as stopped:
             if LOCK_HELD in os.environ:  # else the run may be another start's
                 error = "stopped before the first step"
-                folder.write_status(path, "preempted", exit_code=stopped.code, error=error, ended=time.time())
+                rundir.write_status(path, "preempted", exit_code=stopped.code, error=error, ended=time.time())
             raise
         if code == REFUSED:
             print(f"llmexp: {text}", file=sys.stderr)
             if LOCK_HELD in os.environ:
-                folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
+                rundir.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
         elif text:
             fail(path, code, f"{text}; the logs of all ranks are in {path / 'logs'}")
         return code
@@ -230,14 +231,14 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     """Says and records that the run failed."""
     text, trace = redacted(text), redacted(trace)
-    message = text if code == REFUSED else f"training failed: {text}; {folder.what_is_left(path)}"
+    message = text if code == REFUSED else f"training failed: {text}; {rundir.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
-    with contextlib.suppress(OSError, ConfigError), open(path / folder.LOG, "a", encoding="utf-8") as log:
+    with contextlib.suppress(OSError, ConfigError), open(path / rundir.LOG, "a", encoding="utf-8") as log:
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
         # Of several ranks the first one names the cause.
-        if "RANK" not in os.environ or folder.read_status(path).get("state") != "failed":
-            folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
+        if "RANK" not in os.environ or rundir.read_status(path).get("state") != "failed":
+            rundir.write_status(path, "failed", error=text, exit_code=code, ended=time.time())
 
 
 def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
@@ -255,7 +256,7 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 if alone:
                     record(path, parts, request)
                 else:  # again, after a restart
-                    folder.write_status(path, "running", error=None, exit_code=None, final=None, ended=None)
+                    rundir.write_status(path, "running", error=None, exit_code=None, final=None, ended=None)
             code = run_training(path, parts, joined)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -264,9 +265,9 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
             return DONE if code == PREEMPTED and STARTED in os.environ else code
         except SystemExit as stopped:
             if ours:
-                folder.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+                rundir.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
             raise
-        except (ConfigError, checkpoint.CheckpointError) as error:
+        except (ConfigError, loading.CheckpointError) as error:
             code = FAILED if STOP.training else REFUSED  # a function of the user's may fail in any step
             return failed(path, code, str(error)) if ours else refused(path, str(error))
         except (TrainingFailed, OSError) as error:
@@ -305,8 +306,8 @@ def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = T
     if os.environ["LOCAL_RANK"] != "0":  # into this rank's log; what local rank 0 prints is on the console
         print(f"{trace}{text}", file=sys.stderr)
     with contextlib.suppress(OSError):
-        if folder.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
-            folder.write_status(path, "failed", error=text, exit_code=code, ended=time.time(), final=final)
+        if rundir.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
+            rundir.write_status(path, "failed", error=text, exit_code=code, ended=time.time(), final=final)
     return code
 
 
@@ -328,21 +329,21 @@ def log_line(text: str) -> None:
 def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     config, run, main_rank = parts.config, parts.run, joined.rank == 0
     stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
-    console = Console(path / folder.LOG if main_rank else None, run.max_steps, stream=stream)
+    console = Console(path / rundir.LOG if main_rank else None, run.max_steps, stream=stream)
     begun = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on {joined.device}"
     console.line(banner([*banner_sections(run, str(path)), ("start", begun)]))
     if not main_rank:
         log_line(f"start {begun}")
-    root = path / folder.CHECKPOINTS
+    root = path / rundir.CHECKPOINTS
     if main_rank:
         saving.clean(root)
-    listed = hashlib.sha256(" ".join(p.name for p in checkpoint.steps(root)).encode()).digest()
+    listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
     if differing := mesh.differing_ranks(joined, listed):  # after this no rank can be writing what is cleaned away
         raise ConfigError(
             f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank 0; all hosts need "
             "one shared run folder"
         )
-    loaded = checkpoint.latest(
+    loaded = loading.latest(
         root,
         console.line if main_rank else log_line,
         lambda bad: mesh.any_rank(joined, bad)[0],
@@ -359,8 +360,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     p, meter, measured = resume(s, loaded) if loaded else fresh
     if loaded:
         console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
-    rows = folder.Rows(path / folder.METRICS, p.step) if main_rank else None
-    recorded = folder.read_json(path / folder.RUN)
+    rows = rundir.Rows(path / rundir.METRICS, p.step) if main_rank else None
+    recorded = fileio.read_json(path / rundir.RUN)
     kind, fields = config.tracker.kind if main_rank else "none", run_fields(path, plain(config), recorded)
     if kind != "none":
         fields["run_id"], unused = given_run_id(path, fields["run_id"], bool(recorded.get("label")), os.environ)
@@ -404,7 +405,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         if rows is not None:
             rows.close()
         if main_rank and state != "failed":
-            folder.write_status(
+            rundir.write_status(
                 path, state, error=None, exit_code=code, ended=time.time(), summary=summary, **details(loop)
             )
         tracker.finish(summary, code)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,3 +30,13 @@ def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check
     shown = f"{len(differing)} of {of} differ"
     where = f"first: {differing[0]}" if differing else ""
     return Check(what, not differing and of > 0, shown, "none", "; ".join(filter(None, (note, where))))
+
+
+def said(text: str, indent: str = "") -> None:
+    """Prints, as wide as the terminal is. Paths and names stay whole, to be copied."""
+    lines = textwrap.wrap(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(lines), flush=True)
+
+
+def width() -> int:
+    return min(110, max(40, shutil.get_terminal_size((110, 20)).columns))

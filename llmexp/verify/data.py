@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llmexp import folder
-from llmexp.assemble import Parts, assemble
+from llmexp import fileio
+from llmexp.assembly.assemble import Parts, assemble
 from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import recorded
 from llmexp.data.reader import MASKED, read_windows
 from llmexp.data.stream import DataChanged, Shard
-from llmexp.environment import redacted
+from llmexp.redact import redacted
 from llmexp.verify.checks import Check, equal
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
@@ -100,7 +100,7 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
     files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
     if files:
         lines = [f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files]
-        folder.write_whole(path / SUMS, redacted("".join(lines)))
+        fileio.write_whole(path / SUMS, redacted("".join(lines)))
     named = [s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)]
     in_range = [_in_range(*each, vocab_size) for each in zip(named, shards, scanned, strict=True)]
     told_of = [(s, found, recorded(Path(s.name)).get("sha256")) for s, found in files]

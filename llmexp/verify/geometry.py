@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp import checkpoint, folder
-from llmexp.assemble import Parts, assemble
+from llmexp import rundir
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError, fill
-from llmexp.verify.checks import Check, at_most, equal
-from llmexp.verify.command import said
+from llmexp.verify.checks import Check, at_most, equal, said
 from llmexp.verify.reference import Errors, Followed, Roundoff, draws_random_numbers, errors, follow, read_windows
 from llmexp.verify.runs import rows, shrunk, train, trial
 
@@ -198,9 +198,9 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
     """A plain float64 model on the CPU with the tensors of a run's checkpoint, whatever layout saved it."""
     model = parts.build_model()
     try:
-        loaded = checkpoint.load(path / folder.CHECKPOINTS / f"step_{step:08d}")
-        checkpoint.restore_model(loaded, model)
-    except checkpoint.CheckpointError as error:
+        loaded = loading.load(path / rundir.CHECKPOINTS / f"step_{step:08d}")
+        loading.restore_model(loaded, model)
+    except loading.CheckpointError as error:
         raise ConfigError(f"{path}: {error}") from None
     return model
 
@@ -285,7 +285,7 @@ def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
         for name, p in start.named_parameters()
         if p.requires_grad and not torch.equal(p, first[name])
     ]
-    saved = (path / folder.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir()
+    saved = (path / rundir.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir()
     end = dict(read_parameters(parts, path, len(want.counts)).named_parameters()) if saved else None
     off = off_from(want, column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"), end, start)
     return dataclasses.replace(off, differing=tuple(differing))

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp import checkpoint, folder, mesh
+from llmexp import fileio, mesh, rundir
+from llmexp.checkpoint import loading
 from llmexp.config import Config
 from llmexp.train.diagnose import tensors_in
 
@@ -63,20 +64,20 @@ def record(event: str, context: Any) -> None:
 def entered(event: str, context: Any) -> None:
     """The last hook: what the user's own left of the parameters."""
     if event == "step_start" and os.environ.get(MODULES):
-        _recorder().entered = {n: digest(t) for n, t in checkpoint.named_tensors(context.model).items()}
+        _recorder().entered = {n: digest(t) for n, t in loading.named_tensors(context.model).items()}
 
 
 def read(run: Path) -> Records:
     """What the ranks of a run recorded."""
     found: Records = {}
     for path in (run / "verify").glob("rank-*.jsonl"):
-        found[int(path.stem.removeprefix("rank-"))] = {row["step"]: row for row in folder.read_rows(path)}
+        found[int(path.stem.removeprefix("rank-"))] = {row["step"]: row for row in rundir.read_rows(path)}
     return found
 
 
 def starts(run: Path) -> list[int]:
     """The step at which each process of rank 0 began."""
-    return [row["step"] for row in folder.read_rows(run / "verify" / STARTS)]
+    return [row["step"] for row in rundir.read_rows(run / "verify" / STARTS)]
 
 
 def in_order(a: Records, b: Records) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
@@ -159,8 +160,8 @@ class _Recorder:
         if self.path.stem == "rank-0":
             with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
                 begun.write(json.dumps({"step": context.step}) + "\n")
-        kept = [row for row in folder.read_rows(self.path) if row["step"] < context.step > 1]  # step 0 is written anew
-        folder.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        kept = [row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1]  # step 0 is written anew
+        fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         if os.environ.get(MODULES):
             self._watch(context.model, context.optimizers)
@@ -196,8 +197,8 @@ class _Recorder:
         for name, module in model.named_modules():
             module.register_forward_pre_hook(going_in(name), with_kwargs=True)
             module.register_forward_hook(coming_out(name))
-        names = checkpoint.names_by_id(model, optimizers)
-        for name, tensor in checkpoint.named_tensors(model).items():
+        names = loading.names_by_id(model, optimizers)
+        for name, tensor in loading.named_tensors(model).items():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(left(name))
 
@@ -227,9 +228,9 @@ def kernel(optimizer: Optimizer) -> str:
 
 def _tensors(context: Any) -> dict[str, dict[str, str]]:
     """Digests of parameters and buffers, and of the optimizers' state, by name."""
-    names = checkpoint.names_by_id(context.model, context.optimizers)
+    names = loading.names_by_id(context.model, context.optimizers)
     return {
-        "parameters": {name: digest(t) for name, t in checkpoint.named_tensors(context.model).items()},
+        "parameters": {name: digest(t) for name, t in loading.named_tensors(context.model).items()},
         "optimizer": {
             f"{number}/{names[id(p)]}/{key}": digest(value)
             for number, optimizer in enumerate(context.optimizers)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmexp.assemble import Parts
+from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
 from llmexp.data.order import sequence_index
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.checkpoint import loading
+from llmexp.child import DONE, ended, family, kill_family, send
 from llmexp.config import Config, ConfigError, refuse
-from llmexp.process import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 
@@ -133,7 +134,7 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
     low = 1 + number * steps // of
     high = max(low, min((number + 1) * steps // of, steps - 1))  # the last one is soon over
     target = low if hurry else rng.randint(low, high)
-    rows, root = path / folder.METRICS, path / folder.CHECKPOINTS
+    rows, root = path / rundir.METRICS, path / rundir.CHECKPOINTS
     before = _written(rows)
 
     def started() -> bool:  # a resumed run writes its rows anew, once what an earlier one has left is cleaned away
@@ -164,7 +165,7 @@ def strike(path: Path, plan: Config, unbroken: Path, kind: str, part: tuple[int,
                 process.wait(ALONE_S)  # it has to find out, and to end the others
         alone = process.poll() is not None
         _kill_all(process, tree)
-    if folder.read_status(path).get("state") == "finished":  # it was only about to leave
+    if rundir.read_status(path).get("state") == "finished":  # it was only about to leave
         return None
     return Kill(kind, _last(path) + 1, _saving(root), rank, alone, _saved(root), len(record.starts(path)))
 
@@ -196,13 +197,11 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) ->
 
 def compare(unbroken: Path, broken: Path) -> list[Check]:
     """Everything that two finished and recorded runs have left, bit by bit."""
-    from llmexp import checkpoint
-
     loaded = []
     for run in (unbroken, broken):
         try:
-            loaded.append(checkpoint.load(checkpoint.steps(run / folder.CHECKPOINTS)[-1]))
-        except (checkpoint.CheckpointError, IndexError) as error:
+            loaded.append(loading.load(loading.steps(run / rundir.CHECKPOINTS)[-1]))
+        except (loading.CheckpointError, IndexError) as error:
             why = "there is none" if isinstance(error, IndexError) else str(error)
             return [Check("both runs have left a checkpoint", False, note=f"{run}: {why}")]
     a, b = loaded
@@ -317,15 +316,13 @@ def _saving(root: Path) -> int | None:
 
 def _saved(root: Path) -> int:
     """The step of the newest whole checkpoint under `root`, 0 where there is none."""
-    from llmexp import checkpoint
-
-    there = checkpoint.steps(root)
+    there = loading.steps(root)
     return int(there[-1].name.removeprefix("step_")) if there else 0
 
 
 def _save_s(unbroken: Path) -> float:
     """About how long a save took: from the first of its files to the last."""
-    times = [f.stat().st_mtime for f in max((unbroken / folder.CHECKPOINTS).glob("step_*")).iterdir()]
+    times = [f.stat().st_mtime for f in max((unbroken / rundir.CHECKPOINTS).glob("step_*")).iterdir()]
     return max(times) - min(times)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmexp import folder
+from llmexp import rundir
+from llmexp.child import DONE, PASSED_ON, handling, start_worker
 from llmexp.config import Config, ConfigError, plain
-from llmexp.process import DONE, PASSED_ON, handling, start_worker
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
 OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
@@ -109,7 +109,7 @@ def train(path: Path, config: Config, **env: str) -> None:
 
 def last_words(path: Path) -> str:
     """Why a run ended, from its status or its output."""
-    if error := folder.read_status(path).get("error"):
+    if error := rundir.read_status(path).get("error"):
         return str(error)
     with contextlib.suppress(OSError):
         lines = (path.parent / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -119,4 +119,4 @@ def last_words(path: Path) -> str:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a run, oldest first."""
-    return folder.read_rows(path / folder.METRICS)
+    return rundir.read_rows(path / rundir.METRICS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from llmexp import saving
+from llmexp.checkpoint import saving
 
 
 def pieces() -> saving.Pieces:

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from llmexp import folder, launch, mesh
-from llmexp.assemble import Parts, assemble
+from llmexp import mesh, rundir
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.compose import app
 from llmexp.train import loop, worker
 
 SIZES = {
@@ -88,8 +89,8 @@ def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *mor
         f"train.max_steps={steps}", "data=synthetic", "train.log_every=1", "train.eval_every=null",
         "train.sample_tokens=0", "tracker=none", "checkpoint.every=null", *more,
     ]  # fmt: skip
-    with launch.hydra_app(None) as hydra:
-        return assemble(launch.typed(launch.compose(hydra, overrides)[0]), write=True)
+    with app.hydra_app(None) as hydra:
+        return assemble(app.typed(app.compose(hydra, overrides)[0]), write=True)
 
 
 def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
@@ -119,7 +120,7 @@ def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
             worker.run_training(Path(path), parts, mesh.join("cpu", "single", 1, 1, 1))
         finally:
             sys.stdout, loop.report = out, report
-        assert len(folder.read_rows(Path(path) / folder.METRICS)) == rounds + warm_up + 1
+        assert len(rundir.read_rows(Path(path) / rundir.METRICS)) == rounds + warm_up + 1
     pairs = zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)
     ratios = [(done - begun) / (next_begun - done) for (begun, done), (next_begun, _) in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)

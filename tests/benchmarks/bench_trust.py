@@ -22,8 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 import torch
 
-from llmexp import checkpoint, launch, mesh, saving
-from llmexp.assemble import assemble
+from llmexp import mesh
+from llmexp.assembly.assemble import assemble
+from llmexp.checkpoint import loading, saving
+from llmexp.compose import app
 from llmexp.train.loop import read_ahead
 from llmexp.train.step import BAD_LOSS, BAD_NORM, EMPTY, OK, Verdict, set_up, train_step
 
@@ -41,8 +43,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     quiet = ["tracker=none", f"train.max_steps={args.rounds + 5}", *args.overrides]
-    with launch.hydra_app(None) as hydra:
-        config = launch.typed(launch.compose(hydra, quiet)[0])
+    with app.hydra_app(None) as hydra:
+        config = app.typed(app.compose(hydra, quiet)[0])
     parts = assemble(config, write=True)
     joined = mesh.join(parts.device.type, "single", 1, 1, 1)
     s = set_up(parts, joined)
@@ -79,7 +81,7 @@ def main() -> None:
             steps.append(timed(step))
             found["look for what is not finite"].append(timed(look, 20))
             found["look at the data files"].append(timed(parts.corpus.changed, 20))
-            found["hashes"].append(timed(lambda: [checkpoint.fingerprint(p) for p in files]))
+            found["hashes"].append(timed(lambda: [loading.fingerprint(p) for p in files]))
     every = config.checkpoint.every or parts.run.max_steps
     one = statistics.median(steps)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parts.run.facts.model}: a step {one:.4f} s")

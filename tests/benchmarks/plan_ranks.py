@@ -38,6 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llmexp.compose import app
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -117,7 +119,7 @@ def in_process(how: str, cases: str, file: str) -> None:
 
 def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
     """What the rank holds and would save after the case's windows, and the collectives of each of them."""
-    from llmexp import saving
+    from llmexp.checkpoint import saving
     from llmexp.data.reader import Window
     from llmexp.train.step import set_up, train_step
 
@@ -170,11 +172,11 @@ def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
     """The parts of the run, and this rank's mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from llmexp import launch, mesh
-    from llmexp.assemble import assemble
+    from llmexp import mesh
+    from llmexp.assembly.assemble import assemble
 
-    with launch.hydra_app(None) as hydra:
-        config = launch.typed(launch.compose(hydra, case.overrides)[0])
+    with app.hydra_app(None) as hydra:
+        config = app.typed(app.compose(hydra, case.overrides)[0])
     parts = assemble(config, write=False)
     if planned:
         os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world)}

@@ -17,7 +17,7 @@ from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import shown
 from llmexp.compare.table import show, to_json
-from llmexp.folder import locked
+from llmexp.rundir import locked
 from tests.compare.synthetic import make_run, make_sweep
 
 

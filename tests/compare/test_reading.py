@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.reading import clean, ends_early, find, read
+from llmexp.compare.reading import find, read
 from llmexp.compare.rows import Columns, elapsed
 from llmexp.compare.table import to_json
+from llmexp.redact import clean
+from llmexp.rundir import ends_early
 from tests.compare.synthetic import make_run, make_sweep
 
 

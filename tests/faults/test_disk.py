@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import checkpoint
+from llmexp.checkpoint import loading
 from tests.conftest import Result, llmexp
 from tests.faults.helpers import (
     assert_as_undisturbed,
@@ -91,7 +91,7 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
         )  # fmt: skip
         assert_status(failed, "failed", 3, "the checkpoint of step 24")
         assert sorted(p.name for p in disk.iterdir()) == ["ballast", "step_00000020", "step_00000022"]
-        assert all(checkpoint.load(path).step for path in checkpoint.steps(disk))
+        assert all(loading.load(path).step for path in loading.steps(disk))
         assert_whole_files(run)
         (disk / "ballast").unlink()
         (run / "train.log").unlink()  # nothing is gone on with in a folder that holds a device
@@ -121,7 +121,7 @@ def test_a_failure_too_many(here, settings, more, step):
         )  # fmt: skip
         assert_status(failed, "failed", 3, f"the checkpoint of step {step} ")
         assert len(failed.rows()) < 20
-        assert checkpoint.load(disk / "step_00000006").step == 6
+        assert loading.load(disk / "step_00000006").step == 6
         assert not list(disk.glob(".step*"))
 
 

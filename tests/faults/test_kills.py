@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import checkpoint, folder
+from llmexp import rundir
+from llmexp.checkpoint import loading
 from tests.conftest import Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 
@@ -107,9 +108,9 @@ def kill_in_a_row(here: Path, settings: list[str], whole: Result, kills: list[tu
         out, err = process.communicate(timeout=60)
         assert "Traceback" not in err
         wait_free(run.folder)
-        for path in checkpoint.steps(run.folder / "checkpoints"):
-            assert checkpoint.load(path).step == int(path.name[5:])
-        steps = [row["step"] for row in folder.read_rows(run.folder / "metrics.jsonl")]
+        for path in loading.steps(run.folder / "checkpoints"):
+            assert loading.load(path).step == int(path.name[5:])
+        steps = [row["step"] for row in rundir.read_rows(run.folder / "metrics.jsonl")]
         assert steps == list(range(1, len(steps) + 1)), seed
         if process.returncode == 0:
             assert_as_undisturbed(run, whole)
@@ -129,7 +130,7 @@ def kill_in_a_row(here: Path, settings: list[str], whole: Result, kills: list[tu
 def wait_free(run: Path) -> None:
     """A worker whose parent was killed may have to save."""
     deadline = time.monotonic() + 20
-    while folder.is_locked(run):
+    while rundir.is_locked(run):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -175,7 +176,7 @@ def test_told_to_stop_twice_while_it_saves(here, settings, whole):
         assert "llmexp resume run --allow faulty" in out
         assert_status(run, "preempted", 75, None)
         reached = rows_of(run.folder)
-        assert checkpoint.load(run.checkpoint(reached)).step == reached < LAST
+        assert loading.load(run.checkpoint(reached)).step == reached < LAST
         assert not is_saving(run.folder)
     done = llmexp("resume", "run", *HOOKED, cwd=here)
     assert done.code == 0, done.err

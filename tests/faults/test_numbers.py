@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmexp import launch, mesh
-from llmexp.assemble import Parts, assemble
+from llmexp import mesh
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.compose import app
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.loop import read_ahead
 from llmexp.train.step import set_up
@@ -25,8 +26,8 @@ def parts_of(tokens: Path, *overrides: str) -> Parts:
     base = ["model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
             "model.max_position_embeddings=32", "batch.sequence_length=12", "data=tokens", "data.val_ratio=0",
             f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
-    with launch.hydra_app(None) as hydra:
-        config = launch.typed(launch.compose(hydra, [*base, *overrides])[0])
+    with app.hydra_app(None) as hydra:
+        config = app.typed(app.compose(hydra, [*base, *overrides])[0])
     return assemble(config, write=False)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import checkpoint, folder
+from llmexp import rundir
 from llmexp.__main__ import run as command
+from llmexp.checkpoint import loading
 from llmexp.compare.reading import find, read
 from tests.conftest import TINY, Result, llmexp
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_status
@@ -58,7 +59,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, 
     run = copy_of(whole, tmp_path / "run")
     newest, older = run / "checkpoints" / f"step_{LAST:08d}", run / "checkpoints" / f"step_{LAST - 2:08d}"
     name = damage_of(newest, what)
-    loaded = checkpoint.latest(run / "checkpoints", print)
+    loaded = loading.latest(run / "checkpoints", print)
     assert loaded.path == older
     assert command(["sample", str(run), "--tokens", "1"]) == 0
     err = capsys.readouterr().err
@@ -75,12 +76,12 @@ def test_a_newer_format_is_refused_not_passed_over(whole, tmp_path, capsys):
     run = copy_of(whole, tmp_path / "run")
     manifest = run / "checkpoints" / f"step_{LAST:08d}" / "manifest.json"
     tree = json.loads(manifest.read_text())
-    newer = checkpoint.FORMAT_VERSION + 1
+    newer = loading.FORMAT_VERSION + 1
     manifest.write_text(json.dumps({**tree, "format_version": newer}))
     assert command(["sample", str(run), "--tokens", "1"]) == 2
     err = capsys.readouterr().err
     assert f"version {newer}" in err
-    assert f"version {checkpoint.FORMAT_VERSION}" in err
+    assert f"version {loading.FORMAT_VERSION}" in err
     assert "Traceback" not in err
 
 
@@ -125,7 +126,7 @@ def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(wh
     figures = run.json("status.json")["summary"]
     assert read(find([run.folder])[0])[0].state == "cut"
     assert state_shown(run.folder, capsys) == "cut"
-    assert_status(run, "failed", None, folder.CUT)
+    assert_status(run, "failed", None, rundir.CUT)
     assert run.json("status.json")["summary"] == figures
     assert state_shown(run.folder, capsys) == "cut"  # mended, it is still one
     assert read(find([run.folder])[0])[0].state == "cut"
@@ -153,7 +154,7 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
     for name in ("metrics.jsonl", "train.log"):
         os.utime(run.folder / name, (1e9, 1e9))
     assert state_shown(run.folder, capsys) == "cut"
-    assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": folder.CUT}
+    assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": rundir.CUT}
 
 
 def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
@@ -179,19 +180,19 @@ def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):
     other = cut_run(whole, tmp_path / "other", host="elsewhere")
     (other / "metrics.jsonl").touch()
     assert state_shown(other, capsys) == "running"
-    assert folder.read_status(other)["state"] == "running"
+    assert rundir.read_status(other)["state"] == "running"
     for name in (".lock", ".lock-ranks"):
         run = cut_run(whole, tmp_path / name)
-        with folder.locked(run, name):
+        with rundir.locked(run, name):
             assert state_shown(run, capsys) == "running"
-            folder.mend_status(run)
-        assert folder.read_status(run)["state"] == "running"
+            rundir.mend_status(run)
+        assert rundir.read_status(run)["state"] == "running"
     run = cut_run(whole, tmp_path / "sealed")
     bound = subprocess.run(["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True)
     if bound.returncode:
         pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
     try:
         assert state_shown(run, capsys) == "cut"
-        assert folder.read_status(run)["state"] == "running"
+        assert rundir.read_status(run)["state"] == "running"
     finally:
         subprocess.run(["umount", "-l", run], check=True)

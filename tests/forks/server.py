@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 
-from llmexp.process import STOP_SIGNALS
+from llmexp.child import STOP_SIGNALS
 from tests import forks
 
 PRELOADED = (

@@ -26,9 +26,9 @@ from fake_wandb import FakeWandb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.tracker import NoTracker, open_tracker
-from llmexp.metrics.tracker.calls import has_login
-from llmexp.metrics.tracker.local import (
+from llmexp.tracker import NoTracker, open_tracker
+from llmexp.tracker.calls import has_login
+from llmexp.tracker.local import (
     Position,
     cut,
     cut_tags,
@@ -49,7 +49,7 @@ FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from llmexp.metrics.tracker import open_tracker
+from llmexp.tracker import open_tracker
 
 spec = json.loads(sys.argv[1])
 run_dir = Path(spec["run_dir"])
@@ -611,7 +611,7 @@ def test_ordinary_run_ids_are_kept() -> None:
 
 def test_importing_costs_no_heavy_library() -> None:
     code = (
-        "import sys, llmexp.metrics.tracker, llmexp.metrics.console, llmexp.metrics.plot\n"
+        "import sys, llmexp.tracker, llmexp.metrics.console, llmexp.metrics.plot\n"
         "print(sorted({'torch', 'wandb', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

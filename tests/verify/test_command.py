@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from llmexp.__main__ import run
+from llmexp.cli import verify
 from llmexp.config import ConfigError
 from llmexp.data.stream import DataChanged
-from llmexp.verify import command, runs
+from llmexp.verify import runs
 from llmexp.verify.checks import Check, at_most, equal
 from tests.conftest import TINY, llmexp, start
 
@@ -58,7 +59,7 @@ def test_usage_fits_a_narrow_terminal(monkeypatch, capsys, arguments):
     monkeypatch.setenv("COLUMNS", "60")
     assert run(["verify", *arguments]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in command.WHAT)
+    assert all(name in out for name in verify.WHAT)
     assert max(map(len, out.splitlines())) <= 60
 
 
@@ -74,7 +75,7 @@ def proof(tmp_path, monkeypatch):
         return found
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(command.WHAT, "made_up", "something")
+    monkeypatch.setitem(verify.WHAT, "made_up", "something")
     monkeypatch.setitem(sys.modules, "llmexp.verify.made_up", types.SimpleNamespace(verify=verify))
     return found
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp import folder
+from llmexp import rundir
 from llmexp.config import build
 from llmexp.verify import determinism, record, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
@@ -92,7 +92,7 @@ def test_the_same_run_twice_is_the_same(proof):
 def again(proof: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, hook: str) -> str:
     """A third run of the same config, with a planted hook: how it differs from the first, in the proof's words."""
     (tmp_path / f"{module}.py").write_text(code)
-    config = build(folder.read_config(proof.folder / "first"))
+    config = build(rundir.read_config(proof.folder / "first"))
     config = dataclasses.replace(config, hooks=[*config.hooks[:-1], f"{module}.{hook}", config.hooks[-1]])
     for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW=module).items():
         monkeypatch.setenv(name, value)

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp import folder, launch
-from llmexp.assemble import assemble
+from llmexp import rundir
+from llmexp.assembly.assemble import assemble
+from llmexp.compose import app
 from llmexp.config import Config, ConfigError, build, plain
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
@@ -90,11 +91,11 @@ def test_it_passes_where_it_should(passing):
 
 def test_its_runs_are_what_it_says(passing):
     """A tail of three of eight sequences: the second of two ranks has none, and targets are masked in each step."""
-    plans = {p.name: json.loads((p / folder.RUN).read_text()) for p in passing.folder.glob("fp*-*")}
+    plans = {p.name: json.loads((p / rundir.RUN).read_text()) for p in passing.folder.glob("fp*-*")}
     assert len(plans) == 6
     assert {p["world_size"] for name, p in plans.items() if "two_ranks" in name} == {2}
     for name, plan in plans.items():
-        rows = [json.loads(line) for line in (passing.folder / name / folder.METRICS).read_text().splitlines()]
+        rows = [json.loads(line) for line in (passing.folder / name / rundir.METRICS).read_text().splitlines()]
         assert (plan["real_batch_size"], plan["tail_sequences"], plan["precision"]) == (8, 3, name.partition("-")[0])
         assert len(rows) == 4
         assert all(0 < r["target_tokens"] < 12 * n for r, n in zip(rows, (8, 8, 8, 3), strict=True))
@@ -125,14 +126,14 @@ def test_mean_of_means_and_lost_rows_fail(tmp_path):
     for run in ("fp64, accumulation (1 x 8)", "fp64, own cut (4 x 1 x 2 ranks, fsdp)", "fp64, two ranks"):
         assert verdicts(record["checks"], run) == [True, False, False, False]
     assert "FAIL: geometry, 9 of 16 checks failed" in result.out
-    shared = json.loads((result.folder / "fp64-own_cut" / folder.RUN).read_text())
+    shared = json.loads((result.folder / "fp64-own_cut" / rundir.RUN).read_text())
     assert (shared["parallelism"], shared["shard_size"], shared["micro_batch_size"]) == ("fsdp", 2, 4)
 
 
 def composed(*overrides: str, data: list[str] = DATA) -> Config:
-    with launch.hydra_app(None) as hydra:
-        cfg, _ = launch.compose(hydra, [*TINY, *data, *FAST, *overrides])
-        return launch.typed(cfg)
+    with app.hydra_app(None) as hydra:
+        cfg, _ = app.compose(hydra, [*TINY, *data, *FAST, *overrides])
+        return app.typed(cfg)
 
 
 @pytest.fixture
@@ -351,7 +352,7 @@ def test_an_id_to_ignore_from_the_environment(tmp_path, monkeypatch, in_process)
     )
     checks = geometry.verify(config, tmp_path, steps=2, shrink=False)
     assert failed(checks) == set()
-    rows = (tmp_path / "fp64-one_batch" / folder.CONFIG).read_text()
+    rows = (tmp_path / "fp64-one_batch" / rundir.CONFIG).read_text()
     assert "ignore_id: 7\n" in rows
     assert "dropout: 0.0\n" in rows
 

@@ -19,9 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp import checkpoint, folder
+from llmexp import rundir
+from llmexp.assembly.targets import locate
+from llmexp.checkpoint import loading
 from llmexp.config import ConfigError, build
-from llmexp.targets import locate
 from llmexp.verify import record, resume, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
@@ -120,7 +121,7 @@ def cut_copy(proof: Result, tmp_path: Path) -> Path:
     shutil.copytree(proof.folder / "unbroken", path)
     for later in sorted((path / "checkpoints").glob("step_*"))[1:]:
         shutil.rmtree(later)
-    folder.write_status(path, "running")
+    rundir.write_status(path, "running")
     return path
 
 
@@ -133,7 +134,7 @@ def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
     path = cut_copy(proof, tmp_path)
     first = int(next((path / "checkpoints").glob("step_*")).name[5:]) + 1  # the first step after the resume
     (tmp_path / "plant.py").write_text(PLANT)
-    config = build(folder.read_config(path))
+    config = build(rundir.read_config(path))
     config = dataclasses.replace(config, hooks=[f"plant.{lost}", *config.hooks])
     for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW="plant").items():
         monkeypatch.setenv(name, value)
@@ -169,7 +170,7 @@ def flip(run: Path) -> None:
     file.write_bytes(data)
     manifest = file.parent / "manifest.json"  # not damage: a run that has saved another number
     known = json.loads(manifest.read_text())
-    known["files"][file.name] = checkpoint.fingerprint(file)
+    known["files"][file.name] = loading.fingerprint(file)
     manifest.write_text(json.dumps(known))
 
 
@@ -286,7 +287,7 @@ def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
 
 
 def test_several_hosts_are_refused(proof):
-    config = build(folder.read_config(proof.folder / "unbroken"))
+    config = build(rundir.read_config(proof.folder / "unbroken"))
     several = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, nnodes=2))
     with pytest.raises(ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"):
         resume.planned(several, 6, shrink=False)

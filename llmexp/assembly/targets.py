@@ -1,0 +1,230 @@
+"""`_target_`: from a dotted name in a config to a function, and its arguments checked against its signature.
+
+Only our own parts and callables under packages that the user named with --allow or LLMEXP_ALLOW are found: a config
+file alone cannot run arbitrary code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from llmexp.config import ConfigError, nearest, refuse
+from llmexp.values import hint
+
+# Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
+OWN = {
+    "model": "llmexp.models",
+    "data": "llmexp.data.sources",
+    "tokenizer": "llmexp.data.tokenizers",
+    "optimizer": "llmexp.optim",
+    "schedule": "llmexp.schedule",
+    "hooks": "llmexp.verify.record",
+}
+MOST_FRAMES = 12  # of the user's code, that an error shows
+EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
+RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's words for calling functions
+
+
+def allowed_packages(section: str) -> list[str]:
+    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated; --allow adds to it)."""
+    extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
+    return [name for name in (OWN.get(section, ""), *extra) if name]
+
+
+def _inside(module: str, packages: list[str]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def inside_allowed(module: str) -> bool:
+    """Whether a module is in a package that the user allowed."""
+    return _inside(module, allowed_packages(""))
+
+
+def _defined_in(found: Any) -> str:
+    """The module that a function or class is really from, whatever it says of itself; empty for anything else.
+
+    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be found again in the
+    module that it names. Builtins, bound methods and other objects that can be called have none.
+    """
+    while True:
+        if isinstance(found, functools.partial):
+            found = found.func
+        elif callable(found) and getattr(found, "__wrapped__", None) is not None and not isinstance(found, type):
+            found = found.__wrapped__
+        else:
+            break
+    module = str(getattr(found, "__module__", None))
+    if isinstance(found, types.FunctionType):
+        return module if module == found.__globals__.get("__name__") else ""
+    if isinstance(found, type) and module in sys.modules:
+        holder: Any = sys.modules[module]
+        for part in found.__qualname__.split("."):
+            holder = getattr(holder, part, None)
+        return module if holder is found else ""
+    return ""
+
+
+def locate(key: str, dotted: Any) -> Callable[..., Any]:
+    """The callable that `dotted` names. Raises ConfigError for anything outside the allowed packages."""
+    if not isinstance(dotted, str) or "." not in dotted.strip("."):
+        raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
+    packages = allowed_packages(key.partition(".")[0])
+    module_name, _, name = dotted.rpartition(".")
+    not_allowed = refuse(
+        key,
+        dotted,
+        f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your own is allowed by its "
+        "name on the command line: --allow mypackage",
+    )
+    if not _inside(module_name, packages):
+        raise not_allowed
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
+            text = f"there is no module {absent} on the path (looked in the current folder too)"
+            raise refuse(key, dotted, text) from None
+        raise ConfigError(f"{key}={dotted}: importing {module_name} failed: {described(error)}") from error
+    if not hasattr(module, name):
+        known = [n for n in dir(module) if not n.startswith("_")]
+        raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
+    found = getattr(module, name)
+    # Decided on what was found, not on its name: llmexp.x.os.system is still os.system.
+    if not callable(found) or not _inside(_defined_in(found), packages):
+        raise not_allowed
+    return cast(Callable[..., Any], found)
+
+
+def described(error: BaseException) -> str:
+    """Return an exception of the user's code in words, and below them the lines of the user's own files that led to
+    it, the last one last."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:  # it has no frame in the file
+        return f"{text}\n" + "".join(traceback.format_exception_only(error)[:-1]).rstrip("\n")
+    frames = _own_frames(error)
+    return f"{text}\n" + "".join(frames.format()).rstrip("\n") if frames else text
+
+
+def own_line(error: BaseException, *, or_any: bool = True) -> str:
+    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in it, of any code,
+    or without `or_any` the empty string."""
+    frames = _own_frames(error) or (traceback.extract_tb(error.__traceback__) if or_any else [])
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _own_frames(error: BaseException) -> traceback.StackSummary:
+    """Return the frames of an exception, and of the one that it was raised from, that are in allowed packages."""
+    frames = [
+        pair for pair in traceback.walk_tb(error.__traceback__)
+        if inside_allowed(str(pair[0].f_globals.get("__name__")))
+    ]  # fmt: skip
+    if not frames and error.__cause__ is not None:
+        return _own_frames(error.__cause__)
+    return traceback.StackSummary.extract(iter(frames[-MOST_FRAMES:]))
+
+
+def place(found: Any) -> str:
+    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is not known."""
+    found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    try:
+        file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+    except (OSError, TypeError):
+        return ""
+    return f" ({os.path.abspath(file)}:{line})" if file else ""
+
+
+def refuse_calls(key: str, value: Any) -> None:
+    """Raises ConfigError for a section inside `value` that would have Hydra call something."""
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        if name in RESERVED:
+            raise ConfigError(
+                f"{key}.{name}={child}: nothing is called from inside a section; give plain values, and call what you "
+                "need in your own function"
+            )
+        refuse_calls(f"{key}.{name}", child)
+
+
+def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
+
+    Variables of the environment are filled in before (`llmexp.assembly.parts.filled`).
+    Raise ConfigError for knobs that the signature does not have (with the nearest one) or that are missing; and, when
+    it is called, for an exception of the user's own code (`described`).
+    """
+    target, knobs = resolve(section, values, tuple(offered))
+    signature = inspect.signature(target)
+    extra = {k: v for k, v in offered.items() if k in signature.parameters and k not in knobs}
+
+    def call(*args: Any) -> Any:
+        try:
+            signature.bind(*args, **knobs, **extra)
+        except TypeError as error:
+            raise ConfigError(f"{section}: {values['_target_']}: {error}") from None
+        try:
+            return target(*args, **knobs, **extra)
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:
+            if type(error).__name__ == "OutOfMemoryError":  # torch's
+                raise
+            text = str(error)
+            if isinstance(error, ValueError) and (f"{section}." in text or f"{section}=" in text):
+                raise ConfigError(text) from error
+            if inside_allowed(_defined_in(target)) or _own_frames(error):
+                raise ConfigError(f"{section}: {values['_target_']} failed: {described(error)}") from error
+            if isinstance(error, ValueError):
+                raise ConfigError(f"{section}: {error}") from error
+            raise
+
+    return call
+
+
+def resolve(
+    section: str, values: Mapping[str, Any], offered: tuple[str, ...]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it does not have, with
+    the nearest one; `offered` are arguments that are not knobs."""
+    if "_target_" not in values:
+        raise ConfigError(
+            f"{section}._target_: this key is missing; it names the function, for example "
+            f"{section}._target_={EXAMPLES.get(section.partition('.')[0], 'llmexp.optim.adamw')}"
+        )
+    knobs = {str(k): v for k, v in values.items() if k != "_target_"}
+    refuse_calls(section, knobs)
+    target = locate(f"{section}._target_", values["_target_"])
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in knobs:
+        if name not in parameters and not takes_any:
+            names = [n for n in parameters if n not in offered]
+            raise ConfigError(f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}")
+    return target, knobs
+
+
+def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
+    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function of (event, context).
+    Raise ConfigError."""
+    key = f"hooks.{number}"
+    if isinstance(entry, Mapping):
+        found, knobs = resolve(key, entry, ("event", "context"))
+        name = str(entry["_target_"])
+    else:
+        found, knobs, name = locate("hooks", entry), {}, str(entry)
+    try:
+        inspect.signature(found).bind("step_start", None, **knobs)
+    except TypeError as error:
+        raise ConfigError(
+            f"hooks={name}: cannot be called as (event, context{''.join(f', {k}=...' for k in knobs)}): "
+            f"{error}{place(found)}"
+        ) from None
+    return name, functools.partial(found, **knobs) if knobs else found

@@ -1,0 +1,404 @@
+"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling, under any layout of ranks.
+
+step_00000100/model.safetensors      parameters and persistent buffers under clean names
+              optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
+              state.pt               plain containers (torch.load(weights_only=True))
+              manifest.json          format version, step, geometry, digest of the tensors, size and sha256 of each
+                                     file; written last
+
+Where tensors are sharded, every rank writes the pieces that it holds (model-00002-of-00004.safetensors). A piece is a
+box of a full tensor; the header of its file tells the full shape and the box's offset, so a reader takes from each
+file what lies in its own boxes, whatever the layouts of saving and loading. The writing half
+is saving.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+FORMAT_VERSION = 2
+STATE, MANIFEST = "state.pt", "manifest.json"
+FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
+# What a parameter group says about kernels belongs to the layout, not to the run.
+NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
+
+Shape = tuple[int, ...]
+
+MAX_MANIFEST, MAX_HEADER, MAX_STATE = 16 * 2**20, 100 * 2**20, 2**30  # bytes
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged or does not fit; the text names the file."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for an older one."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece in a file: the box of `size` at `offset` of a full tensor of `shape`."""
+
+    file: Path
+    shape: Shape
+    offset: Shape
+    size: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was found whole. `model` and `optimizer`: the pieces of each tensor, by its name."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+    model: dict[str, list[Stored]]
+    optimizer: dict[str, list[Stored]]
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its first name.
+
+    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state dict never.
+    """
+    distinct: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: t for name, t in state.items() if distinct.setdefault(id(t), name) == name}
+
+
+def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
+    """The clean name of each tensor by its id(). Raises ValueError for optimizers of other tensors."""
+    names = {id(t): name for name, t in named_tensors(model).items()}
+    for number, optimizer in enumerate(optimizers):
+        if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(f"optimizer {number} holds parameters that are not in the model's state dict")
+    return names
+
+
+def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
+    """This rank's part of a tensor, sharing its memory, and the part's offset and size in the full tensor.
+
+    Raises ValueError for a DTensor whose part is not the box that its placements say.
+    """
+    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    if not is_dtensor(tensor):
+        return tensor.detach(), tuple(offset), tuple(size)
+    sharded: Any = tensor.detach()
+    mesh = sharded.device_mesh
+    cuts = zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    # torch cuts a dimension mesh axis by mesh axis, from left to right; but FSDP, whose axis comes first, cuts what
+    # tensor parallelism has left. Its placement then has a split factor, and the cut is in truth the last one.
+    for placement, ranks, coordinate in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+        if placement.is_replicate():
+            continue
+        length = size[placement.dim]
+        chunk = -(-length // ranks)  # as torch.chunk: the last parts may be smaller or empty
+        start = min(chunk * coordinate, length)
+        offset[placement.dim] += start
+        size[placement.dim] = min(chunk, length - start)
+    local = sharded.to_local()
+    if tuple(local.shape) != tuple(size):
+        raise ValueError(f"a part of shape {tuple(local.shape)} where {sharded.placements} gives {tuple(size)}")
+    return local, tuple(offset), tuple(size)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Told by an attribute: importing the class costs the start of every run half a second or more."""
+    return hasattr(tensor, "device_mesh")
+
+
+def steps(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, oldest first."""
+    return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
+
+
+def latest(
+    root: Path,
+    warn: Callable[[str], None],
+    agree: Callable[[bool], bool] = lambda bad: bad,
+    part: tuple[int, int] = (0, 1),
+) -> Loaded | None:
+    """The newest checkpoint whose manifest and hashes hold; each damaged one before it is named in a warning.
+
+    On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells whether its argument is
+    true on any rank. Ranks that know the damage name it.
+    None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
+    NewerFormat for one of a newer format version, on all ranks.
+    """
+    found = steps(root)
+    for path in reversed(found):
+        loaded = None
+        try:
+            loaded = load(path, part)
+        except NewerFormat:
+            raise
+        except CheckpointError as error:
+            warn(f"checkpoint {path.name} is damaged and not used: {error}")
+        if not agree(loaded is None):
+            return loaded
+        if loaded is not None:
+            warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
+    if found:
+        raise CheckpointError(
+            f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over them: put a whole copy "
+            "of one in its place, or move this folder away to begin anew"
+        )
+    return None
+
+
+def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
+    """Checks one checkpoint (of the hashes every part[1]-th) and reads all of it but the tensors, on the CPU.
+
+    Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of its files
+    are checked, and nothing is unpickled.
+    """
+    manifest = _read_manifest(path)
+    step, files = manifest["step"], sorted(manifest["files"].items())
+    for number, (name, expected) in enumerate(files):
+        file = path / name
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        try:
+            whole = number % part[1] != part[0] or fingerprint(file) == expected
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if not whole:
+            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+    if STATE not in manifest["files"]:
+        raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
+    try:
+        _refuse_packed(path / STATE)
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"{STATE} holds no section of values")
+        model, optimizer = (
+            _read_headers([path / name for name, _ in files if name.startswith(kind)], step)
+            for kind in ("model", "optimizer")
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return Loaded(path, step, manifest, state, model, optimizer)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest with a step and plain file names in it. Raises CheckpointError, NewerFormat."""
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > MAX_MANIFEST:
+            raise ValueError(f"larger than {MAX_MANIFEST} bytes")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if not _is_count(version := manifest["format_version"]):  # before the keys, which may be others
+            raise ValueError("no version")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
+    if version > FORMAT_VERSION:
+        raise NewerFormat(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: update it")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
+    if not (_is_count(manifest.get("step")) and isinstance(manifest.get("files"), dict)):
+        raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
+    return dict(manifest)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _refuse_packed(file: Path) -> None:
+    """Raises ValueError for an archive that could grow when it is read: torch stores entries as they are."""
+    if (size := file.stat().st_size) > MAX_STATE:
+        raise ValueError(f"{file.name} is larger than {MAX_STATE} bytes")
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError(f"{file.name} is packed, which no checkpoint is")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file. Raises ValueError where it is larger than the file or than any real one."""
+    size = file.stat().st_size
+    with open(file, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise ValueError(f"{file.name} has a header of {length} bytes in {size}")
+        header = json.loads(f.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} has no header")
+    return header
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) > 16 or not all(_is_count(n) and n < 2**63 for n in value):
+        raise ValueError(f"{str(value)[:60]} is no shape")
+    return tuple(value)
+
+
+def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
+    """The pieces of each tensor in the files. Raises ValueError where they do not add up to the tensor."""
+    found: dict[str, list[Stored]] = {}
+    for file in files:
+        header = _header(file)
+        metadata = header.pop("__metadata__")
+        if metadata["step"] != str(step):
+            raise ValueError(f"{file.name} is of step {metadata['step']}")
+        with safe_open(file, framework="pt"):  # checks that the tensors lie inside the file, side by side
+            for name, at in json.loads(metadata["pieces"]).items():
+                if at["dtype"] not in DTYPES:
+                    raise ValueError(f"{file.name}: {str(at['dtype'])[:60]!r} of {name} is no dtype")
+                size, dtype = _shape(header[name]["shape"]), DTYPES[at["dtype"]]
+                piece = Stored(file, _shape(at["shape"]), _shape(at["offset"]), size, dtype)
+                found.setdefault(name, []).append(piece)
+    if not files:
+        raise ValueError("the manifest names no file with tensors")
+    for name, pieces in found.items():
+        full = pieces[0].shape
+        inside = all(
+            p.shape == full and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True)) for p in pieces
+        )
+        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(full)  # so none is larger than its files
+        if not whole or len({p.dtype for p in pieces}) > 1 or _overlapping(pieces):
+            raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
+    return found
+
+
+def restore_model(loaded: Loaded, model: nn.Module) -> None:
+    """Copies the checkpoint's tensors into the model; dtypes and devices stay.
+
+    Raises CheckpointError listing the names or shapes that differ, before anything is changed.
+    """
+    own = named_tensors(model)
+    _refuse_other_model(loaded, own)
+    opened: dict[Path, Any] = {}
+    for name, tensor in own.items():
+        _fill(tensor, name, loaded.model[name], opened)
+
+
+def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Puts the checkpoint's states and the values of the parameter groups into the optimizers.
+
+    A group takes the values that its first parameter had: the split into groups may have been another one. torch's
+    load_state_dict is not used because it wants whole tensors and casts them to the parameters' dtype.
+    Raises CheckpointError listing the parameters that differ, before anything is changed.
+    """
+    _refuse_other_model(loaded, named_tensors(model))
+    names = names_by_id(model, optimizers)
+    described = loaded.state["optimizers"]
+    own = {
+        f"{number}/{names[id(p)]}": (p, group)
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    saved = {
+        f"{number}/{name}": group
+        for number, optimizer in enumerate(described)
+        for group in optimizer["groups"]
+        for name in group["params"]
+    }
+    if differing := sorted(own.keys() ^ saved.keys()):
+        raise CheckpointError(f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}")
+
+    for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
+        for group in optimizer.param_groups:
+            values = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
+            group |= {key: value for key, value in values.items() if key not in NOT_RESTORED}
+        optimizer.state.clear()
+        for name, states in plain["state"].items():
+            optimizer.state[own[f"{number}/{name}"][0]] = dict(states)
+    opened: dict[Path, Any] = {}
+    for full_name, pieces in loaded.optimizer.items():
+        name, _, key = full_name.rpartition("/")
+        parameter, group = own[name]
+        state = _empty_state(parameter.detach(), key, pieces[0], group)
+        _fill(state, full_name, pieces, opened)
+        optimizers[int(name.partition("/")[0])].state[parameter][key] = state
+
+
+def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
+    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on every rank."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return torch.empty(piece.shape, dtype=piece.dtype)  # torch's other kernels want the count on the host
+    if piece.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=piece.dtype)
+    return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)
+
+
+def _refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
+    differing = sorted(own.keys() ^ loaded.model.keys()) or [
+        f"{name}: {loaded.model[name][0].shape} for {tuple(t.shape)}"
+        for name, t in own.items()
+        if loaded.model[name][0].shape != tuple(t.shape)
+    ]
+    if differing:
+        raise CheckpointError(f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}")
+
+
+def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
+    """Fills this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files open."""
+    local, offset, size = box(target)
+    for piece in pieces:
+        low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
+        ends = zip(offset, size, piece.offset, piece.size, strict=True)
+        high = [min(a + n, b + m) for a, n, b, m in ends]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        here, there = (
+            tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            for start in (offset, piece.offset)
+        )
+        try:
+            if piece.file not in opened:
+                opened[piece.file] = safe_open(piece.file, framework="pt")
+            file = opened[piece.file]
+            part = file.get_slice(name)[there] if there else file.get_tensor(name)  # a 0-dim tensor has no slices
+        except Exception as error:
+            raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
+        local[here].copy_(part)
+
+
+def _overlapping(pieces: list[Stored]) -> bool:
+    """Whether two of the boxes share an element."""
+    boxes = [(p.offset, p.size) for p in pieces if math.prod(p.size)]
+    if len(boxes) < 2:
+        return False
+    cut = max(range(len(boxes[0][0])), key=lambda d: len({offset[d] for offset, _ in boxes}))
+    boxes.sort(key=lambda box: box[0][cut])
+    for number, (a, n) in enumerate(boxes, 1):
+        for b, m in itertools.islice(boxes, number, None):
+            if b[cut] >= a[cut] + n[cut]:
+                break  # and so do all that follow
+            if all(max(i, j) < min(i + k, j + size) for i, j, k, size in zip(a, b, n, m, strict=True)):
+                return True
+    return False
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file."""
+    with open(path, "rb") as f:
+        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}

@@ -1,0 +1,182 @@
+"""What a worker process needs before torch is imported: signals, its parent, exit codes. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
+
+DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
+REPEAT_S = 1.0  # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them
+
+
+class Stop:
+    """A request to stop, set by a signal. Before training starts a signal ends the process at once.
+
+    While `importing`, it does so without an exception: torch aborts when one comes out of its imports.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.signal_name = ""
+        self.importing = True
+        self.training = False
+        self._count = 0
+        self._last = -math.inf  # when a signal last counted, in seconds
+
+    def install(self) -> Stop:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they wait since `signals_held`
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() < self._last + REPEAT_S:
+            return
+        self._last = time.monotonic()
+        self._count += 1
+        self.requested = True
+        self.signal_name = signal.Signals(number).name
+        if self._count == 1 and os.environ.get("RANK", "0") == "0":
+            what = "finishing this step, then saving" if self.training else "stopped before training"
+            with contextlib.suppress(OSError):
+                after = "\n" if os.isatty(2) else ""  # an echoed ^C
+                os.write(2, f"{after}llmexp: {self.signal_name}: {what}\n".encode())
+        if not self.training and not self.importing:
+            raise SystemExit(128 + number)
+        # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the save.
+        if self.importing or self._count >= 3:
+            os._exit(128 + number)
+
+
+STOP = Stop()
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """A worker that is started meanwhile gets stop signals when it has handlers: Python's own start would end with a
+    failure, or a trace, where one comes in the midst of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_worker(argument: str, **more: Any) -> subprocess.Popen[Any]:
+    """`python -m llmexp.train ARGUMENT`; `more` is for Popen."""
+    import subprocess
+
+    with signals_held():
+        return subprocess.Popen([sys.executable, "-P", "-m", "llmexp.train", argument], **more)
+
+
+def how_it_died(code: int, stopped: bool) -> str:
+    """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was passed on to it."""
+    if code >= 0:
+        return f"the worker ended with exit code {code} and without a word"
+    hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
+    return f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
+
+
+@contextlib.contextmanager
+def handling(
+    numbers: Sequence[signal.Signals],
+    handler: Callable[[int, FrameType | None], Any],
+    stay: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Handles the signals by `handler` for a while, but for those that are ignored: nohup ignores the hang-up. Where
+    `stay` holds in the end it stays: a second request to stop must not take the exit code from the first."""
+    wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    old = {n: signal.signal(n, handler) for n in wanted}
+    try:
+        yield
+    finally:
+        for number, before in old.items() if not stay() else ():
+            signal.signal(number, before)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started and that still run, by what the kernel shows (Linux); elsewhere none."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return [child for child in found if not ended(child)]
+
+
+def ended(pid: int) -> bool:
+    """Whether the process is no more; it may be left as a zombie until its parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def send(pid: int, number: int) -> None:
+    """A signal, to a process that may have gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def family(pid: int) -> list[int]:
+    """A process and those under it."""
+    return [pid, *(under for child in children(pid) for under in family(child))]
+
+
+def kill_family(pid: int) -> list[int]:
+    """SIGKILL for a process of ours and all under it; who they were. It is stopped first, so that it sees none of them
+    die, and starts no more."""
+    send(pid, signal.SIGSTOP)
+    found = family(pid)
+    for one in reversed(found):
+        send(one, signal.SIGKILL)
+    return found
+
+
+def die_with_parent() -> None:
+    """Asks the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+def never_fail_to_print() -> None:
+    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends no run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            utf8 = stream.encoding.lower().replace("-", "") == "utf8"
+            if not (utf8 and stream.errors == "surrogateescape"):  # it gives the bytes of any file name back
+                stream.reconfigure(errors="replace")
+
+
+def leave(code: int) -> None:
+    """Flushes and ends the process without the interpreter's finalisation, where gloo and wandb threads abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None where it never was open
+            stream.flush()
+    os._exit(code)
+
+
+def say(text: str) -> None:
+    """Prints at once; a standard output that is gone (`llmexp ... | head`) stops nothing."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,117 @@
+"""`llmexp compare PATH...`: its arguments and where the answer goes."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from llmexp import fileio
+from llmexp.child import DONE, REFUSED
+from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, compare
+from llmexp.compare.table import columns
+from llmexp.config import ConfigError
+
+_TEXTS = {"json": ".json", "csv": ".csv", "markdown": ".md"}
+_PICTURES = {"html": ".html", "png": ".png"}
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code 0, or 2 where there was nothing to show. Raises ConfigError."""
+    args = _arguments(arguments)
+    paths = list(args.paths)
+    wanted: dict[str, str] = {}
+    for name, suffix in (_TEXTS | _PICTURES).items():
+        target = getattr(args, name)
+        if target is None:
+            continue
+        if target != "-" and not target.lower().endswith(suffix):
+            if name in _PICTURES or not (os.path.lexists(target) or glob.glob(target)):
+                raise ConfigError(f"--{name} {target}: the file's name must end in {suffix}; for example table{suffix}")
+            paths.append(target)  # `--csv PATH`: what follows is no file to write, and must not be overwritten
+            target = "-"
+        if target != "-":
+            _check_target(name, Path(target))
+        wanted[name] = target
+    if sum(target == "-" for target in wanted.values()) > 1:
+        raise ConfigError("only one of --json, --csv and --markdown can go to standard output; name a file for others")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
+    comparison = compare(
+        paths or ["outputs"], align=args.align, sort=args.sort, whole="html" in wanted, negligible=args.negligible
+    )
+    for problem in comparison.problems:
+        print(f"llmexp: {problem}", file=sys.stderr)
+    if not comparison.entries:
+        print("llmexp: there is no run to show; for example llmexp compare outputs/default", file=sys.stderr)
+        return REFUSED
+    for name, target in wanted.items():
+        if name == "png":
+            from llmexp.compare.picture import write_png
+
+            write_png(comparison, Path(target))
+        elif target == "-":
+            print(_text(name, comparison), end="")
+        else:
+            fileio.write_whole(Path(target), _text(name, comparison))
+        if target != "-":
+            print(f"llmexp: wrote {target}", file=sys.stderr)
+    if "-" not in wanted.values():
+        from llmexp.compare.table import show
+
+        show(comparison, sys.stdout, width=columns(), why=args.why)
+    return DONE
+
+
+def _text(name: str, comparison: Any) -> str:
+    if name == "html":
+        from llmexp.compare.page import page
+
+        return page(comparison)
+    from llmexp.compare import table
+
+    return {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}[name](comparison)
+
+
+def _check_target(name: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"--{name} {path}: there is no folder {path.parent}; for example --{name} /tmp/{path.name}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}")
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text}: a size in nats, 0 or more, is needed; for example 0.002")
+    return size
+
+
+def _arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="llmexp compare",
+        description="Compare runs: which setting is best, by how much, and is the difference real.",
+        epilog="Runs that are training are compared as far as they are. See docs/compare.md.",
+    )
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="runs, sweeps, folders of them, globs (default: outputs)"
+    )
+    parser.add_argument("--align", default="tokens", help=f"what runs must have had alike: {', '.join(ALIGNMENTS)}")
+    parser.add_argument("--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec")
+    parser.add_argument("--why", action="store_true", help="also what the result rests on, and notes on the runs")
+    parser.add_argument(
+        "--negligible", type=_size, metavar="NATS",
+        help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
+    )  # fmt: skip
+    for name, suffix in _TEXTS.items():
+        text = f"the table as {name}, on standard output or into a {suffix} file"
+        parser.add_argument(f"--{name}", nargs="?", const="-", metavar="FILE", help=text)
+    parser.add_argument("--html", metavar="FILE", help="a page in one file, figures and all")
+    parser.add_argument("--png", metavar="FILE", help="the curves as a picture")
+    return parser.parse_args(arguments)

@@ -1,0 +1,25 @@
+"""`llmexp prepare`: tokenise the data into the cache, so that runs start at once."""
+
+from __future__ import annotations
+
+from llmexp.cli import hydra_flags
+from llmexp.compose import app, command_line
+from llmexp.config import ConfigError
+
+
+def prepare(arguments: list[str]) -> int:
+    """`llmexp prepare`: tokenises the data into the cache, so that runs start at once."""
+    args = command_line.parse("prepare", arguments)
+    if hydra_flags.asked(args):
+        return hydra_flags.answer(args)
+    if args.multirun:
+        raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
+    from llmexp.assembly.parts import build_corpus, build_tokenizer, filled
+
+    with app.hydra_app(args.config_dir) as hydra:
+        config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
+    tokenizer, model_config = build_tokenizer(config)
+    corpus = build_corpus(config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True)
+    print(f"{corpus.description}; tokenizer {tokenizer.name}")
+    print(f"train {len(corpus.train):,} tokens, validation {len(corpus.val) if corpus.val is not None else 0:,} tokens")
+    return 0

@@ -1,0 +1,262 @@
+"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; clearing up."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp import fileio, rundir
+from llmexp.child import DONE, REFUSED
+from llmexp.compare.figures import number
+from llmexp.compare.reading import Sweep, clean_name, find, read_facts, read_status, state_of
+from llmexp.compare.rows import last_row
+from llmexp.compare.table import columns
+from llmexp.config import ConfigError
+from llmexp.labels import plural
+from llmexp.redact import clean
+
+STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
+INCOMPLETE = 1
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
+_STYLES = {"finished": "green", "running": "cyan", "failed": "red", "cut": "red", "preempted": "yellow"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run of the list. What is not known is None."""
+
+    path: Path
+    sweep: Path | None
+    name: str
+    state: str
+    step: int | None
+    max_steps: int | None
+    loss: float | None  # the last val loss, else train loss
+    age_s: float | None  # since its status or its rows last changed
+    size: int  # bytes on disk
+    error: str
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises ConfigError."""
+    args = _arguments(arguments)
+    if args.state is not None and args.state not in STATES:
+        raise ConfigError(f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed")
+    if args.yes and not args.remove_checkpoints:
+        raise ConfigError("--yes: belongs to --remove-checkpoints")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    found, problems = find(args.folders or ["outputs"])
+    for problem in problems:
+        print(f"llmexp: {problem}", file=sys.stderr)
+    if not found:
+        return REFUSED
+    lines = [_line(path, sweep) for path, sweep in found]
+    lines = [
+        line for line in lines
+        if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name, args.name))
+    ]  # fmt: skip
+    if args.remove_checkpoints:
+        return _remove_checkpoints(lines, args.yes)
+    if args.json:
+        print(json.dumps({"runs": [_plain(line) for line in lines], "problems": problems}, indent=2, allow_nan=False))
+    elif lines:
+        _show(lines)
+    else:
+        print("no run is like that")
+    return DONE
+
+
+def _line(path: Path, sweep: Sweep | None) -> Line:
+    status, facts = read_status(path), read_facts(path)
+    if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
+        rundir.mend_status(path)
+        status = read_status(path)
+    summary = status.get("summary")
+    summary = summary if isinstance(summary, dict) else {}
+    row = last_row(fileio.tail(path / rundir.METRICS, _TAIL))
+    step = number(row.get("step"))
+    most = number(facts.get("max_steps"))
+    losses = (summary.get("final val/loss"), row.get("val/loss"), row.get("train/loss"))
+    times = [t for t in (number(status.get("updated")), _changed(path / rundir.METRICS)) if t is not None]
+    return Line(
+        path=path,
+        sweep=sweep.path if sweep else None,
+        name=clean_name(path),
+        state=state_of(path, status),
+        step=int(step) if step is not None else None,
+        max_steps=int(most) if most is not None else None,
+        loss=next((value for loss in losses if (value := number(loss)) is not None), None),
+        age_s=max(0.0, time.time() - max(times)) if times else None,
+        size=disk_size(path),
+        error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
+    )
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def disk_size(path: Path) -> int:
+    """Bytes that the files below take on disk; links are not followed."""
+    total = 0
+    for root, _, files in os.walk(path):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
+
+
+def _plain(line: Line) -> dict[str, Any]:
+    whole = {**vars(line), "path": str(line.path), "sweep": str(line.sweep) if line.sweep else None}
+    return {key: value for key, value in whole.items() if value not in (None, "")}
+
+
+def readable_size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def readable_age(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _show(lines: Sequence[Line]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=columns(), highlight=False, markup=False, emoji=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    wide = console.width >= 80
+    table.add_column("state", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    for title in ("step", "loss", "age", "size")[: 4 if wide else 2]:
+        table.add_column(title, justify="right", no_wrap=True)
+    current: Path | None = None
+    for line in sorted(lines, key=lambda line: str(line.sweep or line.path.parent)):
+        group = line.sweep or line.path.parent
+        if group != current:
+            current = group
+            members = [m for m in lines if (m.sweep or m.path.parent) == group]
+            tally = Counter(m.state for m in members)
+            counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
+            head = f"{clean(group)}\n{counts}" if line.sweep else clean(group)
+            table.add_row("sweep" if line.sweep else "", Text(head, style="bold"))
+        done = "" if line.step is None else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
+        about = f"\n{line.error[:200]}" if line.error else ""
+        loss = f"{line.loss:#.5g}" if line.loss is not None else ""
+        cells = (done, loss, readable_age(line.age_s), readable_size(line.size))
+        state = Text(line.state, style=_STYLES.get(line.state, ""))
+        table.add_row(state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2])
+    console.print(table)
+    console.print(f"\n{plural(len(lines), 'run')}, {readable_size(sum(line.size for line in lines))}")
+
+
+def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
+    """All checkpoints of finished runs but the newest whole one; without `yes` only says which."""
+    freed, count = 0, 0
+    failed: list[Path] = []
+    for line in lines:
+        if line.state != "finished" or rundir.is_locked(line.path):
+            continue
+        try:
+            # Held, as training that starts meanwhile would lose what it reads.
+            with rundir.locked(line.path) if yes else contextlib.nullcontext():
+                if read_status(line.path).get("state") != "finished":
+                    continue
+                for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
+                    print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
+                    freed, count = freed + size, count + 1
+        except ConfigError:
+            continue  # it is in training
+        except OSError as error:
+            print(f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there", file=sys.stderr)
+            failed.append(line.path)
+    tail = "freed" if yes else "would be freed; --yes removes them"
+    if count or not failed:
+        print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
+    return INCOMPLETE if failed else DONE
+
+
+def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
+    """The checkpoints that are not needed, with their size on disk; removed with `yes`, what cannot be goes into
+    `failed`. The caller holds the lock."""
+    if not where.is_dir():
+        return
+    steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    steps.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+    if len(steps) < 2:
+        return
+    kept = next((p for p in steps if _is_whole(p)), None)
+    if kept is None:
+        print(f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr)
+    for old in reversed(steps if kept else []):
+        if old == kept:
+            continue
+        size = disk_size(old)
+        if yes:
+            try:
+                shutil.rmtree(old)
+            except OSError as error:
+                print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+                failed.append(old)
+                continue
+        yield old, size
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Return whether all files that the manifest names are there and have its sizes and sha256."""
+    try:
+        files = fileio.read_json(checkpoint / "manifest.json")["files"]
+        named = {name: (about["size"], about["sha256"]) for name, about in files.items()}
+        there = [checkpoint / name for name in named if Path(name).name == name]
+        sizes = {file.name: file.stat().st_size for file in there if file.is_file()}
+        if not named or sizes != {name: size for name, (size, _) in named.items()}:  # before anything is read
+            return False
+        return all(_sha256(file) == named[file.name][1] for file in there)
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="llmexp runs", description="List runs and sweeps; clear up.")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="runs, sweeps, folders of them (default: outputs)")
+    parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
+    parser.add_argument("--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--remove-checkpoints", action="store_true", help="of finished runs, all but the newest whole one"
+    )
+    parser.add_argument("--yes", action="store_true", help="do remove; else it is only listed what would be")
+    return parser.parse_args(arguments)

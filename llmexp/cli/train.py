@@ -1,0 +1,72 @@
+"""`llmexp train`: one run, a sweep (-m), or one of Hydra's flags."""
+
+from __future__ import annotations
+
+import os
+
+from omegaconf import DictConfig, OmegaConf
+
+from llmexp import rundir
+from llmexp.child import say
+from llmexp.cli import hydra_flags
+from llmexp.cli.worker import Worker
+from llmexp.compose.app import chosen_folder, compose, fixed_folder, hydra_app, refuse_hosts, typed, visible
+from llmexp.compose.command_line import parse
+from llmexp.compose.guard import fill_tracker, refuse_secrets
+from llmexp.compose.origin import refuse_unused
+from llmexp.config import ConfigError, plain, refuse
+
+
+def say_tracker(cfg: DictConfig, points: bool = False) -> None:
+    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all points."""
+    if points and cfg.tracker.kind != "none" and (run_id := os.environ.get("WANDB_RUN_ID")):
+        text = "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: its command has no -m)"
+        raise refuse("WANDB_RUN_ID", run_id, text)
+    for line in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
+        say(line)
+
+
+def train(arguments: list[str]) -> int:
+    """`llmexp train`: one run, a sweep (-m), or one of Hydra's flags. Returns the exit code."""
+    args = parse("train", arguments)
+    if hydra_flags.asked(args):
+        return hydra_flags.answer(args)
+    worker = None if args.multirun else Worker()
+    try:
+        from llmexp.sweep.main import sweep
+
+        with hydra_app(args.config_dir) as hydra:
+            cfg, multirun = compose(hydra, args.overrides, args.multirun)
+            refuse_unused(args.overrides, multirun)
+            if multirun:
+                if args.queue:
+                    raise ConfigError("--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm")
+                if worker is not None:  # hydra.mode in a config asks for the sweep
+                    worker.discard()
+                    worker = None
+                say_tracker(cfg, points=True)
+                return sweep(hydra, cfg, args.overrides, arguments)
+            config = typed(cfg)
+            wanted = chosen_folder(cfg, "hydra.run.dir")
+        refuse_secrets(args.overrides, "the command line")
+        say_tracker(cfg)
+        if not args.queue:
+            refuse_hosts(config)
+        request = {
+            "config": plain(config),
+            "folder": str(wanted),
+            "fixed": fixed_folder(args.overrides, "hydra.run.dir"),
+            "overrides": visible(args.overrides),
+        }
+        rundir.check_writable(wanted)
+        assert worker is not None
+        running, worker = worker, None
+        code, path = running.run(request | {"queue": args.queue})
+        if args.queue and code == 0 and path is not None:
+            from llmexp.sweep.slurm import how_to_start
+
+            say(how_to_start(path, config))
+        return code
+    finally:
+        if worker is not None:
+            worker.discard()

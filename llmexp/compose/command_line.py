@@ -1,0 +1,132 @@
+"""Read the command line: Hydra's flags, the overrides, and --allow."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from llmexp.compose.guard import BY_HAND, refuse_search_path
+from llmexp.config import ConfigError
+
+REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
+
+
+ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
+
+
+def allow(packages: Sequence[str]) -> None:
+    """Allows `_target_` in the user's packages, found in the current folder too, here and in the workers."""
+    os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
+    sys.path.insert(0, os.getcwd())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+
+
+def take_allowed(arguments: Sequence[str]) -> list[str]:
+    """The arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
+    rest: list[str] = []
+    named: list[str] = []
+    given = iter(arguments)
+    for argument in given:
+        flag, equals, package = argument.partition("=")
+        if flag != "--allow":
+            rest.append(argument)
+            continue
+        package = package if equals else next(given, "")
+        if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
+            raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
+        named += [part.strip() for part in package.split(",")]
+    packages = [os.environ.get("LLMEXP_ALLOW", ""), *named]
+    if any(packages):
+        allow(packages)
+    for package in named:
+        if not _is_there(package):
+            raise ConfigError(
+                f"--allow {package}: there is no such module on the path (looked in {os.getcwd()} too); for "
+                f"{package.replace('.', '/')}.py or a folder of this name elsewhere, set PYTHONPATH"
+            )
+    return rest
+
+
+def _is_there(package: str) -> bool:
+    """Return whether a module can be found, without importing anything."""
+    name, *below = package.split(".")
+    try:
+        spec = sys.modules[name].__spec__ if name in sys.modules else importlib.util.find_spec(name)
+        for part in below:
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None
+
+
+def parse(command: str, arguments: Sequence[str]) -> Any:
+    """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
+    parser = get_args_parser()
+    parser.prog = f"llmexp {command}"
+
+    def unknown(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; settings are written train.max_steps=100; see llmexp {command} --help")
+
+    parser.error = unknown  # type: ignore[method-assign]
+    if command == "train":
+        parser.add_argument("--queue", action="store_true", help="make the run folder and start nothing")
+    if command == "verify":
+        parser.add_argument("--steps", type=int, help="optimizer steps of each run")
+        parser.add_argument("--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches")
+    args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
+    for flag in REFUSED_FLAGS:
+        if getattr(args, flag, None) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own files are options of "
+                "the groups: --config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
+            )
+    check_overrides(args.overrides)
+    refuse_search_path(args.config_dir, args.overrides)
+    return args
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raises ConfigError naming an override that cannot be parsed."""
+    parser = OverridesParser.create()
+    for override in overrides:
+        key = ""
+        with suppress(HydraException):
+            key = parser.parse_override(override).key_or_group
+        if not key:
+            name, equals, value = override.partition("=")
+            quoted = f"""; special characters need quotes: '{name}="{value}"'""" if name and equals and value else ""
+            raise ConfigError(f"{override}: is not an override; one looks like train.max_steps=100{quoted}")
+
+
+# What runs code of the user's choosing comes from a command line, never from a file alone.
+KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
+
+
+def recordable(arguments: Sequence[str]) -> list[str]:
+    """Of a command line, what goes on with its sweep later, and may be taken from a file."""
+    rest, given = [], iter(arguments)
+    for argument in given:
+        if argument == "--allow":
+            next(given, None)
+        elif not argument.lstrip("+~").startswith(("--allow=", "sweep.resume=", *KEPT_BACK)):
+            rest.append(argument)
+    return rest
+
+
+def kept_back(arguments: Sequence[str]) -> str:
+    """The rest of it, to be typed again."""
+    allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
+    words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
+    return "".join(f" {shlex.quote(word)}" for word in words)

@@ -1,0 +1,50 @@
+"""Read and write small files, each whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from llmexp.config import ConfigError
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes under a temporary name, flushes to disk, renames."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")  # pids repeat on other hosts
+    # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as it is.
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    try:
+        with open(temporary, "xb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        # Writing names no file, and the temporary one is none of theirs.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def tail(path: Path, most: int) -> bytes:
+    """The last bytes of a file, at most so many; none where it is missing."""
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - most))
+        return f.read()
+    return b""
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None

@@ -1,0 +1,84 @@
+"""Secrets of this machine, and how to keep them out of whatever is written. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import netrc
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmexp.config import flatten
+from llmexp.values import NAMED, SECRET, VARIABLE
+
+SHORTEST = 8  # characters; anything shorter is found in too many texts that have nothing to do with it
+
+
+def secrets() -> dict[str, str]:
+    """Where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
+    found = {f"${name}": value for name, value in os.environ.items() if SECRET.search(name)}
+    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        try:
+            hosts = netrc.netrc(Path(file).expanduser()).hosts if file else {}
+        except (OSError, RuntimeError, UnicodeDecodeError, netrc.NetrcParseError):
+            continue
+        found |= {f"the password of {host} in .netrc": login[2] for host, login in hosts.items() if login[2]}
+    return {name: value for name, value in found.items() if len(value) >= SHORTEST}
+
+
+def redacted(text: str) -> str:
+    """`text` with the names of secrets, and of the variables that a config names, in place of their values."""
+    return _replaced(text, _replacements())
+
+
+def _replacements() -> list[tuple[str, str]]:
+    """(value, what is written in its place), the longest values first: one may be a part of another."""
+    known = {value: f"<{name}>" for name, value in secrets().items()}
+    for name in NAMED:
+        if len(value := os.environ.get(name, "")) >= SHORTEST:
+            known.setdefault(value, f"${{oc.env:{name}}}")
+    forms = {
+        form: name for value, name in known.items() for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+    }
+    return sorted(forms.items(), key=lambda pair: len(pair[0]), reverse=True)
+
+
+def _replaced(text: str, replacements: list[tuple[str, str]]) -> str:
+    for form, name in replacements:
+        text = text.replace(form, name)
+    return text
+
+
+def concealed(node: Any) -> Any:
+    """Plain values with every text redacted."""
+    replacements = _replacements()
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {walk(key): walk(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [walk(value) for value in node]
+        return _replaced(node, replacements) if isinstance(node, str) else node
+
+    return walk(node)
+
+
+def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
+    """A mark of the value of each variable in a plain config, by which a change is seen; not of secrets, which are
+    renewed, nor in keys of which `but` is true. Four hex digits: too few to find the value by."""
+    found = {}
+    for key, value in flatten(config).items():
+        if not but(key):
+            for name in VARIABLE.findall(str(value)):
+                if not SECRET.search(name):
+                    found[name] = hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
+    return found
+
+
+def clean(text: object) -> str:
+    """One line without control characters: a log or a label must not drive the terminal."""
+    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())  # colours go whole
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown).strip()

@@ -1,0 +1,61 @@
+"""Check points in a process of its own: `python -m llmexp.sweep.check`; the other end is sweep/checker.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import torch
+
+from llmexp import provenance, rundir
+from llmexp.assembly.assemble import assemble
+from llmexp.assembly.parts import Shared
+from llmexp.child import die_with_parent, never_fail_to_print
+from llmexp.config import ConfigError, build, plain
+from llmexp.redact import redacted
+from llmexp.sweep.ledger import identity
+from llmexp.train import worker
+
+
+def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
+    """Assemble a point; return what is known of its run. `shared`: what points have in common. Raises ConfigError."""
+    parts = assemble(build(request["config"]), write=True, shared=shared)
+    if purpose == "queue":
+        path, fresh = worker.open_folder(parts, request)
+        if fresh or not worker.is_finished(path):
+            with rundir.locked(path):
+                worker.record(path, parts, request, "queued")
+    run = parts.run
+    return {
+        "solved": identity(plain(parts.config)),  # also what was null
+        "max_steps": run.max_steps,
+        "max_tokens": run.max_tokens,
+        "ranks": run.facts.layout.nproc_per_node,
+        "devices": torch.cuda.device_count() if run.facts.device == "cuda" else 0,
+    }
+
+
+def serve() -> None:
+    """Answer questions until standard input ends."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            ((purpose, requests),) = json.loads(line).items()
+            shared = Shared()  # for one question: files may change until the next one
+            for request in requests:
+                try:
+                    found = answer(purpose, request, shared)
+                except ConfigError as error:
+                    found = {"refused": redacted(str(error))}
+                except Exception as error:  # of a function of the user's, or of the disk
+                    found = {"refused": redacted(f"{type(error).__name__}: {error}")}
+                print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    never_fail_to_print()
+    provenance.begin()  # once, for all points
+    serve()

@@ -1,0 +1,142 @@
+"""When a checkpoint is saved, in stages between the steps, and what follows when that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+
+from llmexp import mesh, rundir
+from llmexp.checkpoint import saving
+from llmexp.train.hooks import call_hooks
+from llmexp.train.state import Loop, Saving
+from llmexp.train.step import TrainingFailed
+
+
+def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
+    """Saves a checkpoint of the current step, which is settled; its rows reach the disk first.
+
+    Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does the rest between
+    later steps. A failure is a warning, up to checkpoint.max_failures of them in a row; one that comes after these,
+    or where this save `must` succeed, raises OSError.
+    """
+    s, p, out = loop.s, loop.p, loop.out
+    finish_saving(loop)
+    if loop.saved_step == p.step:
+        return
+    refuse_changed_data(loop)
+    tokens_seen, clipped, steps = loop.meter.counts()
+    run, root, keep = s.parts.run, out.path / rundir.CHECKPOINTS, s.parts.config.checkpoint.keep
+    if out.rows is not None:
+        out.rows.sync()
+    geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
+    meta = {
+        "tokens_seen": tokens_seen,
+        "geometry": {**geometry, "parallelism": run.facts.parallelism},
+        **loop.fixed,
+    }
+    state = {
+        "progress": dataclasses.asdict(p),
+        "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+        "norms": loop.measured.norms.state_dict(),
+        "noise": loop.measured.noise.state_dict(),
+        "outliers": s.outliers.state_dict(),
+        "scaler": s.scaler.state_dict(),
+    }
+    pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
+    whole = tuple(loop.saved)
+    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep, whole))
+    loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
+    if wait:
+        finish_saving(loop, must)
+
+
+def refuse_changed_data(loop: Loop) -> None:
+    """Raises TrainingFailed where a data file was written to under the run: what is saved must be of one corpus."""
+    corpus, joined = loop.s.parts.corpus, loop.s.mesh
+    text = corpus.changed()
+    if ranks := mesh.ranks_where(joined, text is not None):
+        where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
+        since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
+        if text is None:
+            time.sleep(1.0)  # who knows the file says it first
+        raise TrainingFailed(
+            f"{text or 'a data file changed under the run'}{where}; the steps since {since} may have seen other data, "
+            f"and step {loop.p.step:,} is not saved"
+        )
+    if loop.out.main and not loop.told_of_data and (text := corpus.replaced()):
+        loop.told_of_data = True
+        loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
+
+
+def go_on_saving(loop: Loop, must: bool = False) -> None:
+    """The next stage of the checkpoint that is on its way. All ranks are here at the same step. Raises OSError for a
+    failure too many, or for one that `must` not be."""
+    due, joined = loop.saving, loop.s.mesh
+    assert due is not None
+    error: OSError | None = None
+    try:
+        loop.writer.wait()
+    except OSError as failed:
+        error = failed
+    if failing := mesh.ranks_where(joined, error is not None):
+        loop.saving = None
+        loop.failed_saves += 1
+        most = loop.s.parts.config.checkpoint.max_failures
+        ranks = ", ".join(map(str, failing))
+        if loop.out.main:  # all ranks have written, or failed to
+            saving.clean(loop.out.path / rundir.CHECKPOINTS)
+        if must or loop.failed_saves > most:
+            if error is None:
+                time.sleep(1.0)  # who knows the cause says it first
+            why = error or f"rank {ranks} could not write"
+            limit = "the run may not end without it" if must else f"checkpoint.max_failures={most} in a row"
+            raise OSError(f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}") from error
+        if loop.out.main:
+            reason = error or f"rank {ranks} could not write; its log says why"
+            kept = f"the newest is of step {loop.saved_step}" if loop.saved_step is not None else "there is none yet"
+            loop.out.console.line(
+                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({reason}); training goes on, "
+                f"{kept}; failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
+            )
+        elif error is not None:
+            print(f"the checkpoint of step {due.step:,} could not be saved: {error}", file=sys.stderr)
+        return
+    if not due.committing:
+        due.committing = True
+        if loop.out.main:
+            loop.writer.start(due.commit)
+        return
+    loop.saving, loop.failed_saves = None, 0
+    loop.saved.append(due.step)
+    call_hooks(loop, "saved", due.step)
+
+
+def finish_saving(loop: Loop, must: bool = False) -> None:
+    """Waits until the checkpoint that is on its way, if there is one, is committed. Raises OSError as `save` does."""
+    while loop.saving is not None:
+        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be missing.
+        pause = 0.001
+        while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        go_on_saving(loop, must)
+
+
+def leave_saving(loop: Loop) -> None:
+    """Before a run ends by an exception: the checkpoint that is on its way is finished where no other rank is needed
+    for that, and else said to be lost."""
+    due, loop.saving = loop.saving, None
+    if due is None:
+        return
+    try:
+        if loop.s.mesh.distributed and not due.committing:
+            raise OSError("another rank may not have written its part")
+        loop.writer.wait()
+        if not due.committing:
+            due.commit()
+        loop.saved.append(due.step)
+    except OSError as error:
+        if loop.out.main:
+            loop.out.console.line(f"WARNING: the checkpoint of step {due.step:,} was not finished: {error}")

@@ -1,0 +1,83 @@
+"""Text from a model: the sample at the end of a run, and `llmexp sample RUN_DIR`."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from llmexp import precision
+from llmexp.assembly.parts import build_tokenizer
+from llmexp.assembly.targets import bind
+from llmexp.checkpoint import loading
+from llmexp.config import Config, ConfigError
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
+from llmexp.models.sampling import generate
+
+
+def sample(
+    encoding: Tokenizer,
+    model: nn.Module,
+    context_length: int,
+    precision_kind: str,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+) -> str:
+    """The prompt and up to `tokens` tokens after it, to the end of the document; uses its own random numbers.
+
+    Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of a document.
+    """
+    end = end_of_text(encoding)
+    ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
+    if not ids:
+        raise ValueError(
+            f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample needs a --prompt"
+        )
+    device = next(model.parameters()).device
+    new: list[int] = []
+    with precision.autocast(precision_kind, device):
+        for token in generate(
+            model,
+            ids,
+            tokens,
+            temperature=temperature,
+            top_k=top_k,
+            generator=torch.Generator(device=device).manual_seed(seed),
+            context_length=context_length,
+            allowed_v=torch.from_numpy(has_meaning(encoding)),
+        ):
+            if token == end:
+                break
+            new.append(token)
+    return prompt + encoding.decode(new, errors="replace")
+
+
+def first_words(encoding: Tokenizer, corpus: Corpus) -> str:
+    """What the samples of a run begin with: nothing, where the start of a document is among the training tokens; else
+    the first words of the validation text. A corpus of one document has no such start, and its token is not trained."""
+    if not corpus.is_text or corpus.train.holds(end_of_text(encoding)):
+        return ""
+    text = corpus.val if corpus.val is not None else corpus.train
+    opening = encoding.decode(text.read(0, min(64, len(text))).tolist(), errors="replace")
+    words = re.match(r"\s*\S+(\s+\S+){0,3}(?=\s)", opening)
+    return words[0] if words else opening
+
+
+def load_for_sampling(config: Config, loaded: loading.Loaded) -> tuple[Tokenizer, nn.Module]:
+    """(tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
+    encoding, _ = build_tokenizer(config)
+    try:
+        with torch.device("meta"):  # a config may ask for more than there is
+            bind("model", config.model, {})()
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
+    model: nn.Module = bind("model", config.model, {})()
+    model.to(precision.parameter_dtype(config.precision.kind))
+    loading.restore_model(loaded, model)
+    return encoding, model
