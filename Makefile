@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all check locked clean
+.PHONY: train test test-all check size locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -23,6 +23,10 @@ check: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# Lines and tokens of each room of the package.
+size:
+	@$(PYTHON) tests/size.py
 
 # The environment from archives of known hashes, on the platform that requirements-ci.txt was made for.
 locked:

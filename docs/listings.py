@@ -3,8 +3,9 @@
     python docs/listings.py           runs the commands (some minutes) and writes their output into the files
     python docs/listings.py verify    only those of commands that begin with this word
 
-tests/test_listings.py runs small versions of the same commands and compares what the machine does not decide.
-"""
+tests/test_listings.py runs small versions of the same commands and compares what the machine does
+not decide.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ COLUMNS = "100"
 
 @dataclass(frozen=True)
 class Listing:
-    """A block of a file that begins with `$ llmexp COMMAND`. Of the output are shown the lines that match a pattern of
-    `keep`, with what is indented below them; ... stands for the others."""
+    """A block of a file that begins with `$ llmexp COMMAND`. Of the output are shown the lines that
+    match a pattern of `keep`, with what is indented below them; ... stands for the others."""
 
     file: str
     command: str
@@ -32,14 +33,15 @@ class Listing:
 
 
 SMALL = (
-    "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=16", "batch.sequence_length=16",
+    "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=16",
+    "batch.sequence_length=16",
 )  # fmt: skip
 LISTINGS = (
     Listing(
         "README.md",
         "train",
         (
-            r"(data|train|validation|model|batch|budget|warm-up|FLOPs|device|precision|folder|start)  ",
+            r"(data|train|validation|model|batch|budget|warm-up|FLOPs|device|precision|folder|start)  ",  # noqa: E501
             r"step +(50|300)/300",
             r"(result|tokens_seen|final (train|val)/loss|picture|folder|next)  ",
         ),
@@ -76,8 +78,12 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
 
 def find(listing: Listing, text: str) -> re.Match[str]:
     """The block in its file: the line of the command, then its output."""
-    found = re.search(rf"```\n(\$ llmexp {re.escape(listing.command)}(?: +#.*)?\n)(.*?)```\n", text, re.S)
-    assert found is not None, f"{listing.file} has no block that begins with $ llmexp {listing.command}"
+    found = re.search(
+        rf"```\n(\$ llmexp {re.escape(listing.command)}(?: +#.*)?\n)(.*?)```\n", text, re.S
+    )
+    assert found is not None, (
+        f"{listing.file} has no block that begins with $ llmexp {listing.command}"
+    )
     return found
 
 

@@ -17,10 +17,14 @@ class LocalLauncher(Launcher):
     def __init__(self, **knobs: Any) -> None:
         """Take the knobs, which `llmexp.sweep.launchers` reads from the config itself."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.hydra_context = hydra_context
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run one batch of a sweeper that chooses its points; a grid does not come here."""
         from llmexp.sweep import search  # Hydra imports this file for each command
 

@@ -23,7 +23,7 @@ llmexp: language-model pretraining experiments
 
 llmexp train --help lists the config groups and the most used knobs.
 Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
-"""
+"""  # noqa: E501
 
 
 def main() -> None:
@@ -32,17 +32,24 @@ def main() -> None:
 
     never_fail_to_print()
     try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file opened later gets a closed stream's number
+        while (
+            fd := os.open(os.devnull, os.O_RDWR)
+        ) < 3:  # else a file opened later gets a closed stream's number
             os.set_inheritable(fd, True)
         os.close(fd)
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
     except RuntimeError as error:
-        if not isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes in a class body
+        if not isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # Python 3.11 wraps one that comes in a class body
             raise
         code = 130
-    if code in (PREEMPTED, 130):  # stopped by a signal; another, while Python shuts down, would change the code
+    if code in (
+        PREEMPTED,
+        130,
+    ):  # stopped by a signal; another, while Python shuts down, would change the code
         leave(code)
     sys.exit(code)
 
@@ -63,7 +70,8 @@ COMMANDS = {
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command; its exit code. What the user got wrong is one line on standard error, exit code 2."""
+    """Run one command; its exit code. What the user got wrong is one line on standard error, exit
+    code 2."""
     from llmexp.child import REFUSED
     from llmexp.config import ConfigError
 
@@ -81,7 +89,7 @@ def run(arguments: list[str]) -> int:
 
 
 def dispatch(arguments: list[str]) -> int:
-    """Calls what the first argument names. Raises ConfigError."""
+    """Call what the first argument names. Raises ConfigError."""
     from llmexp.config import ConfigError, nearest
 
     command, rest = arguments[0], arguments[1:]
@@ -96,7 +104,9 @@ def dispatch(arguments: list[str]) -> int:
     if command in ("-sc", "--shell-completion", "--shell_completion"):
         return complete(arguments, tuple(COMMANDS))
     if command not in COMMANDS:
-        raise ConfigError(f"{command}: there is no such command.{nearest(command, COMMANDS)} See llmexp --help.")
+        raise ConfigError(
+            f"{command}: there is no such command.{nearest(command, COMMANDS)} See llmexp --help."
+        )
     if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
         from llmexp.cli.help import print_help
 
@@ -108,7 +118,7 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def said(error: Exception, code: int) -> int:
-    """Says what went wrong, without the values of secrets, on standard error. Returns `code`."""
+    """Say what went wrong, without the values of secrets, on standard error. Returns `code`."""
     from llmexp.redact import redacted
 
     print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
@@ -116,7 +126,8 @@ def said(error: Exception, code: int) -> int:
 
 
 def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
-    """Shell completion: of our commands here; of overrides by Hydra, which must not see the command before them."""
+    """Shell completion: of our commands here; of overrides by Hydra, which must not see the command
+    before them."""
 
     from llmexp.cli import train
 
@@ -124,7 +135,11 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
     if len(words) == 2 and any(a.startswith("query=") for a in arguments):
         print("\n".join(c for c in commands if c.startswith(words[1])))
         return 0
-    if len(words) > 2 and words[1] in ("compare", "runs") and any(a.startswith("query=") for a in arguments):
+    if (
+        len(words) > 2
+        and words[1] in ("compare", "runs")
+        and any(a.startswith("query=") for a in arguments)
+    ):
         return 0  # they take paths, which the shell completes where nothing is said
     if len(words) > 2 and words[1] in commands:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])

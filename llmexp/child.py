@@ -1,4 +1,5 @@
-"""What a worker process needs before torch is imported: signals, its parent, exit codes. Standard library only."""
+"""What a worker process needs before torch is imported: signals, its parent, exit codes. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import subprocess
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
-REPEAT_S = 1.0  # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
+# one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
+REPEAT_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them
 
@@ -27,7 +29,8 @@ PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them
 class Stop:
     """A request to stop, set by a signal. Before training starts a signal ends the process at once.
 
-    While `importing`, it does so without an exception: torch aborts when one comes out of its imports.
+    While `importing`, it does so without an exception: torch aborts when one comes out of its
+    imports.
     """
 
     def __init__(self) -> None:
@@ -52,13 +55,16 @@ class Stop:
         self.requested = True
         self.signal_name = signal.Signals(number).name
         if self._count == 1 and os.environ.get("RANK", "0") == "0":
-            what = "finishing this step, then saving" if self.training else "stopped before training"
+            what = (
+                "finishing this step, then saving" if self.training else "stopped before training"
+            )
             with contextlib.suppress(OSError):
                 after = "\n" if os.isatty(2) else ""  # an echoed ^C
                 os.write(2, f"{after}llmexp: {self.signal_name}: {what}\n".encode())
         if not self.training and not self.importing:
             raise SystemExit(128 + number)
-        # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the save.
+        # Third signal: somebody insists. Checkpoints are whole or absent, so this loses at most the
+        # save.
         if self.importing or self._count >= 3:
             os._exit(128 + number)
 
@@ -68,8 +74,8 @@ STOP = Stop()
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """A worker that is started meanwhile gets stop signals when it has handlers: Python's own start would end with a
-    failure, or a trace, where one comes in the midst of it."""
+    """Yield a worker that is started meanwhile gets stop signals when it has handlers: Python's own
+    start would end with a failure, or a trace, where one comes in the midst of it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -78,7 +84,7 @@ def signals_held() -> Iterator[None]:
 
 
 def start_worker(argument: str, **more: Any) -> subprocess.Popen[Any]:
-    """`python -m llmexp.train ARGUMENT`; `more` is for Popen."""
+    """Return `python -m llmexp.train ARGUMENT`; `more` is for Popen."""
     import subprocess
 
     with signals_held():
@@ -86,7 +92,8 @@ def start_worker(argument: str, **more: Any) -> subprocess.Popen[Any]:
 
 
 def how_it_died(code: int, stopped: bool) -> str:
-    """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was passed on to it."""
+    """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was
+    passed on to it."""
     if code >= 0:
         return f"the worker ended with exit code {code} and without a word"
     hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
@@ -99,8 +106,9 @@ def handling(
     handler: Callable[[int, FrameType | None], Any],
     stay: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Handles the signals by `handler` for a while, but for those that are ignored: nohup ignores the hang-up. Where
-    `stay` holds in the end it stays: a second request to stop must not take the exit code from the first."""
+    """Handle the signals by `handler` for a while, but for those that are ignored: nohup ignores
+    the hang-up. Where `stay` holds in the end it stays: a second request to stop must not take the
+    exit code from the first."""
     wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     old = {n: signal.signal(n, handler) for n in wanted}
     try:
@@ -111,7 +119,8 @@ def handling(
 
 
 def children(pid: int) -> list[int]:
-    """The processes that one has started and that still run, by what the kernel shows (Linux); elsewhere none."""
+    """Return the processes that one has started and that still run, by what the kernel shows
+    (Linux); elsewhere none."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -120,7 +129,7 @@ def children(pid: int) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Whether the process is no more; it may be left as a zombie until its parent looks."""
+    """Return whether the process is no more; it may be left as a zombie until its parent looks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -128,19 +137,19 @@ def ended(pid: int) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """A signal, to a process that may have gone."""
+    """Send a signal to a process that may have gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def family(pid: int) -> list[int]:
-    """A process and those under it."""
+    """Return a process and those under it."""
     return [pid, *(under for child in children(pid) for under in family(child))]
 
 
 def kill_family(pid: int) -> list[int]:
-    """SIGKILL for a process of ours and all under it; who they were. It is stopped first, so that it sees none of them
-    die, and starts no more."""
+    """SIGKILL for a process of ours and all under it; who they were. It is stopped first, so that
+    it sees none of them die, and starts no more."""
     send(pid, signal.SIGSTOP)
     found = family(pid)
     for one in reversed(found):
@@ -149,7 +158,7 @@ def kill_family(pid: int) -> list[int]:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
+    """Ask the kernel (Linux) for SIGTERM when the parent dies, however it dies."""
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -158,24 +167,30 @@ def die_with_parent() -> None:
 
 
 def never_fail_to_print() -> None:
-    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends no run."""
+    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends
+    no run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             utf8 = stream.encoding.lower().replace("-", "") == "utf8"
-            if not (utf8 and stream.errors == "surrogateescape"):  # it gives the bytes of any file name back
+            if not (
+                utf8 and stream.errors == "surrogateescape"
+            ):  # it gives the bytes of any file name back
                 stream.reconfigure(errors="replace")
 
 
 def leave(code: int) -> None:
-    """Flushes and ends the process without the interpreter's finalisation, where gloo and wandb threads abort."""
+    """Flush and end the process without the interpreter's finalisation, where gloo and wandb
+    threads abort."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None where it never was open
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError
+        ):  # closed, or None where it never was open
             stream.flush()
     os._exit(code)
 
 
 def say(text: str) -> None:
-    """Prints at once; a standard output that is gone (`llmexp ... | head`) stops nothing."""
+    """Print at once; a standard output that is gone (`llmexp ... | head`) stops nothing."""
     try:
         print(text, flush=True)
     except OSError:

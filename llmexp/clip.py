@@ -18,15 +18,18 @@ def clip(
     max_norm: float | None,
     max_value: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Clips in place and returns (norm after clipping, whether anything was clipped), both 0-dim tensors.
+    """Clip in place and return (norm after clipping, whether anything was clipped), both 0-dim
+    tensors.
 
     `gradients` may be split over the ranks; `norm` is that of them all. By norm the factor is
-    min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is no limit.
+    min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is
+    no limit.
     """
     held = [mesh.local_part(g) for g in gradients]
     if kind == "norm" and max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # On the CPU reading the factor is free and multiplying by one is not; on a GPU it is the other way round.
+        # On the CPU reading the factor is free and multiplying by one is not; on a GPU it is the
+        # other way round.
         if norm.device.type != "cpu" or factor < 1:
             torch._foreach_mul_(held, factor)
         return norm * factor, factor < 1

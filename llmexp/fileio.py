@@ -12,9 +12,12 @@ from llmexp.config import ConfigError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes under a temporary name, flushes to disk, renames."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")  # pids repeat on other hosts
-    # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as it is.
+    """Write under a temporary name, flushes to disk, renames."""
+    temporary = path.with_name(
+        f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+    )  # pids repeat on other hosts
+    # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as
+    # it is.
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         with open(temporary, "xb") as f:
@@ -31,7 +34,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def tail(path: Path, most: int) -> bytes:
-    """The last bytes of a file, at most so many; none where it is missing."""
+    """Return the last bytes of a file, at most so many; none where it is missing."""
     with contextlib.suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - most))
         return f.read()
@@ -43,7 +46,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The file's value. Raises ConfigError naming the file when it is missing or not JSON."""
+    """Return the file's value. Raises ConfigError naming the file when it is missing or not
+    JSON."""
     try:
         return json.loads(path.read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,7 +1,9 @@
-"""What a knob changes, and where it acts: the one place that all lists of keys come from. Standard library only.
+"""What a knob changes, and where it acts: the one place that all lists of keys come from. Standard
+library only.
 
-Resuming, telling the points of a sweep apart, comparing and refusing ask here. A knob that would change nothing in the
-chosen option is refused when it is set; left at its default it is no part of what tells two runs apart.
+Resuming, telling the points of a sweep apart, comparing and refusing ask here. A knob that would
+change nothing in the chosen option is refused when it is set; left at its default it is no part of
+what tells two runs apart.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
 @dataclass(frozen=True)
 class Acts:
-    """A knob acts where one of `keys` has one of `values`; without values, where one of them is on: not null, 0, false.
+    """A knob acts where one of `keys` has one of `values`; without values, where one of them is on:
+    not null, 0, false.
 
     Of an open section this holds for our own functions.
     """
@@ -35,7 +38,7 @@ class Acts:
         return not there or any(there)
 
     def why(self, flat: Mapping[str, Any]) -> tuple[str, str]:
-        """(why the knob does nothing, what else could be done)."""
+        """Return (why the knob does nothing, what else could be done)."""
         key = " or ".join(self.keys)
         if not self.values:
             return f"does nothing without {key}", f"give {key} too"
@@ -43,7 +46,10 @@ class Acts:
             return f"does nothing beside {key}={flat[key]}", f"leave {key} out"
         section, _, name = key.rpartition(".")
         shown = section if name == "kind" else key  # an option of the group, named as its kind
-        return f"does nothing with {shown}={flat[key]}", f"choose {shown}={' or '.join(map(str, self.values))}"
+        return (
+            f"does nothing with {shown}={flat[key]}",
+            f"choose {shown}={' or '.join(map(str, self.values))}",
+        )
 
 
 def _where(key: str, *values: Any) -> Acts:
@@ -81,7 +87,7 @@ ACTS = {
 
 @functools.cache
 def fields() -> Mapping[str, Mapping[str, Any]]:
-    """The metadata of each knob of the closed sections, by its dotted key."""
+    """Return the metadata of each knob of the closed sections, by its dotted key."""
     hints = typing.get_type_hints(Config)
     found: dict[str, Mapping[str, Any]] = {}
     for outer in dataclasses.fields(Config):
@@ -90,18 +96,24 @@ def fields() -> Mapping[str, Mapping[str, Any]]:
             default = getattr(section, "AFFECTS", "result")
             for f in dataclasses.fields(section):
                 meta = dict(f.metadata)
-                found[f"{key_of(outer)}.{key_of(f)}"] = meta | {"affects": meta["affects"] or default}
+                found[f"{key_of(outer)}.{key_of(f)}"] = meta | {
+                    "affects": meta["affects"] or default
+                }
         elif outer.metadata:
-            found[key_of(outer)] = dict(outer.metadata) | {"affects": outer.metadata["affects"] or "result"}
+            found[key_of(outer)] = dict(outer.metadata) | {
+                "affects": outer.metadata["affects"] or "result"
+            }
     return found
 
 
 def affects(key: str) -> str:
-    """What another value of the key changes: the `result`, its `rounding`, or `nothing`. Unknown keys: the result."""
+    """Return what another value of the key changes: the `result`, its `rounding`, or `nothing`.
+    Unknown keys: the result."""
     return OPEN_AFFECTS.get(key) or fields().get(key, {}).get("affects", "result")
 
 
-# A knob that changes a result only where this holds, and in words; elsewhere it is recorded, or checked as a limit.
+# A knob that changes a result only where this holds, and in words; elsewhere it is recorded, or
+# checked as a limit.
 _SKIPPING = (
     lambda flat: bool(flat.get("metrics.skip_outliers")),
     "with metrics.skip_outliers; else a figure in the rows",
@@ -118,33 +130,40 @@ SOMETIMES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """The values of the knobs that a config need not list, by their dotted keys."""
+    """Return the values of the knobs that a config need not list, by their dotted keys."""
     closed = {key: meta["default"] for key, meta in fields().items()}
-    return {key: value for key, value in closed.items() if value not in (dataclasses.MISSING, {})} | OPEN_DEFAULTS
+    return {
+        key: value for key, value in closed.items() if value not in (dataclasses.MISSING, {})
+    } | OPEN_DEFAULTS
 
 
 def default_of(key: str) -> Any:
-    """The value of a knob that a config does not list; None for one without a default."""
+    """Return the value of a knob that a config does not list; None for one without a default."""
     return defaults().get(key)
 
 
 def is_record(key: str) -> bool:
-    """Whether the key names, records or times a run and changes no bit of its result."""
+    """Return whether the key names, records or times a run and changes no bit of its result."""
     return affects(key) == "nothing"
 
 
 def may_change(key: str) -> bool:
-    """Whether a resumed run may have another value. What hooks do, and read in the
+    """Return whether a resumed run may have another value. What hooks do, and read in the
     section user, is up to the user; a twin is one from its start."""
-    return key.partition(".")[0] in ("hooks", "user") or (affects(key) != "result" and key != "train.twin")
+    return key.partition(".")[0] in ("hooks", "user") or (
+        affects(key) != "result" and key != "train.twin"
+    )
 
 
 def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """The knobs of a flat config that do nothing beside its other values: (why, what else could be done)."""
+    """Return the knobs of a flat config that do nothing beside its other values: (why, what else
+    could be done)."""
     found = {}
     for key, acts in ACTS.items():
         section = key.partition(".")[0]
-        own = section not in OPEN_SECTIONS or str(flat.get(f"{section}._target_")).startswith("llmexp.")
+        own = section not in OPEN_SECTIONS or str(flat.get(f"{section}._target_")).startswith(
+            "llmexp."
+        )
         if key in flat and own and not acts.holds(flat):
             found[key] = acts.why(flat)
     return found
@@ -153,7 +172,9 @@ def dead(flat: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 def _unlimited(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return what clipping without a limit amounts to: no clipping."""
     kind = flat.get("clip.kind")
-    return {"clip.kind": "none"} if kind != "none" and flat.get(f"clip.max_{kind}", 0) is None else {}
+    return (
+        {"clip.kind": "none"} if kind != "none" and flat.get(f"clip.max_{kind}", 0) is None else {}
+    )
 
 
 def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +185,8 @@ def _unscaled(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a flat config can change a bit of the result, beside its other values. Equal ones make equal runs.
+    """Return what of a flat config can change a bit of the result, beside its other values. Equal
+    ones make equal runs.
 
     A knob that the config does not list, such as that of an older run, has its default.
     """

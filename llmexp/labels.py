@@ -1,4 +1,5 @@
-"""Short names for what a sweep varies, as tables, answers and pages show them: `accum=1 clip=0.5`."""
+"""Short names for what a sweep varies, as tables, answers and pages show them: `accum=1
+clip=0.5`."""
 
 from __future__ import annotations
 
@@ -27,18 +28,22 @@ ALIASES = {
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to its alias or its last part; keys that would share a short name keep their full one.
+    """Map each key to its alias or its last part; keys that would share a short name keep their
+    full one.
 
     A section's `_target_` has the name of the section: `optimizer=muon`.
     """
     keys = list(keys)
-    short = {key: ALIASES.get(key, key.removesuffix("._target_").rpartition(".")[2]) for key in keys}
+    short = {
+        key: ALIASES.get(key, key.removesuffix("._target_").rpartition(".")[2]) for key in keys
+    }
     taken = list(short.values())
     return {key: name if taken.count(name) == 1 and name else key for key, name in short.items()}
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it, numbers with at most six digits, our functions by name."""
+    """Return a value of the configuration as YAML has it, numbers with at most six digits, our
+    functions by name."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = str(value)
@@ -48,7 +53,8 @@ def shown(value: Any) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Return the value that the text of an override stands for: a number, true, false, null, or the text."""
+    """Return the value that the text of an override stands for: a number, true, false, null, or the
+    text."""
     words: dict[str, Any] = {"true": True, "false": False, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -59,7 +65,8 @@ def parsed(text: str) -> Any:
 
 
 def label(values: Mapping[str, Any]) -> str:
-    """Return `accum=1 clip=0.5` for {"batch.gradient_accumulation_steps": 1, "clip.max_norm": 0.5}."""
+    """Return `accum=1 clip=0.5` for {"batch.gradient_accumulation_steps": 1, "clip.max_norm":
+    0.5}."""
     names = short_keys(values)
     return " ".join(f"{names[key]}={shown(value)}" for key, value in values.items())
 

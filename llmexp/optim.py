@@ -1,6 +1,7 @@
 """Optimizers and the guarded update.
 
-An optimizer function takes the model and its knobs and returns one torch optimizer or a list of them.
+An optimizer function takes the model and its knobs and returns one torch optimizer or a list of
+them.
 """
 
 from __future__ import annotations
@@ -15,37 +16,52 @@ from torch.optim import Optimizer
 
 
 def _rate(key: str, value: float, *, zero: bool = True) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"optimizer.{key}={value}: a finite number from 0 is needed; for example optimizer.{key}=3e-4")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise ValueError(
+            f"optimizer.{key}={value}: a finite number from 0 is needed; for example "
+            f"optimizer.{key}=3e-4"
+        )
     if not zero and value == 0:
-        raise ValueError(f"optimizer.{key}=0: a number above 0 is needed; for example optimizer.{key}=3e-4")
+        raise ValueError(
+            f"optimizer.{key}=0: a number above 0 is needed; for example optimizer.{key}=3e-4"
+        )
     return float(value)
 
 
 def _decay(key: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ValueError(
-            f"optimizer.{key}={value}: a number from 0 to below 1 is needed; for example optimizer.{key}=0.9"
+            f"optimizer.{key}={value}: a number from 0 to below 1 is needed; for example "
+            f"optimizer.{key}=0.9"
         )
     return float(value)
 
 
 def _flag(key: str, value: bool) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"optimizer.{key}={value}: true or false is needed; for example optimizer.{key}=true")
+        raise ValueError(
+            f"optimizer.{key}={value}: true or false is needed; for example optimizer.{key}=true"
+        )
     return value
 
 
 def _iterations(key: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 99:
         raise ValueError(
-            f"optimizer.{key}={value}: a whole number from 1 to 99 is needed; for example optimizer.{key}=5"
+            f"optimizer.{key}={value}: a whole number from 1 to 99 is needed; for example "
+            f"optimizer.{key}=5"
         )
     return value
 
 
 def _fused(parameters: list[nn.Parameter], split: bool = True) -> bool:
-    """Whether torch's fused kernel takes them; `split`: whether it takes parameters that are split over ranks."""
+    """Return whether torch's fused kernel takes them; `split`: whether it takes parameters that are
+    split over ranks."""
     fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     return fits and (split or not any(hasattr(p, "device_mesh") for p in parameters))
 
@@ -72,7 +88,8 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
 ) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), fused where torch has the kernel, decay on matrices only."""
+    """AdamW (Loshchilov & Hutter 2019), fused where torch has the kernel, decay on matrices
+    only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         _decay_groups(parameters, weight_decay),
@@ -84,12 +101,18 @@ def adamw(
 
 
 def sgd(
-    model: nn.Module, lr: float, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 0.0
+    model: nn.Module,
+    lr: float,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent with momentum, decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if _flag("nesterov", nesterov) and momentum == 0:
-        raise ValueError("optimizer.nesterov=true: there must be momentum; for example optimizer.momentum=0.9")
+        raise ValueError(
+            "optimizer.nesterov=true: there must be momentum; for example optimizer.momentum=0.9"
+        )
     return torch.optim.SGD(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
@@ -114,8 +137,9 @@ def muon(
 ) -> list[Optimizer]:
     """Muon (Jordan et al. 2024) on the hidden matrices, AdamW on embeddings, head and vectors.
 
-    The head is the model's `head_weight`; of a model without that attribute a head that is an nn.Linear gets Muon too.
-    `adjust_lr=match_rms_adamw` (Liu et al. 2025) gives both the same update size, so one `lr` serves both.
+    The head is the model's `head_weight`; of a model without that attribute a head that is an
+    nn.Linear gets Muon too. `adjust_lr=match_rms_adamw` (Liu et al. 2025) gives both the same
+    update size, so one `lr` serves both.
     """
     outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     outer.add(id(getattr(model, "head_weight", None)))
@@ -128,7 +152,9 @@ def muon(
             "optimizer.adjust_lr=match_rms_adamw"
         )
     if not hidden:
-        raise ValueError("optimizer=muon: the model has no hidden matrices; for example optimizer=adamw")
+        raise ValueError(
+            "optimizer=muon: the model has no hidden matrices; for example optimizer=adamw"
+        )
     return [
         torch.optim.Muon(
             hidden,
@@ -150,7 +176,8 @@ def muon(
 
 
 def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers with their base rates noted, so that a schedule can scale each group."""
+    """Return the optimizers with their base rates noted, so that a schedule can scale each
+    group."""
     optimizers = [built] if isinstance(built, Optimizer) else list(built)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise ValueError("optimizer: the function must return a torch optimizer or a list of them")
@@ -160,25 +187,28 @@ def as_list(built: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def set_rate(optimizers: list[Optimizer], factor: float) -> float:
-    """Sets every group to its base rate x factor; returns the rate of the first group."""
+    """Set every group to its base rate x factor; return the rate of the first group."""
     for group in (g for o in optimizers for g in o.param_groups):
         group["lr"] = group["initial_lr"] * factor
     return optimizers[0].param_groups[0]["lr"]
 
 
 def _guards(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can be told on the device to leave everything as it is."""
+    """Return whether the optimizer can be told on the device to leave everything as it is."""
     with_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.SGD) and with_momentum and not optimizer.state:
-        return False  # a skipped first step would leave torch's fused momentum buffers uninitialised
+        return (
+            False  # a skipped first step would leave torch's fused momentum buffers uninitialised
+        )
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def update(optimizers: list[Optimizer], skip: Tensor) -> None:
     """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true.
 
-    Kernels that support it decide on the device (parameters, moments and step counts then stay bit-identical),
-    so the host does not wait; with any other optimizer in the list the host reads `skip` first.
+    Kernels that support it decide on the device (parameters, moments and step counts then stay
+    bit-identical), so the host does not wait; with any other optimizer in the list the host reads
+    `skip` first.
     """
     guarded = all(_guards(o) for o in optimizers)
     if not guarded and bool(skip):

@@ -15,18 +15,29 @@ from torch import Tensor, nn
 
 
 def choose(kind: str, device: torch.device) -> tuple[str, str]:
-    """(kind, what there is to say of it). `auto` is bf16 where the device computes it natively, else fp32.
+    """Return (kind, what there is to say of it). `auto` is bf16 where the device computes it
+    natively, else fp32.
 
     Raises ValueError for an arithmetic that the device lacks.
     """
     native = _native_bf16(device)
     if kind == "auto":
         where = "this GPU" if device.type == "cuda" else "this CPU"
-        return ("bf16", f"chosen: {where} computes bf16") if native else ("fp32", f"chosen: {where} has no bf16 units")
-    if kind == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise ValueError(f"precision.kind=tf32: {device.type} has no TF32 units; for example precision=fp32")
+        return (
+            ("bf16", f"chosen: {where} computes bf16")
+            if native
+            else ("fp32", f"chosen: {where} has no bf16 units")
+        )
+    if kind == "tf32" and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        raise ValueError(
+            f"precision.kind=tf32: {device.type} has no TF32 units; for example precision=fp32"
+        )
     if kind == "bf16" and device.type == "cuda" and not native:
-        raise ValueError("precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16")
+        raise ValueError(
+            "precision.kind=bf16: this GPU has no bf16 units; for example precision=fp16"
+        )
     if kind in ("bf16", "fp16") and device.type == "cpu" and not (native and kind == "bf16"):
         return kind, "this CPU emulates it, slowly"
     return kind, ""
@@ -36,7 +47,9 @@ def _native_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+    return bool(
+        capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+    )
 
 
 def apply(kind: str) -> None:
@@ -51,9 +64,11 @@ def parameter_dtype(kind: str) -> torch.dtype:
 
 @torch.no_grad()
 def nudge(model: nn.Module, seed: int, twin: int) -> None:
-    """Move each entry of the parameters by -1, 0 or +1 unit in the last place, drawn anew for each (seed, twin).
+    """Move each entry of the parameters by -1, 0 or +1 unit in the last place, drawn anew for each
+    (seed, twin).
 
-    The draws come from a generator of their own, so the training RNG stays as it is; twin 0 moves nothing.
+    The draws come from a generator of their own, so the training RNG stays as it is; twin 0 moves
+    nothing.
     """
     if twin == 0:
         return
@@ -62,39 +77,48 @@ def nudge(model: nn.Module, seed: int, twin: int) -> None:
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():
             continue
-        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device)
+        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8).to(
+            p.device
+        )
         towards = directions.to(p.dtype) * math.inf  # nan where the direction is 0
         p.copy_(torch.where(directions == 0, p, torch.nextafter(p, towards)))
 
 
 def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context for forward passes."""
+    """Return the context for forward passes."""
     if kind in ("bf16", "fp16"):
-        return torch.autocast(device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16)
+        return torch.autocast(
+            device.type, dtype=torch.bfloat16 if kind == "bf16" else torch.float16
+        )
     return contextlib.nullcontext()
 
 
 class Scaler:
-    """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default factors; 1 for all
-    other arithmetic. Its state stays on the device.
+    """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default
+    factors; 1 for all other arithmetic. Its state stays on the device.
 
-    torch's own class looks at each rank's gradients for itself and takes no mix of whole and split ones; here the
-    caller decides with the norm over all ranks.
+    torch's own class looks at each rank's gradients for itself and takes no mix of whole and split
+    ones; here the caller decides with the norm over all ranks.
     """
 
-    def __init__(self, kind: str, device: torch.device, init_scale: float, growth_interval: int) -> None:
+    def __init__(
+        self, kind: str, device: torch.device, init_scale: float, growth_interval: int
+    ) -> None:
         self.enabled = kind == "fp16"
         self.value = torch.tensor(init_scale if self.enabled else 1.0, device=device)
-        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # since the last overflow or growth
+        self._steps = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # since the last overflow or growth
         self._growth_interval = growth_interval
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Divides in place; once per window."""
+        """Divide in place; once per window."""
         if self.enabled:
             torch._foreach_mul_(gradients, 1.0 / self.value)
 
     def update(self, overflow: Tensor) -> None:
-        """Halves the scale after an overflow, doubles it after `growth_interval` optimizer steps without one."""
+        """Halves the scale after an overflow, doubles it after `growth_interval` optimizer steps
+        without one."""
         if self.enabled:
             self._steps = torch.where(overflow, 0, self._steps + 1)
             grown = self._steps == self._growth_interval
@@ -103,7 +127,7 @@ class Scaler:
             self.value = torch.where(overflow, self.value * 0.5, larger)
 
     def state_dict(self) -> dict[str, float]:
-        """The host waits."""
+        """Return the host waits."""
         return {"scale": float(self.value), "steps": int(self._steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,12 +1,14 @@
-"""What a run was made of, in its folder's `provenance/`: the user's code, the packages, the drivers.
+"""What a run was made of, in its folder's `provenance/`: the user's code, the packages, the
+drivers.
 
 provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers, container image
 <repository>.diff   uncommitted changes; `git apply` of it on the commit gives the tree of the run
 packages.txt        name==version of each installed distribution
 
-The repositories are looked into on a thread beside the start of the run. Nothing here fails a run or holds it up by
-more than `LIMIT_S`: what could not be found out is left out, and provenance.json says why. Standard library only.
-"""
+The repositories are looked into on a thread beside the start of the run. Nothing here fails a run
+or holds it up by more than `LIMIT_S`: what could not be found out is left out, and provenance.json
+says why. Standard library only.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ LIMIT_S = 2.0  # for all of it
 MAX_DIFF = 2**20  # bytes of each repository's
 MAX_NAMES = 200  # of changed files, and of untracked ones
 DIFF = (
-    "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--src-prefix=a/", "--dst-prefix=b/",
+    "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--src-prefix=a/",
+    "--dst-prefix=b/",
     "--find-renames", "--unified=3", "--submodule=short", "--ignore-submodules=dirty",
 )  # fmt: skip
-# What a line of a diff gives to a name such as API_KEY; texts that begin as tokens of known services do.
+# What a line of a diff gives to a name such as API_KEY; texts that begin as tokens of known
+# services do.
 ASSIGNED = re.compile(
     r"""(?m)^([ +-].*?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)["']?\s*[:=]\s*["']?)"""
     r"""(?!\$)[^\s"'<(\[{]{8,}(?=["']?[,;]?\s*$)"""
@@ -54,7 +58,8 @@ class Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The part of provenance.json about the repositories, and their diffs by the names of their files."""
+    """The part of provenance.json about the repositories, and their diffs by the names of their
+    files."""
 
     about: dict[str, Any]
     files: dict[str, bytes]
@@ -71,7 +76,9 @@ class Search:
 
     def _work(self) -> None:
         try:
-            self._found = gather(self.deadline - 0.2)  # git is ended then, and what is known so far is told
+            self._found = gather(
+                self.deadline - 0.2
+            )  # git is ended then, and what is known so far is told
         except Exception as error:  # such as of a folder that was removed under the command
             self._found = Found({"left_out": f"{type(error).__name__}: {error}"}, {})
 
@@ -92,23 +99,31 @@ def begin() -> Search:
 
 
 def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
-    """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another state of things.
+    """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another
+    state of things.
 
-    A run that its sweep has queued has the state of that moment until it starts. `drivers` are the versions of CUDA
-    and the like. What fails is printed.
+    A run that its sweep has queued has the state of that moment until it starts. `drivers` are the
+    versions of CUDA and the like. What fails is printed.
     """
     try:
         _write(run_dir, drivers, resumed)
     except Exception as error:  # whatever it is, it is not worth a training run
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        print(redacted(f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"), file=sys.stderr)
+        print(
+            redacted(f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"),
+            file=sys.stderr,
+        )
 
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     written = folders(run_dir)
     before = read(written[-1]) if written else {}
     packages = "".join(f"{line}\n" for line in installed()).encode()
-    about = {"gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "platform": platform.platform(), **drivers}
+    about = {
+        "gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "platform": platform.platform(),
+        **drivers,
+    }
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     if container := image():
         about["container"] = container
@@ -117,7 +132,9 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     about = json.loads(json.dumps(concealed(about | found.about)))
     if _essence(before) == _essence(about):
         return
-    queued = bool(before) and not resumed  # by its sweep, perhaps hours ago: what it starts with is what counts
+    queued = (
+        bool(before) and not resumed
+    )  # by its sweep, perhaps hours ago: what it starts with is what counts
     path = run_dir / (f"{FOLDER}-{len(written) + 1}" if written and not queued else FOLDER)
     path.mkdir(exist_ok=True)
     for old in path.glob("*.diff"):
@@ -131,7 +148,8 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
 def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
     """Return a diff without the values of secrets, with a note in `about` that it may not apply.
 
-    Secrets are those of the environment, values given to a name such as API_KEY, and texts that begin as tokens do.
+    Secrets are those of the environment, values given to a name such as API_KEY, and texts that
+    begin as tokens do.
     """
     text = diff.decode("utf-8", "surrogateescape")
     clean = TOKEN.sub("<redacted>", ASSIGNED.sub(r"\1<redacted>", redacted(text)))
@@ -151,7 +169,8 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return provenance.json of one of `folders`; an empty dict where there is none that can be read."""
+    """Return provenance.json of one of `folders`; an empty dict where there is none that can be
+    read."""
     try:
         about = fileio.read_json(path / FILE)
     except rundir.ConfigError:
@@ -183,7 +202,9 @@ def gather(deadline: float) -> Found:
             continue
         if diff:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", root.name) or "root"
-            one["diff"] = f"{name}.diff" if f"{name}.diff" not in files else f"{name}-{len(files)}.diff"
+            one["diff"] = (
+                f"{name}.diff" if f"{name}.diff" not in files else f"{name}-{len(files)}.diff"
+            )
             files[one["diff"]] = diff
     if not about["repositories"]:
         about["left_out"] = f"{Path.cwd()} is in no git repository"
@@ -191,25 +212,40 @@ def gather(deadline: float) -> Found:
 
 
 def repositories() -> list[Path]:
-    """Return the top folders of the repositories that the current folder and the allowed packages are in."""
+    """Return the top folders of the repositories that the current folder and the allowed packages
+    are in."""
     places = [Path.cwd()]
-    for name in filter(None, (n.strip().partition(".")[0] for n in os.environ.get("LLMEXP_ALLOW", "").split(","))):
+    for name in filter(
+        None, (n.strip().partition(".")[0] for n in os.environ.get("LLMEXP_ALLOW", "").split(","))
+    ):
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError, AttributeError):
             continue
-        origins = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
+        origins = (
+            [spec.origin]
+            if spec and spec.origin
+            else list(spec.submodule_search_locations or [])
+            if spec
+            else []
+        )
         places += [Path(origin).resolve() for origin in origins[:1]]
-    tops = [next((p for p in (place, *place.parents) if (p / ".git").exists()), None) for place in places]
+    tops = [
+        next((p for p in (place, *place.parents) if (p / ".git").exists()), None)
+        for place in places
+    ]
     return list(dict.fromkeys(top for top in tops if top is not None))
 
 
 def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
-    """Fill in what is known of a repository; return its diff, where there is one to keep. Raises Unknown."""
+    """Fill in what is known of a repository; return its diff, where there is one to keep. Raises
+    Unknown."""
     words = _git(root, deadline, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")[0].decode().split()
     one["commit"], branch = words[0], words[-1]
     one["branch"] = branch if branch != "HEAD" else None  # detached
-    status, _ = _git(root, deadline, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty")
+    status, _ = _git(
+        root, deadline, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty"
+    )
     entries = [os.fsdecode(entry) for entry in status.split(b"\0") if entry]
     for key, names in (
         ("changed", [e.strip() for e in entries if not e.startswith("??")]),
@@ -228,20 +264,27 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
         diff, _ = _git(root, deadline, *DIFF, one["commit"], "--", limit=MAX_DIFF)
         if len(diff) > MAX_DIFF:
             raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
-        one["notes"].append(f"the diff has no binary files: with them it is larger than {MAX_DIFF:,} bytes")
+        one["notes"].append(
+            f"the diff has no binary files: with them it is larger than {MAX_DIFF:,} bytes"
+        )
     return diff
 
 
 def _git(root: Path, deadline: float, *arguments: str, limit: int = 2**22) -> tuple[bytes, str]:
-    """Return a git command's output, cut soon after `limit` bytes, and the sha256 of all of it. Raises Unknown."""
+    """Return a git command's output, cut soon after `limit` bytes, and the sha256 of all of it.
+    Raises Unknown."""
     what = f"git {arguments[0]}"
-    # A file system monitor is a program of the repository's; locks would be in the way of the user's own git.
+    # A file system monitor is a program of the repository's; locks would be in the way of the
+    # user's own git.
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true", *arguments]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"GIT_OPTIONAL_LOCKS": "0"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
+        "GIT_OPTIONAL_LOCKS": "0"
+    }
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                command, cwd=root, env=env | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}, process_group=0,
+                command, cwd=root, env=env | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+                process_group=0,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
             )  # fmt: skip
         except OSError as error:
@@ -259,7 +302,9 @@ def _git(root: Path, deadline: float, *arguments: str, limit: int = 2**22) -> tu
             raise Unknown(f"{what}: did not end within {LIMIT_S:g} s")
         if process.returncode:
             errors.seek(0)
-            said = errors.read(400).decode(errors="replace").strip().splitlines() or ["no reason given"]
+            said = errors.read(400).decode(errors="replace").strip().splitlines() or [
+                "no reason given"
+            ]
             raise Unknown(redacted(f"{what}: {said[0]}"))
     return bytes(kept), digest.hexdigest()
 
@@ -275,7 +320,8 @@ def _chunks(stream: Any) -> Iterator[bytes]:
 
 
 def installed() -> list[str]:
-    """Return name==version of each installed distribution, by the names of their folders: to read them takes longer."""
+    """Return name==version of each installed distribution, by the names of their folders: to read
+    them takes longer."""
     found = set()
     for entry in sys.path:
         for path in Path(entry or ".").glob("*.dist-info"):
@@ -285,12 +331,15 @@ def installed() -> list[str]:
 
 
 def image() -> str | None:
-    """Return the container's image, where something tells it: the environment, Podman, Apptainer, NVIDIA's images."""
+    """Return the container's image, where something tells it: the environment, Podman, Apptainer,
+    NVIDIA's images."""
     for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if value := os.environ.get(name):
             return value
     try:
-        told = re.search(r'^image="(.+)"', Path("/run/.containerenv").read_text(encoding="utf-8"), re.M)
+        told = re.search(
+            r'^image="(.+)"', Path("/run/.containerenv").read_text(encoding="utf-8"), re.M
+        )
     except (OSError, ValueError):
         told = None
     if told:

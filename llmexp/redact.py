@@ -1,4 +1,5 @@
-"""Secrets of this machine, and how to keep them out of whatever is written. Standard library only."""
+"""Secrets of this machine, and how to keep them out of whatever is written. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -14,34 +15,44 @@ from typing import Any
 from llmexp.config import flatten
 from llmexp.values import NAMED, SECRET, VARIABLE
 
-SHORTEST = 8  # characters; anything shorter is found in too many texts that have nothing to do with it
+SHORTEST = (
+    8  # characters; anything shorter is found in too many texts that have nothing to do with it
+)
 
 
 def secrets() -> dict[str, str]:
-    """Where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
+    """Return where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
     found = {f"${name}": value for name, value in os.environ.items() if SECRET.search(name)}
     for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         try:
             hosts = netrc.netrc(Path(file).expanduser()).hosts if file else {}
         except (OSError, RuntimeError, UnicodeDecodeError, netrc.NetrcParseError):
             continue
-        found |= {f"the password of {host} in .netrc": login[2] for host, login in hosts.items() if login[2]}
+        found |= {
+            f"the password of {host} in .netrc": login[2]
+            for host, login in hosts.items()
+            if login[2]
+        }
     return {name: value for name, value in found.items() if len(value) >= SHORTEST}
 
 
 def redacted(text: str) -> str:
-    """`text` with the names of secrets, and of the variables that a config names, in place of their values."""
+    """Return `text` with the names of secrets, and of the variables that a config names, in place
+    of their values."""
     return _replaced(text, _replacements())
 
 
 def _replacements() -> list[tuple[str, str]]:
-    """(value, what is written in its place), the longest values first: one may be a part of another."""
+    """Return (value, what is written in its place), the longest values first: one may be a part of
+    another."""
     known = {value: f"<{name}>" for name, value in secrets().items()}
     for name in NAMED:
         if len(value := os.environ.get(name, "")) >= SHORTEST:
             known.setdefault(value, f"${{oc.env:{name}}}")
     forms = {
-        form: name for value, name in known.items() for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+        form: name
+        for value, name in known.items()
+        for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
     }
     return sorted(forms.items(), key=lambda pair: len(pair[0]), reverse=True)
 
@@ -67,8 +78,9 @@ def concealed(node: Any) -> Any:
 
 
 def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
-    """A mark of the value of each variable in a plain config, by which a change is seen; not of secrets, which are
-    renewed, nor in keys of which `but` is true. Four hex digits: too few to find the value by."""
+    """Return a mark of the value of each variable in a plain config, by which a change is seen; not
+    of secrets, which are renewed, nor in keys of which `but` is true. Four hex digits: too few to
+    find the value by."""
     found = {}
     for key, value in flatten(config).items():
         if not but(key):
@@ -79,6 +91,10 @@ def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, st
 
 
 def clean(text: object) -> str:
-    """One line without control characters: a log or a label must not drive the terminal."""
-    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())  # colours go whole
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown).strip()
+    """Return one line without control characters: a log or a label must not drive the terminal."""
+    shown = re.sub(
+        r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode()
+    )  # colours go whole
+    return re.sub(
+        r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown
+    ).strip()

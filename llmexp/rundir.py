@@ -1,4 +1,5 @@
-"""The run folder: claiming and locking it, and its small files, each written whole or not at all."""
+"""The run folder: claiming and locking it, and its small files, each written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
-CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run that `mend_status` found
+# the error of a run that `mend_status` found
+CUT = "cut: ended without a word (power cut or reboot?)"
 
 
 def check_plain(path: Path) -> None:
-    """Raise ConfigError where the folder of a run or a sweep holds anything but plain files and folders.
+    """Raise ConfigError where the folder of a run or a sweep holds anything but plain files and
+    folders.
 
-    It may come from somebody else: a link leads out of it, and a pipe or a device has no end. Called when a folder is
-    opened, so nothing later looks again. wandb's own folder is not looked into: wandb keeps links there.
+    It may come from somebody else: a link leads out of it, and a pipe or a device has no end.
+    Called when a folder is opened, so nothing later looks again. wandb's own folder is not looked
+    into: wandb keeps links there.
     """
     waiting = [os.fspath(path)]
     while waiting:
@@ -52,8 +56,9 @@ def check_plain(path: Path) -> None:
                 elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
                     kind = "a link" if entry.is_symlink() else "a pipe or a device"
                     raise ConfigError(
-                        f"{entry.path}: is {kind}; the folder of a run or a sweep holds plain files and folders only: "
-                        "move it away, or put a copy of what you trust in its place"
+                        f"{entry.path}: is {kind}; the folder of a run or a sweep holds plain "
+                        "files and folders only: move it away, or put a copy of what you trust in "
+                        "its place"
                     )
 
 
@@ -65,7 +70,10 @@ def read_run(path: Path) -> dict[str, Any]:
         run = read_json(path / RUN)
         if isinstance(run, dict):
             return run
-    raise ConfigError(f"{path / RUN}: is damaged; give it another name, and it is written anew: {how_to_resume(path)}")
+    raise ConfigError(
+        f"{path / RUN}: is damaged; give it another name, and it is written anew: "
+        f"{how_to_resume(path)}"
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -73,20 +81,26 @@ def is_run(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The resolved config of a run folder as plain values. Raises ConfigError when there is none."""
+    """Return the resolved config of a run folder as plain values. Raises ConfigError when there is
+    none."""
     if not is_run(path):
-        raise ConfigError(f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like outputs/default/...")
+        raise ConfigError(
+            f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like "
+            "outputs/default/..."
+        )
     try:
         config = yaml.safe_load((path / CONFIG).read_bytes().decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"{path / CONFIG}: cannot be read: {' '.join(str(error).split())}"
+        ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
     return config
 
 
 def built_config(path: Path) -> Config:
-    """The config of a run folder. Raises ConfigError naming its file."""
+    """Return the config of a run folder. Raises ConfigError naming its file."""
     tree = read_config(path)
     try:
         return build(tree)
@@ -95,19 +109,24 @@ def built_config(path: Path) -> Config:
 
 
 def check_writable(wanted: Path, key: str = "hydra.run.dir") -> None:
-    """Raises ConfigError when a folder cannot be made at `wanted`, the value of `key`; makes nothing."""
+    """Raise ConfigError when a folder cannot be made at `wanted`, the value of `key`; makes
+    nothing."""
     existing = wanted
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise ConfigError(f"{key}={wanted}: {existing} is not a folder; for example {key}=outputs/try1")
+        raise ConfigError(
+            f"{key}={wanted}: {existing} is not a folder; for example {key}=outputs/try1"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}={wanted}: {existing} cannot be written; for example {key}=/tmp/try1")
+        raise ConfigError(
+            f"{key}={wanted}: {existing} cannot be written; for example {key}=/tmp/try1"
+        )
 
 
 def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
-    """Makes the run folder and returns it. A folder that exists is shared by nobody: unless the user fixed the name,
-    the next free `-2`, `-3`, ... is taken instead.
+    """Make the run folder and return it. A folder that exists is shared by nobody: unless the user
+    fixed the name, the next free `-2`, `-3`, ... is taken instead.
     """
     check_writable(wanted, key)
     try:
@@ -126,7 +145,8 @@ def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Iterator[None]:
-    """Holds the folder's lock; the kernel drops it with the process. Raises ConfigError when another holds it."""
+    """Hold the folder's lock; the kernel drops it with the process. Raises ConfigError when another
+    holds it."""
     with open(path / name, "a") as f:
         for attempt in range(5):
             try:
@@ -140,7 +160,7 @@ def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Itera
 
 
 def is_locked(path: Path, name: str = ".lock") -> bool:
-    """Whether a process holds the folder's lock, as far as this host can see."""
+    """Return whether a process holds the folder's lock, as far as this host can see."""
     try:
         with open(path / name, "rb") as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,13 +172,15 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the run, or ranks that outlived their agent do, as far as this host can see."""
+    """Return whether a process holds the run, or ranks that outlived their agent do, as far as this
+    host can see."""
     return is_locked(path) or is_locked(path, ".lock-ranks")
 
 
 def is_alive(path: Path, status: dict[str, Any]) -> bool:
-    """Whether a run that is running by its status still is: somebody holds its lock, or, as locks of other hosts may
-    not be seen here, it runs on another one and has written something in the last `SIGN_S` seconds."""
+    """Return whether a run that is running by its status still is: somebody holds its lock, or, as
+    locks of other hosts may not be seen here, it runs on another one and has written something in
+    the last `SIGN_S` seconds."""
     if is_held(path):
         return True
     if status.get("host") in (None, socket.gethostname()):
@@ -167,8 +189,11 @@ def is_alive(path: Path, status: dict[str, Any]) -> bool:
 
 
 def _last_written(path: Path) -> float:
-    """When a run last gave a sign of life, in seconds since 1970."""
-    return max((f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()), default=0.0)
+    """Return when a run last gave a sign of life, in seconds since 1970."""
+    return max(
+        (f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()),
+        default=0.0,
+    )
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -180,8 +205,9 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
-    """Updates status.json: the state, `updated` (seconds since 1970), and what is given; keeps the rest, but for the
-    figures of an end when the run goes on. A run that has finished stays so, whatever goes wrong after that."""
+    """Update status.json: the state, `updated` (seconds since 1970), and what is given; keep the
+    rest, but for the figures of an end when the run goes on. A run that has finished stays so,
+    whatever goes wrong after that."""
     before = read_status(path)
     if state == "failed" and before.get("state") == "finished":
         return before
@@ -198,8 +224,8 @@ def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Into the blocks that the file has already, where a full disk has none for a second file. One write: a kill does
-    not tear it (a power cut could)."""
+    """Into the blocks that the file has already, where a full disk has none for a second file. One
+    write: a kill does not tear it (a power cut could)."""
     with open(path, "r+b", buffering=0) as f:
         before = f.read()
         data = text.encode().ljust(len(before))  # spaces after the value are still JSON
@@ -213,37 +239,49 @@ def _overwrite(path: Path, text: str) -> None:
 
 
 def mend_status(path: Path) -> None:
-    """After a power cut status.json still says running, or is not there: of a run of this host that nobody works on it
-    is made failed, with its figures. What cannot be locked or written is left as it is."""
+    """After a power cut status.json still says running, or is not there: of a run of this host that
+    nobody works on it is made failed, with its figures. What cannot be locked or written is left as
+    it is."""
     if read_status(path).get("host") not in (None, socket.gethostname()):
         return  # elsewhere it may be alive
     with contextlib.suppress(OSError, ConfigError):
         written = _last_written(path)
         with locked(path), locked(path, ".lock-ranks"):
             status = read_status(path)
-            lost = not status and time.time() - written > SIGN_S  # it may be alive on any host until then
+            lost = (
+                not status and time.time() - written > SIGN_S
+            )  # it may be alive on any host until then
             if status.get("state") == "running" or lost:
-                write_status(path, "failed", error=CUT, updated=status.get("updated", written))  # when last alive
+                write_status(
+                    path, "failed", error=CUT, updated=status.get("updated", written)
+                )  # when last alive
 
 
 def bus_error(path: Path, code: int) -> str:
-    """What a run that died by SIGBUS most likely died of, to be added to its message; "" for any other exit code."""
+    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
+    any other exit code."""
     if code != -signal.SIGBUS:
         return ""
     states: Any = {}
     with contextlib.suppress(ConfigError):
         recorded = read_json(path / RUN).get("data_files") or {}
-        states = {str(fill(name, "data_files")): size for name, size in recorded.items() if isinstance(size, int)}
-    return redacted(f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}")
+        states = {
+            str(fill(name, "data_files")): size
+            for name, size in recorded.items()
+            if isinstance(size, int)
+        }
+    return redacted(
+        f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
+    )
 
 
 def how_to_resume(path: Path) -> str:
-    """The command that goes on with the run, for the clipboard."""
+    """Return the command that goes on with the run, for the clipboard."""
     return f"llmexp resume {shlex.quote(str(path))}{allowed_again()}"
 
 
 def allowed_again() -> str:
-    """The end of a command that has to allow the same packages again."""
+    """Return the end of a command that has to allow the same packages again."""
     allowed = os.environ.get("LLMEXP_ALLOW")
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
 
@@ -251,13 +289,17 @@ def allowed_again() -> str:
 def what_is_left(path: Path) -> str:
     """Of a run that failed: its newest checkpoint, and the way to go on."""
     saved = sorted(
-        p.parent.name for p in (path / CHECKPOINTS).glob("step_*/manifest.json") if p.parent.name[5:].isdigit()
+        p.parent.name
+        for p in (path / CHECKPOINTS).glob("step_*/manifest.json")
+        if p.parent.name[5:].isdigit()
     )
     intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         hosts = read_config(path)["parallelism"]["nnodes"]
-        again = how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
+        again = (
+            how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
+        )
     return f"{intact}; to go on: {again}"
 
 
@@ -265,7 +307,8 @@ class Rows:
     """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once."""
 
     def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Opens for appending; rows after `keep_up_to_step`, and a torn last line, are removed first."""
+        """Open for appending; rows after `keep_up_to_step`, and a torn last line, are removed
+        first."""
         kept = [row for row in read_rows(path) if row["step"] <= keep_up_to_step]
         if path.exists():
             write_whole(path, "".join(_line(row) for row in kept))
@@ -274,7 +317,8 @@ class Rows:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, row: dict[str, Any]) -> None:
-        """Raises OSError where the row cannot be written; the file then ends with the row before it."""
+        """Raise OSError where the row cannot be written; the file then end with the row before
+        it."""
         left = memoryview(_line(row).encode())
         whole = os.fstat(self._file.fileno()).st_size
         try:
@@ -283,12 +327,16 @@ class Rows:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(whole)
-            text = f"{self._file.name}: the row of step {row['step']:,} could not be written: {error.strerror}"
+            text = (
+                f"{self._file.name}: the row of step {row['step']:,} could not be written: "
+                f"{error.strerror}"
+            )
             raise OSError(text) from error
         self.rows.append(row)
 
     def sync(self) -> None:
-        """To the disk; called before a checkpoint is committed, so that no checkpoint is ahead of its rows."""
+        """To the disk; called before a checkpoint is committed, so that no checkpoint is ahead of
+        its rows."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -301,29 +349,34 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics file in order; a torn last line is left out. Raises ConfigError for damage."""
+    """Return the whole rows of a metrics file in order; a torn last line is left out. Raises
+    ConfigError for damage."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline was never finished
+    for number, line in enumerate(
+        lines[:-1], 1
+    ):  # what follows the last newline was never finished
         try:
             row = json.loads(line)
             if isinstance(row["step"], bool) or not isinstance(row["step"], int):
                 raise ValueError("no step")
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(
-                f"{path}: line {number} is not a row of metrics: {line[:60]!r}; the checkpoints are intact: take the "
-                "line out, or give the file another name, and resume"
+                f"{path}: line {number} is not a row of metrics: {line[:60]!r}; the checkpoints "
+                "are intact: take the line out, or give the file another name, and resume"
             ) from None
         rows.append(row)
     return rows
 
 
 def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, steps: Any) -> str:
-    """In words, that rows are lost at the end: a run that ended has rows up to there. Empty where none are.
+    """In words, that rows are lost at the end: a run that ended has rows up to there. Empty where
+    none are.
 
-    `steps` are those of the rows. One that was preempted may have stopped between two rows, `log_every` steps apart.
+    `steps` are those of the rows. One that was preempted may have stopped between two rows,
+    `log_every` steps apart.
     """
     state, summary = status.get("state"), status.get("summary")
     ended = summary.get("steps") if isinstance(summary, dict) else None
@@ -331,8 +384,14 @@ def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, st
         ended = facts.get("max_steps")
     if state not in ("finished", "preempted") or type(ended) is not int or not 0 < ended < 2**53:
         return ""
-    between = (log_every if type(log_every) is int and log_every > 0 else ended) if state == "preempted" else 1
+    between = (
+        (log_every if type(log_every) is int and log_every > 0 else ended)
+        if state == "preempted"
+        else 1
+    )
     last = int(steps[-1]) if len(steps) else 0
     if last + between > ended:
         return ""
-    return f"says {state} at step {ended:,}, but " + (f"its rows end at {last:,}" if last else "it has no rows")
+    return f"says {state} at step {ended:,}, but " + (
+        f"its rows end at {last:,}" if last else "it has no rows"
+    )

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the number of applied updates.
 
-Each returns the factor on the base rate for update u = 0 .. total_updates-1. Warm-up over W updates is
-(u+1)/W; the end value is reached on the last planned update.
+Each returns the factor on the base rate for update u = 0 .. total_updates-1. Warm-up over W updates
+is (u+1)/W; the end value is reached on the last planned update.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 
 
-def warmup_updates(total_updates: int, warmup_steps: int | None = None, warmup_ratio: float | None = None) -> int:
-    """Length of the warm-up in updates: `warmup_steps`, else `warmup_ratio` of all updates, else none.
+def warmup_updates(
+    total_updates: int, warmup_steps: int | None = None, warmup_ratio: float | None = None
+) -> int:
+    """Length of the warm-up in updates: `warmup_steps`, else `warmup_ratio` of all updates, else
+    none.
 
     Raises ValueError for a value out of range.
     """
     if warmup_steps is not None:
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(f"schedule.warmup_steps={warmup_steps}: a whole number from 0 is needed")
+            raise ValueError(
+                f"schedule.warmup_steps={warmup_steps}: a whole number from 0 is needed"
+            )
         return warmup_steps
     if warmup_ratio is None:
         return 0
@@ -25,12 +30,15 @@ def warmup_updates(total_updates: int, warmup_steps: int | None = None, warmup_r
 
 def _share(key: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"schedule.{key}={value}: a number from 0 to 1 is needed; for example schedule.{key}=0.1")
+        raise ValueError(
+            f"schedule.{key}={value}: a number from 0 to 1 is needed; for example "
+            f"schedule.{key}=0.1"
+        )
     return value
 
 
 def _warmup_and_decay(update: int, start: int, total: int) -> tuple[float, float]:
-    """(warm-up factor, progress of the decay from 0 at the peak to 1 on the last update)."""
+    """Return (warm-up factor, progress of the decay from 0 at the peak to 1 on the last update)."""
     if update < start:
         return (update + 1) / start, 0.0
     peak = max(start - 1, 0)
@@ -38,10 +46,15 @@ def _warmup_and_decay(update: int, start: int, total: int) -> tuple[float, float
 
 
 def constant(
-    update: int, total_updates: int, warmup_steps: int | None = None, warmup_ratio: float | None = None
+    update: int,
+    total_updates: int,
+    warmup_steps: int | None = None,
+    warmup_ratio: float | None = None,
 ) -> float:
     """Warm-up, then 1."""
-    return _warmup_and_decay(update, warmup_updates(total_updates, warmup_steps, warmup_ratio), total_updates)[0]
+    return _warmup_and_decay(
+        update, warmup_updates(total_updates, warmup_steps, warmup_ratio), total_updates
+    )[0]
 
 
 def linear(
@@ -79,20 +92,29 @@ def wsd(
     decay_ratio: float = 0.2,
     end_ratio: float = 0.0,
 ) -> float:
-    """Warm-up, stable, then a line to `end_ratio` over the last `decay_ratio` of all updates (Hu et al. 2024).
+    """Warm-up, stable, then a line to `end_ratio` over the last `decay_ratio` of all updates (Hu et
+    al. 2024).
 
-    Raises ValueError where the warm-up reaches into the decay: the rate would fall from 1 in one step.
+    Raises ValueError where the warm-up reaches into the decay: the rate would fall from 1 in one
+    step.
     """
     start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
     decay = round(_share("decay_ratio", decay_ratio) * total_updates)
     if total_updates - decay < start < total_updates:
-        key, value = ("warmup_steps", warmup_steps) if warmup_steps is not None else ("warmup_ratio", warmup_ratio)
+        key, value = (
+            ("warmup_steps", warmup_steps)
+            if warmup_steps is not None
+            else ("warmup_ratio", warmup_ratio)
+        )
         raise ValueError(
-            f"schedule.{key}={value}: the warm-up of {start} updates reaches into the decay, which is the last {decay} "
-            f"of {total_updates}; a shorter warm-up or a smaller schedule.decay_ratio is needed; for example "
+            f"schedule.{key}={value}: the warm-up of {start} updates reaches into the decay, which "
+            f"is the last {decay} of {total_updates}; a shorter warm-up or a smaller "
+            f"schedule.decay_ratio is needed; for example "
             f"schedule.decay_ratio={math.floor(100 * (1 - start / total_updates)) / 100:g}"
         )
     if update < start:
         return (update + 1) / start
     left = total_updates - 1 - update  # updates still to come after this one
-    return 1.0 if left >= decay else 1 + (_share("end_ratio", end_ratio) - 1) * (decay - left) / decay
+    return (
+        1.0 if left >= decay else 1 + (_share("end_ratio", end_ratio) - 1) * (decay - left) / decay
+    )

@@ -1,4 +1,5 @@
-"""What the tests share: the command line as a process, runs made once, the project's data where it is there."""
+"""What the tests share: the command line as a process, runs made once, the project's data where it
+is there."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in this process as in those that it starts
 os.environ.pop("COLUMNS", None)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, which every child would inherit
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a shell's background, which every child would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
@@ -28,7 +31,9 @@ from tests import forks
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
 
-settings.register_profile("all", deadline=None)  # of 200 ms an example, which a busy machine exceeds
+settings.register_profile(
+    "all", deadline=None
+)  # of 200 ms an example, which a busy machine exceeds
 settings.load_profile("all")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,21 +42,27 @@ SHARED = ROOT.parent / "shared"
 # A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
 TINY = [
     "model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
-    "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+    "model.max_position_embeddings=32", "batch.sequence_length=12", "tracker=none",
+    "train.sample_tokens=0",
     "metrics.picture=false", "precision=fp32",  # auto is bf16 on some machines
 ]  # fmt: skip
 
 
-# Files are shared out to processes whole; what takes longest comes first, or one process would end alone.
-LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_slurm", "test_kills", "test_disk",
+# Files are shared out to processes whole; what takes longest comes first, or one process would end
+# alone.
+LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_slurm", "test_kills",
+"test_disk",
            "test_invariance", "test_numbers", "test_tracker", "test_train", "test_shipped",
            "test_checkpoint", "test_resume", "test_noise", "test_measured")  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Workers are forks of a process that has imported torch, but for the modules that say FRESH_PROCESSES = True."""
-    forks.ALLOWED = not getattr(item.module, "FRESH_PROCESSES", False) and not item.get_closest_marker("fresh")
+    """Workers are forks of a process that has imported torch, but for the modules that say
+    FRESH_PROCESSES = True."""
+    forks.ALLOWED = not getattr(
+        item.module, "FRESH_PROCESSES", False
+    ) and not item.get_closest_marker("fresh")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _ports() -> Iterator[int]:
-    """Ports below those that the kernel hands out, which any process may get at any moment; others in each process."""
+    """Ports below those that the kernel hands out, which any process may get at any moment; others
+    in each process."""
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
@@ -93,7 +105,9 @@ class Result:
     folder: Path
 
     def rows(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def json(self, name: str) -> dict:
         return json.loads((self.folder / name).read_text())
@@ -106,7 +120,13 @@ def environment(**more: str) -> dict[str, str]:
     hidden = ("WANDB_", "LLMEXP_", "HYDRA_", "PYTHONPATH", "COLUMNS")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
-    found = {**kept, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "LLMEXP_CACHE_DIR": cache, **more}
+    found = {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        "LLMEXP_CACHE_DIR": cache,
+        **more,
+    }
     return forks.offered(found) if forks.ALLOWED else found
 
 
@@ -136,7 +156,8 @@ def train(cwd: Path, name: str, *overrides: str, **env: str) -> Result:
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as the one to ignore."""
+    """A token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as the one
+    to ignore."""
     path = tmp_path_factory.mktemp("tokens") / "train.npy"
     rng = np.random.default_rng(0)
     ids = (np.cumsum(rng.integers(0, 3, 12 * 50 + 1)) * 5) % 60

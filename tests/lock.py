@@ -1,8 +1,10 @@
-"""Writes requirements-ci.txt: every package of constraints.txt with the sha256 of its archive on this platform.
+"""Writes requirements-ci.txt: every package of constraints.txt with the sha256 of its archive on
+this platform.
 
-`pip install --require-hashes -r requirements-ci.txt` then takes nothing else. The hashes are from the report of pip's
-resolver (`--dry-run --report`), which installs nothing. An archive from a local folder (pip's find-links) is marked: it
-may be another build than the one that the index has under that version.
+`pip install --require-hashes -r requirements-ci.txt` then takes nothing else. The hashes are from
+the report of pip's resolver (`--dry-run --report`), which installs nothing. An archive from a local
+folder (pip's find-links) is marked: it may be another build than the one that the index has under
+that version.
 """
 
 from __future__ import annotations
@@ -34,9 +36,14 @@ def main() -> None:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         subprocess.run([*pip, "--report", report, "-r", ROOT / "constraints.txt"], check=True)
         tree = json.loads(report.read_text())
-    lines = sorted((line(found) for found in tree["install"]), key=lambda text: text.split("\n")[-1].lower())
+    lines = sorted(
+        (line(found) for found in tree["install"]), key=lambda text: text.split("\n")[-1].lower()
+    )
     python = ".".join(map(str, sys.version_info[:2]))
-    head = f"# Python {python} on {sys.platform}; made by `python tests/lock.py` from constraints.txt\n"
+    head = (
+        f"# Python {python} on {sys.platform}; made by `python tests/lock.py` from "
+        "constraints.txt\n"
+    )
     (ROOT / "requirements-ci.txt").write_text(head + "\n".join(lines) + "\n")
 
 

@@ -1,6 +1,7 @@
 """An independent training run in float64: one big batch in one go, every formula written out.
 
-It shares no code with llmexp: its own GPT-2 forward pass, cross-entropy, clipping, AdamW and cosine.
+It shares no code with llmexp: its own GPT-2 forward pass, cross-entropy, clipping, AdamW and
+cosine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def gpt2_logits(w: dict[str, Tensor], tokens: Tensor, n_layers: int, n_heads: in
     causal = torch.ones(t, t, dtype=torch.bool).tril()
     for i in range(n_layers):
         x = norm(h, f"blocks.{i}.attention_norm")
-        q, k, v = (linear(x, f"blocks.{i}.attention.{p}_proj").view(b, t, n_heads, -1).transpose(1, 2) for p in "qkv")
+        q, k, v = (
+            linear(x, f"blocks.{i}.attention.{p}_proj").view(b, t, n_heads, -1).transpose(1, 2)
+            for p in "qkv"
+        )
         scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~causal, -math.inf)
         y = (torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(b, t, -1)
         h = h + linear(y, f"blocks.{i}.attention.out_proj")
@@ -47,20 +51,32 @@ class Reference:
 
 
 def train(
-    weights: dict[str, Tensor], stream: np.ndarray, *, real_batch: int, length: int, total_sequences: int, lr: float,
-    warmup: int, end_ratio: float, max_norm: float | None, ignore_id: int | None, n_layers: int, n_heads: int,
+    weights: dict[str, Tensor], stream: np.ndarray, *, real_batch: int, length: int,
+    total_sequences: int, lr: float,
+    warmup: int, end_ratio: float, max_norm: float | None, ignore_id: int | None, n_layers: int,
+    n_heads: int,
     beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, decay: float = 0.1,
 ) -> Reference:  # fmt: skip
-    """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been printed."""
+    """Trains on sequences 0, 1, 2, ... (around the corpus) and returns what should have been
+    printed."""
     w = {k: v.double().clone().requires_grad_() for k, v in weights.items()}
     moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in w.items()}
     available, steps = (len(stream) - 1) // length, math.ceil(total_sequences / real_batch)
     found, update = Reference(), 0
     for step in range(steps):
-        ids = [k % available for k in range(step * real_batch, min((step + 1) * real_batch, total_sequences))]
-        rows = torch.tensor(np.stack([stream[i * length : i * length + length + 1] for i in ids]).astype(np.int64))
+        ids = [
+            k % available
+            for k in range(step * real_batch, min((step + 1) * real_batch, total_sequences))
+        ]
+        rows = torch.tensor(
+            np.stack([stream[i * length : i * length + length + 1] for i in ids]).astype(np.int64)
+        )
         tokens, targets = rows[:, :-1], rows[:, 1:]
-        valid = targets != ignore_id if ignore_id is not None else torch.ones_like(targets, dtype=torch.bool)
+        valid = (
+            targets != ignore_id
+            if ignore_id is not None
+            else torch.ones_like(targets, dtype=torch.bool)
+        )
         found.counts.append(int(valid.sum()))
         logits = gpt2_logits(w, tokens, n_layers, n_heads)
         picked = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]

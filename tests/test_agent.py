@@ -1,4 +1,5 @@
-"""wandb's variables and wandb's agent, from the command line: the real client, against a server that records."""
+"""wandb's variables and wandb's agent, from the command line: the real client, against a server
+that records."""
 
 from __future__ import annotations
 
@@ -30,17 +31,36 @@ def sweep_file() -> dict:
 
 
 def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) -> None:
-    """`wandb agent` as it is, on the sweep file of the docs; the config asks for another project."""
+    """`wandb agent` as it is, on the sweep file of the docs; the config asks for another
+    project."""
     sweep = sweep_file()
     at = sweep["command"].index("${args_no_hyphens}")
     words = [w for w in sweep["command"][2:at] if not w.startswith("train.max_tokens")]
-    sweep["parameters"]["batch.gradient_accumulation_steps"]["values"] = [2]  # it has time for two runs
-    command = [sys.executable, "-m", "llmexp", "train", *QUICK, "tracker.project=mine", *words, *sweep["command"][at:]]
+    sweep["parameters"]["batch.gradient_accumulation_steps"]["values"] = [
+        2
+    ]  # it has time for two runs
+    command = [
+        sys.executable,
+        "-m",
+        "llmexp",
+        "train",
+        *QUICK,
+        "tracker.project=mine",
+        *words,
+        *sweep["command"][at:],
+    ]
     with FakeWandb(sweep=sweep | {"command": command}) as server:
-        login = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online", "HOME": str(tmp_path)}
+        login = {
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": KEY,
+            "WANDB_MODE": "online",
+            "HOME": str(tmp_path),
+        }
         env = environment(PYTHONPATH=str(ROOT), **login)
         agent = [sys.executable, "-m", "wandb", "agent", "someone/theirs/sweep1"]
-        done = subprocess.run(agent, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            agent, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240
+        )
         said = done.stdout + done.stderr
         assert "tracker.project=mine is not used" in said, said
         assert sorted(server.runs) == [f"agent{n:03d}" for n in (1, 2)], said
@@ -48,7 +68,10 @@ def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) 
         assert [run.name for run in runs] == sorted(server.runs)
         for run, rate in zip(runs, (0.001, 0.003), strict=True):
             config = yaml.safe_load((run / "config.yaml").read_text())
-            assert (config["optimizer"]["lr"], config["batch"]["gradient_accumulation_steps"]) == (rate, 2)
+            assert (config["optimizer"]["lr"], config["batch"]["gradient_accumulation_steps"]) == (
+                rate,
+                2,
+            )
             assert config["tracker"]["project"] == "theirs"
             arrived = server.runs[run.name]
             assert arrived.variables["project"] == "theirs"
@@ -62,14 +85,20 @@ def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) 
             assert position.uploaded is not None
             assert not (run.parent / "wandb").exists()
 
-        # The rows of one run never arrived; they are sent from another shell, which has a sweep and a name of its own.
+        # The rows of one run never arrived; they are sent from another shell, which has a sweep and
+        # a name of its own.
         (one, *_) = runs
         server.runs[one.name].rows.clear()
         server.runs[one.name].summary.clear()
         saved = json.loads((one / "tracker.json").read_text())
         del saved["uploaded"]
         (one / "tracker.json").write_text(json.dumps(saved))
-        more = {"WANDB_PROJECT": "other", "WANDB_NAME": "x", "WANDB_SWEEP_ID": "other", "WANDB_RUN_ID": "other"}
+        more = {
+            "WANDB_PROJECT": "other",
+            "WANDB_NAME": "x",
+            "WANDB_SWEEP_ID": "other",
+            "WANDB_RUN_ID": "other",
+        }
         result = llmexp("sync", str(one), cwd=tmp_path, **login, **more)
         assert result.code == 0, result.err
         assert "WANDB_RUN_ID, WANDB_SWEEP_ID, WANDB_NAME: not used here" in result.out
@@ -81,21 +110,40 @@ def test_the_run_on_record_is_the_agents_and_sync_makes_no_twin(tmp_path: Path) 
 
 def test_the_variables_name_a_run_and_are_written_down(tmp_path: Path) -> None:
     env = {
-        "WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "a group", "WANDB_NOTES": "why",
-        "WANDB_TAGS": "one,two", "WANDB_RUN_ID": "Run_7", "WANDB_JOB_TYPE": "try", "WANDB_DIR": str(tmp_path / "w"),
+        "WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "a group",
+        "WANDB_NOTES": "why",
+        "WANDB_TAGS": "one,two", "WANDB_RUN_ID": "Run_7", "WANDB_JOB_TYPE": "try",
+        "WANDB_DIR": str(tmp_path / "w"),
     }  # fmt: skip
     (tmp_path / "w").mkdir()
     with FakeWandb() as server:
-        more = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online", "HOME": str(tmp_path)}
-        result = llmexp("train", *QUICK, "hydra.run.dir=run", "tracker.tags=[mine]", cwd=tmp_path, **env, **more)
+        more = {
+            "WANDB_BASE_URL": server.url,
+            "WANDB_API_KEY": KEY,
+            "WANDB_MODE": "online",
+            "HOME": str(tmp_path),
+        }
+        result = llmexp(
+            "train", *QUICK, "hydra.run.dir=run", "tracker.tags=[mine]", cwd=tmp_path, **env, **more
+        )
     assert result.code == 0, result.err
-    assert "wandb: WANDB_TAGS=one,two is not used: tracker.tags=['mine'] goes before it" in result.out
+    assert (
+        "wandb: WANDB_TAGS=one,two is not used: tracker.tags=['mine'] goes before it" in result.out
+    )
     assert list(server.runs) == ["Run_7"]
     shown = server.run.variables
-    assert (shown["project"], shown["displayName"], shown["groupName"]) == ("theirs", "a name", "a group")
+    assert (shown["project"], shown["displayName"], shown["groupName"]) == (
+        "theirs",
+        "a name",
+        "a group",
+    )
     assert (shown["notes"], shown["tags"], shown["jobType"]) == ("why", ["mine"], "try")
     tracker = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["tracker"]
-    assert (tracker["project"], tracker["name"], tracker["group"]) == ("theirs", "a name", "a group")
+    assert (tracker["project"], tracker["name"], tracker["group"]) == (
+        "theirs",
+        "a name",
+        "a group",
+    )
     assert not (tmp_path / "run" / "wandb").exists()
     assert list((tmp_path / "w" / "wandb").iterdir())
 
@@ -106,10 +154,16 @@ def test_the_variables_name_a_run_and_are_written_down(tmp_path: Path) -> None:
         (["-m", "train.seed=1,2"], {"WANDB_RUN_ID": "r"}, "WANDB_RUN_ID=r: is the id of one run"),
         ([], {"WANDB_RUN_ID": "a b"}, "WANDB_RUN_ID=a b: 1 to 64 letters"),
         ([], {"WANDB_MODE": "sometimes"}, "WANDB_MODE=sometimes: must be one of"),
-        ([], {"WANDB_NOTES": f"the key is {KEY}", "WANDB_API_KEY": KEY}, "tracker.notes: holds the value of"),
+        (
+            [],
+            {"WANDB_NOTES": f"the key is {KEY}", "WANDB_API_KEY": KEY},
+            "tracker.notes: holds the value of",
+        ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_before_anything_is_written(tmp_path, arguments, env, expected):
+def test_what_cannot_be_honoured_is_refused_before_anything_is_written(
+    tmp_path, arguments, env, expected
+):
     result = llmexp("train", *QUICK, *arguments, cwd=tmp_path, **env)
     assert result.code == 2
     assert expected in result.err

@@ -32,9 +32,15 @@ def test_start_time_rank_and_device(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "rest"),
-    [(1201, ""), (1202, "; the last 1 token is too few for another"), (1212, "; the last 11 tokens are too few")],
+    [
+        (1201, ""),
+        (1202, "; the last 1 token is too few for another"),
+        (1212, "; the last 11 tokens are too few"),
+    ],
 )
-def test_an_epoch_in_steps_and_the_tokens_that_fill_no_sequence(tokens, rest, capsys, tmp_path, monkeypatch):
+def test_an_epoch_in_steps_and_the_tokens_that_fill_no_sequence(
+    tokens, rest, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert run(["plan", *TINY, *SHORT, "data.val_ratio=0", f"data.n_tokens={tokens}"]) == 0
     out = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or absent, readable under any layout of ranks, pruned without losing the last good one."""
+"""Checkpoints: whole or absent, readable under any layout of ranks, pruned without losing the last
+good one."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=Fa
     """One process's whole save."""
     pieces = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
     saving.write(root, step, pieces)
-    return saving.commit(root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole)
+    return saving.commit(
+        root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole
+    )
 
 
 def rewrite(path: Path, file: str) -> None:
@@ -61,14 +64,28 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
 
 
 def sums(tensors: dict[str, Tensor]) -> int:
-    return saving.weighted_sum({name: (t, tuple(t.shape), (0,) * t.ndim) for name, t in tensors.items()})
+    return saving.weighted_sum(
+        {name: (t, tuple(t.shape), (0,) * t.ndim) for name, t in tensors.items()}
+    )
 
 
-KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
+KINDS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+)
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 6), max_size=3), st.sampled_from(KINDS), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(1, 6), max_size=3),
+    st.sampled_from(KINDS),
+    st.randoms(use_true_random=False),
+)
 def test_the_digest_is_the_same_however_a_tensor_is_cut_and_sees_one_changed_bit(shape, dtype, rng):
     whole = torch.randint(-9, 9, shape).to(dtype)
     parts, place = [(whole, (0,) * len(shape))], []
@@ -101,8 +118,10 @@ def test_zeros_signs_and_order_count_in_the_digest():
     flipped[0, 0], flipped[2, 1] = -0.0, -0.0
     ramp = torch.arange(12.0).view(4, 3)
     different = [
-        {}, {"a": zeros}, {"b": zeros}, {"a": zeros, "b": zeros}, {"a": zeros.view(3, 4)}, {"a": zeros.float()},
-        {"a": flipped}, {"a": ramp}, {"a": ramp.T.contiguous().view(4, 3)}, {"a": ramp.flip(0)}, {"a": ramp.flip(1)},
+        {}, {"a": zeros}, {"b": zeros}, {"a": zeros, "b": zeros}, {"a": zeros.view(3, 4)},
+        {"a": zeros.float()},
+        {"a": flipped}, {"a": ramp}, {"a": ramp.T.contiguous().view(4, 3)}, {"a": ramp.flip(0)},
+        {"a": ramp.flip(1)},
     ]  # fmt: skip
     assert len({sums(tensors) for tensors in different}) == len(different)
     assert sums({"a": torch.zeros(0, 3)}) == sums({})
@@ -122,7 +141,9 @@ def test_equal_states_give_equal_files_and_one_ulp_another_digest(tmp_path):
     with torch.no_grad():
         model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
     path = save(tmp_path / "ulp", 1, model=model, optimizers=[optimizer])
-    before, after = (json.loads(text)["digest"] for text in (found[0], (path / loading.MANIFEST).read_text()))
+    before, after = (
+        json.loads(text)["digest"] for text in (found[0], (path / loading.MANIFEST).read_text())
+    )
     assert before["optimizer"] == after["optimizer"]
     assert before["model"] != after["model"]
 
@@ -211,7 +232,8 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path):
         saving.snapshot(Tied(), [optimizer], 0, 1, False)
 
 
-DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version", "file gone", "bit",
+DAMAGE = ["manifest gone", "manifest no json", "manifest a list", "older version", "newer version",
+"file gone", "bit",
           "truncated", "outside", "other step", "a part missing", "no tensors"]  # fmt: skip
 
 
@@ -261,7 +283,11 @@ def test_damage_is_named(tmp_path, damage):
         said = "names no file with tensors"
     with pytest.raises(loading.CheckpointError, match=said):
         loading.load(path)
-    said = "99, this program reads version" if damage == "newer version" else "all 1 checkpoints are damaged"
+    said = (
+        "99, this program reads version"
+        if damage == "newer version"
+        else "all 1 checkpoints are damaged"
+    )
     with pytest.raises(loading.CheckpointError, match=said):
         loading.latest(tmp_path, lambda text: None)
 
@@ -270,12 +296,17 @@ def test_pieces_may_not_overlap():
     def stored(offset: tuple[int, ...], size: tuple[int, ...]) -> loading.Stored:
         return loading.Stored(Path("x"), (8, 8), offset, size, torch.float32)
 
-    rows, columns = [stored((i, 0), (1, 8)) for i in range(8)], [stored((0, i), (8, 1)) for i in range(8)]
+    rows, columns = (
+        [stored((i, 0), (1, 8)) for i in range(8)],
+        [stored((0, i), (8, 1)) for i in range(8)],
+    )
     blocks = [stored((i, j), (4, 2)) for i in (0, 4) for j in (0, 2, 4, 6)]
     for pieces in (rows, columns, blocks):
         assert not loading._overlapping(pieces)
         for i in range(len(pieces)):
-            assert loading._overlapping([*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]])
+            assert loading._overlapping(
+                [*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]]
+            )
 
 
 def test_a_pickle_is_not_run(tmp_path):
@@ -306,38 +337,59 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path)
         ),
     ):
         before = {k: v.clone() for k, v in other.state_dict().items()}
-        with pytest.raises(loading.CheckpointError, match=f"another model shape; differing: {differing}"):
+        with pytest.raises(
+            loading.CheckpointError, match=f"another model shape; differing: {differing}"
+        ):
             loading.restore_model(loaded, other)
         assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
         with pytest.raises(loading.CheckpointError, match="another model shape"):
             loading.restore_optimizers(loaded, other, [torch.optim.SGD(other.parameters(), lr=9.0)])
-    weights, biases = ([p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
+    weights, biases = (
+        [p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias")
+    )
     halves = [torch.optim.SGD(weights, lr=9.0), torch.optim.SGD(biases, lr=9.0)]
     for others in ([torch.optim.SGD(weights, lr=9.0)], halves):
-        with pytest.raises(loading.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"):
+        with pytest.raises(
+            loading.CheckpointError, match=r"has other optimizers; differing: 0/0\.bias, 0/1\.bias"
+        ):
             loading.restore_optimizers(loaded, model, others)
         assert others[0].param_groups[0]["lr"] == 9.0
 
 
 def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
-    """Another split into groups, other kernels, states of another dtype and shape than the parameter's."""
+    """Another split into groups, other kernels, states of another dtype and shape than the
+    parameter's."""
     model = nn.Linear(3, 2).bfloat16()
-    groups = [{"params": [model.weight], "lr": 0.5, "betas": (0.1, 0.2)}, {"params": [model.bias], "lr": 0.25}]
+    groups = [
+        {"params": [model.weight], "lr": 0.5, "betas": (0.1, 0.2)},
+        {"params": [model.bias], "lr": 0.25},
+    ]
     optimizer = torch.optim.AdamW(groups, fused=True)
     moment, rows = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 1)
-    optimizer.state[model.weight] |= {"exp_avg": moment, "rows": rows, "step": torch.tensor(7.0), "note": [1, None]}
+    optimizer.state[model.weight] |= {
+        "exp_avg": moment,
+        "rows": rows,
+        "step": torch.tensor(7.0),
+        "note": [1, None],
+    }
     loaded = loading.load(save(tmp_path, 1, model=model, optimizers=[optimizer]))
 
     other = nn.Linear(3, 2).double()
     loading.restore_model(loaded, other)
     assert other.weight.dtype == torch.float64  # the model's own, as the checkpoint's values
     assert torch.equal(other.weight, model.weight.double())
-    new = torch.optim.AdamW([{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False)
-    new.state[other.bias]["exp_avg"] = torch.ones(2)  # gone after the restore: the checkpoint has none
+    new = torch.optim.AdamW(
+        [{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False
+    )
+    new.state[other.bias]["exp_avg"] = torch.ones(
+        2
+    )  # gone after the restore: the checkpoint has none
     loading.restore_optimizers(loaded, other, [new])
     assert [g["lr"] for g in new.param_groups] == [0.25, 0.5]
     assert new.param_groups[1]["betas"] == (0.1, 0.2)
-    assert [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups] == [(None, False, 1)] * 2
+    assert [(g["fused"], g["foreach"], len(g["params"])) for g in new.param_groups] == [
+        (None, False, 1)
+    ] * 2
     state = new.state[other.weight]
     assert list(new.state) == [other.weight]
     assert state.pop("note") == [1, None]
@@ -397,20 +449,25 @@ def test_a_hanging_save_does_not_keep_a_failed_process_alive():
         "Writer().start(lambda: time.sleep(600))\nraise RuntimeError('training failed')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 1
     assert "training failed" in result.stderr
 
 
-# Layouts: every one saves, every one reads what every one has saved. All in one group of four processes, of which a
-# layout takes the first 1 to 4.
+# Layouts: every one saves, every one reads what every one has saved. All in one group of four
+# processes, of which a layout takes the first 1 to 4.
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp3": 3, "hsdp": 4, "tp": 2, "fsdp_tp": 4}
 
 
 class Odd(nn.Module):
-    """Sizes that no number of ranks divides, one smaller than the ranks, and a tied parameter; float64."""
+    """Sizes that no number of ranks divides, one smaller than the ranks, and a tied parameter;
+    float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,20 +489,29 @@ def value_of(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def expected_state(seed: int, steps: int = 2) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors in closed form. With betas of 1/2 and the constant gradient v both moments are
-    (1 - 2**-steps) times v and v**2: integers below 2**26 over 4, exact in float64 whatever the kernel."""
+    """The optimizer's tensors in closed form. With betas of 1/2 and the constant gradient v both
+    moments are (1 - 2**-steps) times v and v**2: integers below 2**26 over 4, exact in float64
+    whatever the kernel."""
     share = 1 - 0.5**steps
     states = {}
     for name, p in Odd().named_parameters():
         v = value_of(name, tuple(p.shape), seed)
-        states[name] = {"step": torch.tensor(float(steps)), "exp_avg": share * v, "exp_avg_sq": share * v**2}
+        states[name] = {
+            "step": torch.tensor(float(steps)),
+            "exp_avg": share * v,
+            "exp_avg_sq": share * v**2,
+        }
     return states
 
 
 def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model in a layout, with values that belong to the seed, and its optimizer."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model, mesh = Odd(), meshes.get(layout)
     with torch.no_grad():
@@ -472,7 +538,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """All tensors, gathered by torch, are what the seed says; states are laid out as their parameters."""
+    """All tensors, gathered by torch, are what the seed says; states are laid out as their
+    parameters."""
     tensors = loading.named_tensors(model)
     assert set(tensors) == {*(n for n, _ in Odd().named_parameters()), "table"}
     for name, t in tensors.items():
@@ -497,7 +564,11 @@ def on_four_ranks(rank: int, folder: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
     )
     meshes = {  # made by all four, also by those that a layout leaves out
         "ddp": dist.new_group([0, 1]),
@@ -544,7 +615,8 @@ def on_four_ranks(rank: int, folder: str) -> None:
                     p.grad = p.detach().clone()
                 optimizer.step()
 
-    # Four ranks share out the hashing; damage that one of them finds sends all of them to the checkpoint before.
+    # Four ranks share out the hashing; damage that one of them finds sends all of them to the
+    # checkpoint before.
     def agree(bad: bool) -> bool:
         flag = torch.tensor(int(bad))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -587,11 +659,19 @@ def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(saved_by_all, layout):
-    """Read with safetensors alone: where each file says its pieces lie, they are what the closed form says."""
+    """Read with safetensors alone: where each file says its pieces lie, they are what the closed
+    form says."""
     ranks, number = LAYOUTS[layout], list(LAYOUTS).index(layout) + 1
     path = saved_by_all / layout / "step_00000005"
-    expected = {name: value_of(name, tuple(t.shape), number) for name, t in loading.named_tensors(Odd()).items()}
-    expected |= {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
+    expected = {
+        name: value_of(name, tuple(t.shape), number)
+        for name, t in loading.named_tensors(Odd()).items()
+    }
+    expected |= {
+        f"0/{name}/{k}": v
+        for name, state in expected_state(number).items()
+        for k, v in state.items()
+    }
     times = {name: torch.zeros(t.shape) for name, t in expected.items()}
     largest = dict.fromkeys(expected, 0)
     writers: set[int] = set()
@@ -602,8 +682,13 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
         with safe_open(file, "pt") as opened:
             for name, at in json.loads(opened.metadata()["pieces"]).items():
                 piece = opened.get_tensor(name)
-                assert (at["shape"], at["dtype"]) == ([*expected[name].shape], str(expected[name].dtype)[6:])
-                here = tuple(slice(o, o + n) for o, n in zip(at["offset"], piece.shape, strict=True))
+                assert (at["shape"], at["dtype"]) == (
+                    [*expected[name].shape],
+                    str(expected[name].dtype)[6:],
+                )
+                here = tuple(
+                    slice(o, o + n) for o, n in zip(at["offset"], piece.shape, strict=True)
+                )
                 assert torch.equal(expected[name][here], piece), name
                 times[name][here] += 1
                 largest[name] = max(largest[name], piece.numel())
@@ -623,7 +708,17 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_digest_is_of_the_state_and_not_of_its_layout(saved_by_all, layout):
     number = list(LAYOUTS).index(layout) + 1
-    model = {name: value_of(name, tuple(t.shape), number) for name, t in loading.named_tensors(Odd()).items()}
-    optimizer = {f"0/{name}/{k}": v for name, state in expected_state(number).items() for k, v in state.items()}
+    model = {
+        name: value_of(name, tuple(t.shape), number)
+        for name, t in loading.named_tensors(Odd()).items()
+    }
+    optimizer = {
+        f"0/{name}/{k}": v
+        for name, state in expected_state(number).items()
+        for k, v in state.items()
+    }
     manifest = json.loads((saved_by_all / layout / "step_00000005" / loading.MANIFEST).read_text())
-    assert manifest["digest"] == {"model": f"{sums(model):016x}", "optimizer": f"{sums(optimizer):016x}"}
+    assert manifest["digest"] == {
+        "model": f"{sums(model):016x}",
+        "optimizer": f"{sums(optimizer):016x}",
+    }

@@ -26,7 +26,9 @@ def clip(kind, made, norm, max_norm, max_value):
 
 def parameters(seed: int, dtype=torch.float64) -> list[torch.nn.Parameter]:
     rng = np.random.default_rng(seed)
-    made = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (5,), (2, 2, 2))]
+    made = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (5,), (2, 2, 2))
+    ]
     for p in made:
         p.grad = torch.tensor(rng.normal(size=p.shape) * 3, dtype=dtype)
     return made

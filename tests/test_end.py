@@ -23,10 +23,23 @@ from tests.conftest import TINY, llmexp
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
-    return {"step": step, "tokens_seen": 96 * step, "train/loss": 3.0, "step_time": 0.5, "skipped_steps": 0, **more}
+    return {
+        "step": step,
+        "tokens_seen": 96 * step,
+        "train/loss": 3.0,
+        "step_time": 0.5,
+        "skipped_steps": 0,
+        **more,
+    }
 
 
-def made(rows: list[dict] | None = None, *, world_size: int = 1, said: list[str] | None = None, **progress: Any) -> Any:
+def made(
+    rows: list[dict] | None = None,
+    *,
+    world_size: int = 1,
+    said: list[str] | None = None,
+    **progress: Any,
+) -> Any:
     """A loop that stands at a step, without a model."""
     p = Progress(**progress)
     return Loop(
@@ -37,7 +50,8 @@ def made(rows: list[dict] | None = None, *, world_size: int = 1, said: list[str]
             parts=SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(max_consecutive_skips=1))),
         ),
         out=Outputs(
-            Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),  # type: ignore[arg-type]
+            Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
+            # type: ignore[arg-type]
             SimpleNamespace(), SimpleNamespace(rows=rows or []),  # type: ignore[arg-type]
         ),
         p=p,
@@ -63,7 +77,9 @@ def test_times_are_of_the_whole_run(monkeypatch):
     assert found["train_time"] == pytest.approx(10 * 0.5 + 10 * 0.7)
     assert found["mean tokens_per_sec"] == pytest.approx(96 * 20 / 12)
     loop = made(rows, step=23)  # resumed between two rows
-    assert not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()  # of steps 21 to 23 no time is known
+    assert (
+        not {"train_time", "mean tokens_per_sec"} & summarise(loop).keys()
+    )  # of steps 21 to 23 no time is known
     step_of(loop, 0.25, monkeypatch)
     found = summarise(loop)
     assert found["train_time"] == pytest.approx(12 + 4 * 0.25)
@@ -76,8 +92,14 @@ def test_final_is_of_the_last_step_and_no_other():
     found = summarise(made(rows, step=5, best_val_loss=2.5, skipped_steps=1))
     assert (found["final train/loss"], found["latest val/loss"]) == (2.9, 2.5)
     assert not {"latest train/loss", "final val/loss"} & found.keys()
-    found = summarise(made(rows, step=7, best_val_loss=2.5, skipped_steps=3))  # a stop between two rows
-    assert (found["latest train/loss"], found["latest val/loss"], found["skipped_steps"]) == (2.9, 2.5, 3)
+    found = summarise(
+        made(rows, step=7, best_val_loss=2.5, skipped_steps=3)
+    )  # a stop between two rows
+    assert (found["latest train/loss"], found["latest val/loss"], found["skipped_steps"]) == (
+        2.9,
+        2.5,
+        3,
+    )
 
 
 def test_a_status_of_a_run_that_goes_on_has_no_figures_of_its_end(tmp_path):
@@ -136,9 +158,9 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
     on_its_way(loop, tmp_path, committing=committing)
     leave_saving(loop)
     assert (tmp_path / "committed").exists() == committing
-    assert [text.startswith("WARNING: the checkpoint of step 2 was not finished") for text in said] == (
-        [] if committing else [True]
-    )
+    assert [
+        text.startswith("WARNING: the checkpoint of step 2 was not finished") for text in said
+    ] == ([] if committing else [True])
 
 
 def test_a_save_that_fails_then_is_said(tmp_path):
@@ -175,8 +197,10 @@ def hook(event, context):
 def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
     failed = llmexp(
-        "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=5", "checkpoint.every=2",
-        "checkpoint.async=true", "--allow", "late", "hooks=[late.hook]", "hydra.run.dir=run", cwd=tmp_path,
+        "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=5",
+        "checkpoint.every=2",
+        "checkpoint.async=true", "--allow", "late", "hooks=[late.hook]", "hydra.run.dir=run",
+        cwd=tmp_path,
     )  # fmt: skip
     assert failed.code == 3, failed.out
     assert "the hook late.hook failed at step_start of step 4" in failed.err

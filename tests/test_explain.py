@@ -1,4 +1,5 @@
-"""`llmexp explain`: where a value comes from, what it replaced, what it changes, what uses it; on one screen."""
+"""`llmexp explain`: where a value comes from, what it replaced, what it changes, what uses it; on
+one screen."""
 
 from __future__ import annotations
 
@@ -50,8 +51,12 @@ def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
     assert (group["value"], group["chosen_by"]) == ("muon", "own/experiment/mine.yaml")
     assert {knob["key"] for knob in group["knobs"]} >= {"optimizer.ns_steps", "optimizer.lr"}
     assert told(capsys, "optimizer", "optimizer=sgd")["chosen_by"] == "the command line"
-    assert told(capsys, "clip", "--config-dir", "own", "experiment=mine")["value"] == 0.7  # the short name of tables
-    assert told(capsys, "clip.max_norm", "experiment=clip_sweep")["swept"] == "0.25,0.5,1.0,2.0,null"
+    assert (
+        told(capsys, "clip", "--config-dir", "own", "experiment=mine")["value"] == 0.7
+    )  # the short name of tables
+    assert (
+        told(capsys, "clip.max_norm", "experiment=clip_sweep")["swept"] == "0.25,0.5,1.0,2.0,null"
+    )
 
 
 def test_what_derived_a_number(capsys):
@@ -65,7 +70,10 @@ def test_what_derived_a_number(capsys):
     assert told(capsys, "warmup_updates", *SYNTHETIC, "schedule.warmup_steps=7")["value"] == 7
     too_much = told(capsys, "real_batch_size", *SYNTHETIC, "batch.micro_batch_size=10000")
     assert too_much["unsolved"].startswith("batch.micro_batch_size=10000: ")
-    assert told(capsys, "precision.kind")["used_by"][-2:] == ["precision.init_scale", "precision.growth_interval"]
+    assert told(capsys, "precision.kind")["used_by"][-2:] == [
+        "precision.init_scale",
+        "precision.growth_interval",
+    ]
 
 
 def test_a_rate_under_a_rule_and_a_budget_that_was_replaced(capsys):
@@ -74,8 +82,13 @@ def test_a_rate_under_a_rule_and_a_budget_that_was_replaced(capsys):
     assert (rate["value"], rate["derived"]) == (0.01, 0.02)
     assert rate["formula"].startswith("lr 0.01 x (real_batch_size 8 / reference_batch 4) = 0.02")
     assert "rates" in rate["used_by"]
-    budget = told(capsys, "train.max_steps", *SYNTHETIC, "experiment=clip_sweep", "train.max_tokens=960")
-    assert budget["history"][-1] == {"value": None, "from": "the command line, by train.max_tokens=960"}
+    budget = told(
+        capsys, "train.max_steps", *SYNTHETIC, "experiment=clip_sweep", "train.max_tokens=960"
+    )
+    assert budget["history"][-1] == {
+        "value": None,
+        "from": "the command line, by train.max_tokens=960",
+    }
     assert budget["history"][-2]["value"] == 200
     assert budget["derived"] == 10
 
@@ -105,7 +118,11 @@ def test_every_knob_is_explained_on_one_screen(unsolved):
     with app.hydra_app(None) as hydra:
         cfg, _ = app.compose(hydra, SYNTHETIC)
         config = app.typed(cfg)
-        keys = [k for k in flatten(plain(config)) if not k.endswith("._target_") and not k.startswith("user")]
+        keys = [
+            k
+            for k in flatten(plain(config))
+            if not k.endswith("._target_") and not k.startswith("user")
+        ]
         for key in [*keys, "sweep.halving", "model", "data", *DERIVED]:
             found = explain.explained(hydra.config_loader, cfg, config, key)
             lines = explain.written(found)
@@ -117,9 +134,14 @@ def test_every_knob_is_explained_on_one_screen(unsolved):
 
 
 def test_every_number_of_a_run_is_derived_from_what_there_is():
-    numbers = {f.name for cls in (Run, Facts, Layout) for f in dataclasses.fields(cls)} - {"facts", "layout"}
+    numbers = {f.name for cls in (Run, Facts, Layout) for f in dataclasses.fields(cls)} - {
+        "facts",
+        "layout",
+    }
     assert numbers == set(DERIVED)
     for name, d in DERIVED.items():
         for source in d.sources:
-            assert source in DERIVED or source in fields() or source.partition(".")[0] in OPEN_SECTIONS, (name, source)
+            assert (
+                source in DERIVED or source in fields() or source.partition(".")[0] in OPEN_SECTIONS
+            ), (name, source)
     assert all(key in fields() or key.partition(".")[0] in OPEN_SECTIONS for key in ACTS)

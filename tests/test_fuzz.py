@@ -1,4 +1,5 @@
-"""Garbage in every file and on the command line is refused in words: no other exception, no hang."""
+"""Garbage in every file and on the command line is refused in words: no other exception, no
+hang."""
 
 from __future__ import annotations
 
@@ -26,15 +27,26 @@ from llmexp.data.sources import tokens
 from llmexp.sweep import ledger
 from tests.conftest import TINY
 
-FUZZ = settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 FEWER = settings(FUZZ, max_examples=40)
 NUMBERS = st.one_of(
-    st.integers(), st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400]), st.floats(), st.booleans(), st.none()
+    st.integers(),
+    st.sampled_from([-1, 0, 2**31, 2**63, 2**64, 10**400]),
+    st.floats(),
+    st.booleans(),
+    st.none(),
 )
-TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(["..", "/etc/passwd", "\0", "nan", "../x", "load", "1" * 5000]))
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["..", "/etc/passwd", "\0", "nan", "../x", "load", "1" * 5000]),
+)
 VALUES = st.recursive(
     st.one_of(NUMBERS, TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -42,7 +54,13 @@ VALUES = st.recursive(
 @st.composite
 def mutated(draw: st.DrawFn, tree: Any) -> Any:
     """A JSON value with something in it, or all of it, gone or replaced."""
-    children = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
+    children = (
+        list(tree)
+        if isinstance(tree, dict)
+        else list(range(len(tree)))
+        if isinstance(tree, list)
+        else []
+    )
     if not children or draw(st.integers(0, 9)) == 0:
         return draw(VALUES)
     copy, child = tree.copy(), draw(st.sampled_from(children))
@@ -72,7 +90,9 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 # The command line.
 
 
-@given(st.one_of(st.text(max_size=60), st.text("abc.=,+~[]{}()'\"\\$: \n0123456789-@/#*", max_size=60)))
+@given(
+    st.one_of(st.text(max_size=60), st.text("abc.=,+~[]{}()'\"\\$: \n0123456789-@/#*", max_size=60))
+)
 @FUZZ
 def test_overrides_parse_or_are_refused(text):
     with contextlib.suppress(ConfigError):
@@ -102,10 +122,23 @@ KEYS = [
     st.one_of(
         st.text("abc.=,+~[]{}()'\"\\$:0123456789-", max_size=15),
         VALUES.map(lambda value: json.dumps(value, default=str)[:60]),
-        st.sampled_from(["${", "${name}", "${oc.env:X}", "${oc.env:HOME}", "${now:%Y}", "range(1,5)", "1,2", "[${}]"]),
+        st.sampled_from(
+            [
+                "${",
+                "${name}",
+                "${oc.env:X}",
+                "${oc.env:HOME}",
+                "${now:%Y}",
+                "range(1,5)",
+                "1,2",
+                "[${}]",
+            ]
+        ),
     ),
 )
-@settings(FEWER, max_examples=25, phases=[Phase.generate])  # each takes a while, and shrinking many of them
+@settings(
+    FEWER, max_examples=25, phases=[Phase.generate]
+)  # each takes a while, and shrinking many of them
 def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
     config = None
     with contextlib.suppress(ConfigError):
@@ -121,7 +154,8 @@ def read_tokens(path: Path, cache: Path) -> None:
     corpus = None
     with contextlib.suppress(ValueError):
         corpus = tokens(
-            train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None, cache_dir=str(cache),
+            train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
+            cache_dir=str(cache),
             vocab_size=60, sequence_length=4, write=False,
         )  # fmt: skip
     if corpus is not None:
@@ -138,13 +172,20 @@ def npy() -> bytes:
     return file.getvalue()
 
 
-LLM_C = np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes() + (np.arange(100) % 60).astype("<u2").tobytes()
+LLM_C = (
+    np.array([20240520, 1, 100, *[0] * 253], "<i4").tobytes()
+    + (np.arange(100) % 60).astype("<u2").tobytes()
+)
 
 
 MAGIC = b"\x93NUMPY\x01\x00"
 
 
-@given(st.one_of(damaged(npy()), st.binary(max_size=40).map(lambda b: MAGIC + b), st.binary(max_size=300)))
+@given(
+    st.one_of(
+        damaged(npy()), st.binary(max_size=40).map(lambda b: MAGIC + b), st.binary(max_size=300)
+    )
+)
 @FUZZ
 def test_npy_files(tmp_path, content):
     (tmp_path / "x.npy").write_bytes(content)
@@ -178,7 +219,8 @@ def saved(tmp_path_factory) -> Path:
 
 
 def load(path: Path) -> None:
-    """What loads restores a model whose numbers are of the right shapes; the rest is a CheckpointError."""
+    """What loads restores a model whose numbers are of the right shapes; the rest is a
+    CheckpointError."""
     model = Plain()
     with contextlib.suppress(loading.CheckpointError):
         loading.restore_model(loading.load(path), model)
@@ -207,7 +249,11 @@ def hashed_again(manifest: Path, file: Path) -> None:
 def test_manifests(saved, data):
     file = saved / "manifest.json"
     with put_back(file) as (whole,):
-        changed = data.draw(st.one_of(mutated(json.loads(whole)).map(lambda t: json.dumps(t).encode()), damaged(whole)))
+        changed = data.draw(
+            st.one_of(
+                mutated(json.loads(whole)).map(lambda t: json.dumps(t).encode()), damaged(whole)
+            )
+        )
         file.write_bytes(changed)
         load(saved)
 
@@ -223,9 +269,14 @@ def test_safetensors_headers(saved, data):
     header["__metadata__"]["pieces"] = json.loads(header["__metadata__"]["pieces"])
 
     def built(tree: Any) -> bytes:
-        if isinstance(tree, dict) and isinstance(tree.get("__metadata__"), dict) and "pieces" in tree["__metadata__"]:
+        if (
+            isinstance(tree, dict)
+            and isinstance(tree.get("__metadata__"), dict)
+            and "pieces" in tree["__metadata__"]
+        ):
             tree = tree | {
-                "__metadata__": tree["__metadata__"] | {"pieces": json.dumps(tree["__metadata__"]["pieces"])}
+                "__metadata__": tree["__metadata__"]
+                | {"pieces": json.dumps(tree["__metadata__"]["pieces"])}
             }
         text = json.dumps(tree).encode()
         return len(text).to_bytes(8, "little") + text + rest
@@ -248,20 +299,43 @@ def test_states(saved, data):
 
 # Records.
 
-ROW = {"step": 1, "tokens_seen": 96, "epoch": 0.1, "train/loss": 3.5, "lr": 0.1, "grad_norm": 1.0, "val/loss": 3.4}
-STATUS = {"state": "finished", "exit_code": 0, "started": 1.0, "ended": 2.0, "summary": {"final val/loss": 3.4}}
+ROW = {
+    "step": 1,
+    "tokens_seen": 96,
+    "epoch": 0.1,
+    "train/loss": 3.5,
+    "lr": 0.1,
+    "grad_norm": 1.0,
+    "val/loss": 3.4,
+}
+STATUS = {
+    "state": "finished",
+    "exit_code": 0,
+    "started": 1.0,
+    "ended": 2.0,
+    "summary": {"final val/loss": 3.4},
+}
 LEDGER = {
-    "format": 1, "name": "x", "group": "g", "launcher": "local", "arguments": ["-m", "train.seed=1,2"],
+    "format": 1, "name": "x", "group": "g", "launcher": "local", "arguments": ["-m",
+    "train.seed=1,2"],
     "swept": ["train.seed"], "created": 1.0, "state": "finished", "updated": 2.0,
-    "points": [{"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a", "overrides": ["train.seed=1"],
-                "state": "finished", "started": 1.0, "ended": 2.0, "exit_code": 0, "attempts": 1, "error": None,
+    "points": [{"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a",
+    "overrides": ["train.seed=1"],
+                "state": "finished", "started": 1.0, "ended": 2.0, "exit_code": 0, "attempts": 1,
+                "error": None,
                 "rung": None}],
 }  # fmt: skip
-LINES = b"".join(json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3))
+LINES = b"".join(
+    json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3)
+)
 
 
 @given(
-    st.one_of(damaged(LINES), mutated(ROW).map(lambda row: json.dumps(row).encode() + b"\n"), st.binary(max_size=80))
+    st.one_of(
+        damaged(LINES),
+        mutated(ROW).map(lambda row: json.dumps(row).encode() + b"\n"),
+        st.binary(max_size=80),
+    )
 )
 @FUZZ
 def test_rows(tmp_path, content):
@@ -271,7 +345,9 @@ def test_rows(tmp_path, content):
         assert len(rundir.read_rows(file)) <= content.count(b"\n")
 
 
-@given(st.one_of(mutated(LEDGER).map(json.dumps).map(str.encode), damaged(json.dumps(LEDGER).encode())))
+@given(
+    st.one_of(mutated(LEDGER).map(json.dumps).map(str.encode), damaged(json.dumps(LEDGER).encode()))
+)
 @FUZZ
 def test_ledgers(tmp_path, content):
     (tmp_path / "sweep.json").write_bytes(content)
@@ -289,10 +365,18 @@ def recorded(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
         config = plain(app.typed(app.compose(hydra, TINY)[0]))
     path = tmp_path_factory.mktemp("sweep") / "0-seed_1"
     path.mkdir()
-    facts = {"micro_batch_size": 8, "real_batch_size": 8, "max_steps": 3, "parameters": 100, "versions": {"torch": "2"}}
+    facts = {
+        "micro_batch_size": 8,
+        "real_batch_size": 8,
+        "max_steps": 3,
+        "parameters": 100,
+        "versions": {"torch": "2"},
+    }
     files = {
         "config.yaml": yaml.safe_dump(config).encode(),
-        "run.json": json.dumps(facts | {"tokenizer": "bytes", "sequence_length": 12, "device": "cpu"}).encode(),
+        "run.json": json.dumps(
+            facts | {"tokenizer": "bytes", "sequence_length": 12, "device": "cpu"}
+        ).encode(),
         "status.json": json.dumps(STATUS).encode(),
         "metrics.jsonl": LINES,
         "../sweep.json": json.dumps(LEDGER).encode(),

@@ -1,4 +1,5 @@
-"""Hooks around the backward passes of a window: the gradient that they see is the window's, and is what is applied."""
+"""Hooks around the backward passes of a window: the gradient that they see is the window's, and is
+what is applied."""
 
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ def halve(event, context):
             p.grad.mul_(0.5)
 """
 
-SETTINGS = ["data=synthetic", "data.n_tokens=3000", "batch.real_batch_size=8", "train.max_steps=2", "train.log_every=1",
+SETTINGS = ["data=synthetic", "data.n_tokens=3000", "batch.real_batch_size=8", "train.max_steps=2",
+"train.log_every=1",
             "train.eval_every=null", "checkpoint.every=null", "--allow", "look"]  # fmt: skip
 TWO = ["parallelism.nproc_per_node=2"]
 WAYS = {
     "whole": ["precision=fp64"],
     "accumulated": ["precision=fp64", "batch.gradient_accumulation_steps=4"],
     "two ranks": ["precision=fp64", "batch.gradient_accumulation_steps=2", *TWO, "parallelism=ddp"],
-    "two shards": ["precision=fp64", "batch.gradient_accumulation_steps=2", *TWO, "parallelism=fsdp"],
+    "two shards": [
+        "precision=fp64",
+        "batch.gradient_accumulation_steps=2",
+        *TWO,
+        "parallelism=fsdp",
+    ],
     "fp16": ["precision=fp16", "precision.init_scale=1024"],
 }
 
@@ -73,7 +80,14 @@ def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
 
 def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(ways, tmp_path):
     (tmp_path / "look.py").write_text(HOOKS)
-    plain = [*SETTINGS, "precision=fp64", "optimizer=sgd", "optimizer.momentum=0", "clip=none", "train.max_steps=1"]
+    plain = [
+        *SETTINGS,
+        "precision=fp64",
+        "optimizer=sgd",
+        "optimizer.momentum=0",
+        "clip=none",
+        "train.max_steps=1",
+    ]
     halved = train(tmp_path, "halved", *plain, "hooks=[look.halve]", "optimizer.lr=0.2")
     as_it_is = train(tmp_path, "plain", *plain, "optimizer.lr=0.1")
     assert halved.rows()[0]["grad_norm"] == as_it_is.rows()[0]["grad_norm"] / 2

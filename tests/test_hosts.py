@@ -1,4 +1,5 @@
-"""Several hosts: lost and brought back, cut off, missing, unlike each other. Two network namespaces are two hosts."""
+"""Several hosts: lost and brought back, cut off, missing, unlike each other. Two network namespaces
+are two hosts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ from tests.test_resume import exact
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
 SETTINGS = [
-    "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", "train.max_steps=30", "train.log_every=1",
-    "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null", "optimizer.lr=0.01", "parallelism=ddp",
+    "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", "train.max_steps=30",
+    "train.log_every=1",
+    "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null", "optimizer.lr=0.01",
+    "parallelism=ddp",
     "train.data_digest=true", "--allow", "slow", "hooks=[slow.wait]",
 ]  # fmt: skip
 TWO_HOSTS = ["parallelism.nnodes=2", "parallelism.nproc_per_node=1"]
@@ -46,7 +49,11 @@ class Host:
     keeper: int | None = None
 
     def command(self, *command: str) -> list[str]:
-        enter = ["nsenter", f"--target={self.keeper}", "--net", "--uts", "--mount"] if self.keeper else []
+        enter = (
+            ["nsenter", f"--target={self.keeper}", "--net", "--uts", "--mount"]
+            if self.keeper
+            else []
+        )
         return [*enter, *command]
 
     def processes(self) -> list[int]:
@@ -86,22 +93,28 @@ def alive(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def namespaces(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """llxt1 and llxt2 with a cable between them, in namespaces without a name: they collide with no others, and vanish
-    with the two processes that keep them, which end with this one."""
+    """llxt1 and llxt2 with a cable between them, in namespaces without a name: they collide with no
+    others, and vanish with the two processes that keep them, which end with this one."""
     names = folder / "hosts"
     names.write_text("127.0.0.1 localhost\n10.78.0.1 llxt1\n10.78.0.2 llxt2\n")
-    inside = 'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && echo up && read wait'
+    inside = (
+        'hostname "$0" && mount --bind "$1" /etc/hosts && ip link set lo up && echo up && read wait'
+    )
     with contextlib.ExitStack() as stack:
         hosts = []
         for name in ("llxt1", "llxt2"):
             unshare = ["unshare", "--net", "--uts", "--mount", "sh", "-c", inside, name, str(names)]
-            keeper = stack.enter_context(subprocess.Popen(unshare, text=True, stdin=-1, stdout=-1, stderr=-1))
+            keeper = stack.enter_context(
+                subprocess.Popen(unshare, text=True, stdin=-1, stdout=-1, stderr=-1)
+            )
             assert keeper.stdin
             assert keeper.stdout
             assert keeper.stderr
             stack.callback(keeper.stdin.close)  # before it is waited for
             if keeper.stdout.readline() != "up\n":
-                pytest.skip(f"two hosts need root, iproute2 and namespaces: {keeper.stderr.read().strip()}")
+                pytest.skip(
+                    f"two hosts need root, iproute2 and namespaces: {keeper.stderr.read().strip()}"
+                )
             hosts.append(Host("llxt1:29400", keeper.pid))
         one, two = hosts
         stack.callback(one.kill)
@@ -118,7 +131,9 @@ def namespaces(folder: Path) -> Iterator[tuple[Host, Host]]:
 def two_hosts(tmp_path) -> Iterator[tuple[Host, Host]]:
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if os.geteuid() or missing:
-        pytest.skip(f"two hosts need root and iproute2 (missing here: {', '.join(missing) or 'root'})")
+        pytest.skip(
+            f"two hosts need root and iproute2 (missing here: {', '.join(missing) or 'root'})"
+        )
     with namespaces(tmp_path) as hosts:
         yield hosts
 
@@ -130,11 +145,14 @@ def here() -> Host:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, tokens) -> Path:
-    """A folder with a queued run of two hosts, and one that was made alike and trained on one host."""
+    """A folder with a queued run of two hosts, and one that was made alike and trained on one
+    host."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "slow.py").write_text(SLOW)
     settings = [*SETTINGS, f"data.train_files=[{tokens}]"]
-    queued = llmexp("train", "--queue", *TINY, *settings, *TWO_HOSTS, "hydra.run.dir=queued", cwd=folder)
+    queued = llmexp(
+        "train", "--queue", *TINY, *settings, *TWO_HOSTS, "hydra.run.dir=queued", cwd=folder
+    )
     assert queued.code == 0, queued.err
     assert "LLMEXP_RDZV_ENDPOINT=HOST1:29400" in queued.out
     train(folder, "whole", *settings, "parallelism.nproc_per_node=2")
@@ -157,7 +175,9 @@ def change(run: Result, **parallelism: object) -> None:
 
 def variables(work: Path, **more: str) -> dict[str, str]:
     path = os.pathsep.join(map(str, (work, ROOT)))
-    return environment(PYTHON=sys.executable, PYTHONPATH=path, LLMEXP_ALLOW="slow", SLOW="0.1") | more
+    return (
+        environment(PYTHON=sys.executable, PYTHONPATH=path, LLMEXP_ALLOW="slow", SLOW="0.1") | more
+    )
 
 
 @contextlib.contextmanager
@@ -166,7 +186,14 @@ def agent(host: Host, run: Result, work: Path, **env: str) -> Iterator[subproces
     env = variables(work, LLMEXP_RDZV_ENDPOINT=host.endpoint, **env)
     command = host.command(str(ROOT / "launchers" / "torchrun.sh"), str(run.folder))
     process = subprocess.Popen(
-        command, cwd=work, env=env, text=True, stdin=-3, stdout=-1, stderr=-1, start_new_session=True
+        command,
+        cwd=work,
+        env=env,
+        text=True,
+        stdin=-3,
+        stdout=-1,
+        stderr=-1,
+        start_new_session=True,
     )
     try:
         yield process
@@ -195,7 +222,8 @@ def until_row(run: Result, step: int, *agents: subprocess.Popen[str]) -> None:
 
 
 def same(run: Result, work: Path) -> None:
-    """The same rows, each once, and the same parameters as the run that stayed on one host, bit for bit."""
+    """The same rows, each once, and the same parameters as the run that stayed on one host, bit for
+    bit."""
     whole = Result(0, "", "", work / "whole")
     assert exact(run) == exact(whole)
     ours, theirs = weights(run, 30), weights(whole, 30)
@@ -223,7 +251,9 @@ def test_a_host_that_is_lost_and_comes_back(two_hosts, run, work):
     assert "all start again from the newest checkpoint" in err
     told = [json.loads(p.read_text())["text"] for p in run.folder.glob("logs/failure-*.json")]
     assert told
-    assert all(re.fullmatch(r"rank [01] was lost \(killed, or its host is down\)", text) for text in told), told
+    assert all(
+        re.fullmatch(r"rank [01] was lost \(killed, or its host is down\)", text) for text in told
+    ), told
     same(run, work)
 
 
@@ -237,9 +267,14 @@ def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
         said = [process.communicate(timeout=60)[1] for process in (first, second)]
         assert time.monotonic() - since < 5 + 30
     assert [first.returncode, second.returncode] == [3, 3]
-    cut = "all ranks waited 5 s for each other in vain; is the network between their hosts cut? llxt1 (rank 0), llxt2"
+    cut = (
+        "all ranks waited 5 s for each other in vain; is the network between their hosts cut? "
+        "llxt1 (rank 0), llxt2"
+    )
     for err in [*said, run.json("status.json")["error"]]:
-        assert cut in err.replace("llxt1 (rank 1)", "llxt1 (rank 0)")  # which host has which rank is chance
+        assert cut in err.replace(
+            "llxt1 (rank 1)", "llxt1 (rank 0)"
+        )  # which host has which rank is chance
         assert "Traceback" not in err
 
 
@@ -259,7 +294,8 @@ def test_a_killed_agent_takes_its_rank_with_it(here, run, work):
 
 
 def test_a_start_too_many_leaves_the_run_alone(here, run, work):
-    """A third agent for two hosts, as after a forgotten terminal: it finds nobody, and the two train on."""
+    """A third agent for two hosts, as after a forgotten terminal: it finds nobody, and the two
+    train on."""
     change(run, start_timeout_s=12.0)
     with agent(here, run, work, SLOW="3") as first, agent(here, run, work, SLOW="3") as second:
         until_row(run, 1, first, second)
@@ -269,7 +305,9 @@ def test_a_start_too_many_leaves_the_run_alone(here, run, work):
             assert "by its records this run is running, and it was left untouched" in err
             status = run.json("status.json")
             assert (status["state"], status["error"]) == ("running", None)
-            until_row(run, len(run.rows()) + 4, first, second)  # longer than anybody would wait to end them
+            until_row(
+                run, len(run.rows()) + 4, first, second
+            )  # longer than anybody would wait to end them
 
 
 def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):
@@ -282,7 +320,10 @@ def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):
         for process, host, result in ((first, here, run), (second, absent, other)):
             out, err = process.communicate(timeout=60)
             assert process.returncode == 3
-            told = f"1 of 2 hosts came to {host.endpoint} within 5 s: {socket.gethostname()}; missing: 1 more"
+            told = (
+                f"1 of 2 hosts came to {host.endpoint} within 5 s: {socket.gethostname()}; "
+                "missing: 1 more"
+            )
             assert told in err
             assert "Traceback" not in out + err
             status = result.json("status.json")
@@ -306,7 +347,9 @@ def test_hosts_have_to_know_where_they_meet(monkeypatch, endpoint):
     if endpoint is not None:
         monkeypatch.setenv("LLMEXP_RDZV_ENDPOINT", endpoint)
     said = (
-        f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT" if endpoint else "nothing says where .*LLMEXP_RDZV_ENDPOINT=host1"
+        f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT"
+        if endpoint
+        else "nothing says where .*LLMEXP_RDZV_ENDPOINT=host1"
     )
     with pytest.raises(ValueError, match=said):
         rendezvous(2, "run1")
@@ -314,9 +357,21 @@ def test_hosts_have_to_know_where_they_meet(monkeypatch, endpoint):
 
 
 def torchrun(ranks: int, run: Result, work: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "llmexp.train"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "llmexp.train",
+    ]
     return subprocess.run(
-        [*command, str(run.folder)], cwd=work, env=variables(work), capture_output=True, text=True, timeout=90
+        [*command, str(run.folder)],
+        cwd=work,
+        env=variables(work),
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
 
 
@@ -328,16 +383,22 @@ def test_plain_torchrun_does_as_well(run, work):
 
 
 def ranks(number: int, run: Result, work: Path, here: Host, **last: str) -> list[str]:
-    """Starts ranks as any launcher does, the last one with the variables of `last`, and waits for them to refuse; what
-    each said."""
+    """Starts ranks as any launcher does, the last one with the variables of `last`, and waits for
+    them to refuse; what each said."""
     address, _, port = here.endpoint.partition(":")
     started = []
     for rank in range(number):
-        env = variables(work, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number), RUN=str(run.folder))
+        env = variables(
+            work, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number), RUN=str(run.folder)
+        )
         env |= {"MASTER_ADDR": address, "MASTER_PORT": port} | (last if rank == number - 1 else {})
         command = [sys.executable, "-P", "-m", "llmexp.train", env["RUN"]]
-        started.append(subprocess.Popen(command, cwd=work, env=env, text=True, stdin=-3, stdout=-1, stderr=-1))
-    said = [process.communicate(timeout=60)[1] for process in started]  # a rank that waits, waits for 600 s
+        started.append(
+            subprocess.Popen(command, cwd=work, env=env, text=True, stdin=-3, stdout=-1, stderr=-1)
+        )
+    said = [
+        process.communicate(timeout=60)[1] for process in started
+    ]  # a rank that waits, waits for 600 s
     assert [process.returncode for process in started] == [2] * number, said
     assert not (run.folder / "metrics.jsonl").exists()
     assert not (run.folder / "checkpoints").exists()
@@ -359,7 +420,10 @@ def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
     with open(tmp_path / "source" / "llmexp" / "clip.py", "a") as f:
         f.write("# another comment\n")
     path = f"{work}{os.pathsep}{tmp_path / 'source'}"
-    assert all("rank 1 has another llmexp source than rank 0" in e for e in ranks(2, run, work, here, PYTHONPATH=path))
+    assert all(
+        "rank 1 has another llmexp source than rank 0" in e
+        for e in ranks(2, run, work, here, PYTHONPATH=path)
+    )
 
 
 def test_ranks_with_another_config_are_refused(here, run, work, tmp_path):

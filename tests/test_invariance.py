@@ -1,4 +1,5 @@
-"""However a window is cut, a run computes what one big float64 batch computes: loss, norm, lr, parameters."""
+"""However a window is cut, a run computes what one big float64 batch computes: loss, norm, lr,
+parameters."""
 
 from __future__ import annotations
 
@@ -15,15 +16,20 @@ from tests.conftest import Result, train
 
 LIMIT = 1.5  # of the gradient norm; some steps are above it, some below
 
-# 50 sequences of 12 tokens, 65 of them in 5 windows of 16: the epoch ends inside a window, the last has one row.
+# 50 sequences of 12 tokens, 65 of them in 5 windows of 16: the epoch ends inside a window, the last
+# has one row.
 SETTINGS = [
-    "data=tokens", "data.shuffle=false", "data.ignore_id=10", "train.max_epochs=1.3", "train.log_every=1",
-    "train.eval_every=null", "batch.real_batch_size=16", "optimizer.lr=0.02", "schedule.warmup_steps=2",
-    f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null", "train.data_digest=true",
+    "data=tokens", "data.shuffle=false", "data.ignore_id=10", "train.max_epochs=1.3",
+    "train.log_every=1",
+    "train.eval_every=null", "batch.real_batch_size=16", "optimizer.lr=0.02",
+    "schedule.warmup_steps=2",
+    f"clip.max_norm={LIMIT}", "checkpoint.save_initial=true", "checkpoint.keep=null",
+    "train.data_digest=true",
     "train.tail=keep", "data.val_ratio=0",
 ]  # fmt: skip
 CUTS = {"16x1": (16, 1), "4x4": (4, 4), "1x16": (1, 16)}
-# Each with its cut of the 16 sequences: micro_batch_size, gradient_accumulation_steps, and where the ranks stand.
+# Each with its cut of the 16 sequences: micro_batch_size, gradient_accumulation_steps, and where
+# the ranks stand.
 RANKS = {
     "ddp 2": (4, 2, "ddp", "nproc_per_node=2"),
     "fsdp 2": (2, 4, "fsdp", "nproc_per_node=2"),
@@ -33,7 +39,8 @@ RANKS = {
     "hsdp 2x2": (2, 2, "hsdp", "nproc_per_node=4", "replicate_size=2"),
     "tp 2": (4, 4, "tp", "nproc_per_node=2"),
     "fsdp_tp 2x2, selective recomputation": (
-        8, 1, "fsdp_tp", "nproc_per_node=4", "tensor_parallel_size=2", "activation_checkpointing=selective"
+        8, 1, "fsdp_tp", "nproc_per_node=4", "tensor_parallel_size=2",
+        "activation_checkpointing=selective"
     ),
 }  # fmt: skip
 
@@ -44,27 +51,35 @@ def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more
 
 
 def weights(result: Result, step: int) -> dict[str, torch.Tensor]:
-    """Every parameter of a checkpoint, whole, put together from its files by their own account of where pieces lie."""
+    """Every parameter of a checkpoint, whole, put together from its files by their own account of
+    where pieces lie."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(result.checkpoint(step).glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 lies, piece = json.loads(file.metadata()["pieces"])[name], file.get_tensor(name)
-                whole = found.setdefault(name, torch.full(lies["shape"], torch.nan, dtype=torch.float64))
-                whole[tuple(slice(o, o + n) for o, n in zip(lies["offset"], piece.shape, strict=True))] = piece.double()
+                whole = found.setdefault(
+                    name, torch.full(lies["shape"], torch.nan, dtype=torch.float64)
+                )
+                whole[
+                    tuple(slice(o, o + n) for o, n in zip(lies["offset"], piece.shape, strict=True))
+                ] = piece.double()
     assert not any(w.isnan().any() for w in found.values())
     return found
 
 
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:
     settings = {
-        "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2, "end_ratio": 0.1,
+        "real_batch": 16, "length": 12, "total_sequences": 65, "lr": 0.02, "warmup": 2,
+        "end_ratio": 0.1,
         "max_norm": LIMIT, "ignore_id": 10, "n_layers": 2, "n_heads": 2, **more,
     }  # fmt: skip
     return reference.train(weights(result, 0), np.load(tokens), **settings)
 
 
-def compare(result: Result, want: reference.Reference, loss: float, norm: float, moved_by: float) -> None:
+def compare(
+    result: Result, want: reference.Reference, loss: float, norm: float, moved_by: float
+) -> None:
     rows = result.rows()
     assert [r["step"] for r in rows] == list(range(1, len(want.losses) + 1))
     assert [r["target_tokens"] for r in rows] == want.counts
@@ -87,10 +102,14 @@ def compare(result: Result, want: reference.Reference, loss: float, norm: float,
 @pytest.fixture(scope="module")
 def fp64(tmp_path_factory, tokens) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("fp64")
-    runs = {name: cut_run(folder, tokens, name, *cut, "precision=fp64") for name, cut in CUTS.items()}
+    runs = {
+        name: cut_run(folder, tokens, name, *cut, "precision=fp64") for name, cut in CUTS.items()
+    }
     for number, (name, (micro, accum, kind, *more)) in enumerate(RANKS.items()):
         layout = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
-        runs[name] = cut_run(folder, tokens, f"ranks{number}", micro, accum, "precision=fp64", *layout)
+        runs[name] = cut_run(
+            folder, tokens, f"ranks{number}", micro, accum, "precision=fp64", *layout
+        )
     return runs
 
 
@@ -111,38 +130,48 @@ def test_two_ranks_print_once(fp64):
 
 
 def test_unmasked_and_unclipped(tmp_path, tokens):
-    result = cut_run(tmp_path, tokens, "run", 5, 1, "precision=fp64", "batch.real_batch_size=5", "data.ignore_id=null",
+    result = cut_run(tmp_path, tokens, "run", 5, 1, "precision=fp64", "batch.real_batch_size=5",
+    "data.ignore_id=null",
                      "clip.max_norm=null", "train.max_epochs=0.5")  # fmt: skip
     want = expected(result, tokens, real_batch=5, total_sequences=25, ignore_id=None, max_norm=None)
     np.testing.assert_allclose([r["train/loss"] for r in result.rows()], want.losses, rtol=1e-12)
     np.testing.assert_allclose([r["grad_norm"] for r in result.rows()], want.norms, rtol=1e-12)
-    assert all(r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in result.rows())
+    assert all(
+        r["grad_norm"] == r["grad_norm_post_clip"] and not r["clipped_share"] for r in result.rows()
+    )
 
 
-# What rounding may do. With unit roundoff u (half an ulp) a value that went through D independent roundings is off by
-# about u sqrt(D). A gradient of this model has seen about 30 matmuls, norms and sums: g = 6 u. In fp32 the sums
-# themselves round too, over up to 192 rows: g = 6 u sqrt(192). Then
+# What rounding may do. With unit roundoff u (half an ulp) a value that went through D independent
+# roundings is off by about u sqrt(D). A gradient of this model has seen about 30 matmuls, norms and
+# sums: g = 6 u. In fp32 the sums themselves round too, over up to 192 rows: g = 6 u sqrt(192). Then
 #   gradient norm  off by at most the gradient's relative error, g;
 #   loss           a mean over at least 100 targets with independent errors, g / 10;
-#   displacement   of the parameters: eps = 0.01 keeps Adam close to linear in the gradient, and each of the 5 steps
+# displacement   of the parameters: eps = 0.01 keeps Adam close to linear in the gradient, and each
+# of the 5 steps
 #                  adds its own g to what it inherits: 5 g.
 ROUNDOFF = {"fp32": 2**-24 * 192**0.5, "bf16": 2**-9, "fp16": 2**-12}
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp16", *(pytest.param(p, marks=pytest.mark.slow) for p in ROUNDOFF if p != "fp16")]
+    "precision",
+    ["fp16", *(pytest.param(p, marks=pytest.mark.slow) for p in ROUNDOFF if p != "fp16")],
 )
 def test_lower_precisions_stay_within_their_rounding(tmp_path, tokens, precision):
     g = 6 * ROUNDOFF[precision]
     for name in ("16x1", "4x4"):
-        result = cut_run(tmp_path, tokens, name, *CUTS[name], f"precision={precision}", "optimizer.eps=1e-2")
+        result = cut_run(
+            tmp_path, tokens, name, *CUTS[name], f"precision={precision}", "optimizer.eps=1e-2"
+        )
         compare(result, expected(result, tokens, eps=1e-2), loss=g / 10, norm=g, moved_by=5 * g)
 
 
 def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
-    """The norm is read after unscaling: a scale of 2^10 or 2^4 changes nothing that is logged but itself."""
+    """The norm is read after unscaling: a scale of 2^10 or 2^4 changes nothing that is logged but
+    itself."""
     rows = [
-        cut_run(tmp_path, tokens, f"s{scale}", 4, 4, "precision=fp16", f"precision.init_scale={scale}").rows()
+        cut_run(
+            tmp_path, tokens, f"s{scale}", 4, 4, "precision=fp16", f"precision.init_scale={scale}"
+        ).rows()
         for scale in (16, 1024)
     ]
     assert [r["loss_scale"] for r in rows[0]] == [16.0] * 5
@@ -154,10 +183,21 @@ def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
 
 def test_a_window_without_valid_targets_is_passed(tmp_path):
     """No update, no nan, counted; the schedule waits, the data position does not."""
-    stream = np.array([1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4], dtype=np.uint16)  # rows 6..9 are masked
+    stream = np.array(
+        [1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4], dtype=np.uint16
+    )  # rows 6..9 are masked
     path = tmp_path / "t.npy"
     np.save(path, stream)
-    result = cut_run(tmp_path, path, "run", 1, 2, "precision=fp64", "batch.real_batch_size=2", "train.max_epochs=1")
+    result = cut_run(
+        tmp_path,
+        path,
+        "run",
+        1,
+        2,
+        "precision=fp64",
+        "batch.real_batch_size=2",
+        "train.max_epochs=1",
+    )
     want = expected(result, path, real_batch=2, total_sequences=(len(stream) - 1) // 12)
     rows = result.rows()
     empty = [i for i, n in enumerate(want.counts) if n == 0]

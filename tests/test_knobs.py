@@ -1,4 +1,5 @@
-"""What a knob changes is said in one place, and is true: a generated test of every knob of every shipped option."""
+"""What a knob changes is said in one place, and is true: a generated test of every knob of every
+shipped option."""
 
 from __future__ import annotations
 
@@ -25,16 +26,19 @@ from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer", "schedule", "clip", "precision", "parallelism", "tracker")
-# Three windows are the whole run, so that the end of a schedule is among them. As overrides of the shipped values.
+# Three windows are the whole run, so that the end of a schedule is among them. As overrides of the
+# shipped values.
 TINY: dict[str, Any] = {
-    "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_model": 16, "model.d_ff": 16,
+    "model.n_layers": 1, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_model": 16,
+    "model.d_ff": 16,
     "model.max_position_embeddings": 32, "model.vocab_size": 320, "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2, "batch.real_batch_size": 4, "batch.sequence_length": 12,
     "train.max_steps": 3, "train.eval_tokens": 48, "train.device": "cpu", "data.max_tokens": 2000,
     "data.n_tokens": 2000, "optimizer.lr": 0.01, "train.log_every": 1,
 }  # fmt: skip
 USUAL = {"data": "synthetic", "precision": "fp64", "parallelism": "single", "tracker": "none"}
-# Another value of a knob, with what has to change beside it; else it is derived from the value that there is.
+# Another value of a knob, with what has to change beside it; else it is derived from the value that
+# there is.
 OTHER: dict[str, dict[str, Any]] = {
     "model.n_heads": {"model.n_heads": 4},
     "model.dropout": {"model.dropout": 0.3},
@@ -61,7 +65,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "precision.init_scale": {"precision.init_scale": 1e30},
     "precision.growth_interval": {"precision.growth_interval": 1},
     "batch.micro_batch_size": {"batch.micro_batch_size": 4, "batch.gradient_accumulation_steps": 1},
-    "batch.gradient_accumulation_steps": {"batch.micro_batch_size": 1, "batch.gradient_accumulation_steps": 4},
+    "batch.gradient_accumulation_steps": {
+        "batch.micro_batch_size": 1,
+        "batch.gradient_accumulation_steps": 4,
+    },
     "batch.real_batch_size": {"batch.real_batch_size": 8, "batch.micro_batch_size": 4},
     "train.max_epochs": {"train.max_epochs": 0.05, "train.max_steps": None},
     "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
@@ -77,8 +84,10 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.skip_outliers": LONG,
 }
 # They need a GPU, a compiler, or several ranks, with which test_invariance compares.
-NOT_HERE = ("train.device", "train.compile", "metrics.single_rank_rates", "parallelism.nproc_per_node",
-            "parallelism.nnodes", "parallelism.tensor_parallel_size", "parallelism.replicate_size")  # fmt: skip
+NOT_HERE = ("train.device", "train.compile", "metrics.single_rank_rates",
+"parallelism.nproc_per_node",
+            "parallelism.nnodes", "parallelism.tensor_parallel_size",
+            "parallelism.replicate_size")  # fmt: skip
 
 
 @functools.cache
@@ -101,12 +110,20 @@ def options(group: str) -> list[str]:
 def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
     """A config of the shipped files, with other values by dotted keys."""
     main = copy.deepcopy(shipped("config"))
-    chosen = {next(iter(line)): next(iter(line.values())) for line in main.pop("defaults")[1:11]} | USUAL | choice
-    tree = {key: value for key, value in main.items() if key not in ("hydra", "sweep")}
-    tree |= {group: copy.deepcopy(shipped(f"{group}/{chosen[group]}")) for group in (*GROUPS, "tokenizer")}
-    tree["data"] |= {"text": {"train_files": "words*.txt"}, "tokens": {"train_files": "ids.bin"}}.get(
-        chosen["data"], {}
+    chosen = (
+        {next(iter(line)): next(iter(line.values())) for line in main.pop("defaults")[1:11]}
+        | USUAL
+        | choice
     )
+    tree = {key: value for key, value in main.items() if key not in ("hydra", "sweep")}
+    tree |= {
+        group: copy.deepcopy(shipped(f"{group}/{chosen[group]}"))
+        for group in (*GROUPS, "tokenizer")
+    }
+    tree["data"] |= {
+        "text": {"train_files": "words*.txt"},
+        "tokens": {"train_files": "ids.bin"},
+    }.get(chosen["data"], {})
     for key, value in (TINY | changes).items():
         section, _, name = key.partition(".")
         if key in changes or name in tree[section]:
@@ -115,7 +132,8 @@ def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
 
 
 def trained(config: Config) -> tuple[str, list[float]]:
-    """(digest of windows, losses, norms, updates and the evaluation, its figures) of a whole run in this process."""
+    """(digest of windows, losses, norms, updates and the evaluation, its figures) of a whole run in
+    this process."""
     parts = assemble(config, write=True)
     s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
     s.model.train()
@@ -138,7 +156,9 @@ def trained(config: Config) -> tuple[str, list[float]]:
 
 
 @functools.cache
-def baseline(choice: tuple[tuple[str, str], ...], changes: tuple[tuple[str, Any], ...]) -> tuple[str, list[float]]:
+def baseline(
+    choice: tuple[tuple[str, str], ...], changes: tuple[tuple[str, Any], ...]
+) -> tuple[str, list[float]]:
     return trained(made(dict(choice), dict(changes)))
 
 
@@ -156,7 +176,8 @@ def another(key: str, value: Any) -> Any:
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    """(group, option, key) of each knob of each option; the sections that are no group have the option config."""
+    """(group, option, key) of each knob of each option; the sections that are no group have the
+    option config."""
     for group in GROUPS:
         known = [key for key in fields() if key.startswith(f"{group}.")]
         for option in options(group):
@@ -173,17 +194,22 @@ def work(tmp_path_factory) -> Iterator[Path]:
     for name in ("words1.txt", "words2.txt", "words3.txt", "words4.txt", "more.txt"):
         (folder / name).write_text(f"so many words of {name}, so little time. " * 40)
     for name in ("ids.bin", "more.bin"):
-        np.random.default_rng(len(name)).integers(0, 50, 6000).astype(np.uint16).tofile(folder / name)
+        np.random.default_rng(len(name)).integers(0, 50, 6000).astype(np.uint16).tofile(
+            folder / name
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LLMEXP_CACHE_DIR", str(folder / "cache"))
         yield folder
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c[2] not in NOT_HERE], ids=lambda c: f"{c[1]}-{c[2]}")
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if c[2] not in NOT_HERE], ids=lambda c: f"{c[1]}-{c[2]}"
+)
 def test_a_knob_changes_what_it_says(work, case):
-    """Two values of it: other windows, norms or updates where it affects the result, the same ones where it does not
-    act in the option, or only names and records, and the same to rounding where it says so."""
+    """Two values of it: other windows, norms or updates where it affects the result, the same ones
+    where it does not act in the option, or only names and records, and the same to rounding where
+    it says so."""
     group, option, key = case
     choice, beside = ({} if option == "config" else {group: option}), WITH.get(key, {})
     first = made(choice, beside)
@@ -210,10 +236,12 @@ def test_a_knob_changes_what_it_says(work, case):
 
 
 def test_the_lists_of_keys_come_from_one_place():
-    """Resuming, telling points apart and comparing ask the same question of the same declarations."""
+    """Resuming, telling points apart and comparing ask the same question of the same
+    declarations."""
     assert {meta["affects"] for meta in fields().values()} == {"result", "rounding", "nothing"}
     said = {"train.seed": "result", "batch.micro_batch_size": "rounding", "tracker.name": "nothing",
-            "data.cache_dir": "nothing", "model.d_model": "result", "of.nobody": "result"}  # fmt: skip
+            "data.cache_dir": "nothing", "model.d_model": "result",
+            "of.nobody": "result"}  # fmt: skip
     assert {key: affects(key) for key in said} == said
     for key in (*fields(), *said):
         assert not is_record(key) or may_change(key), key
@@ -224,7 +252,9 @@ def test_the_lists_of_keys_come_from_one_place():
 
 def test_a_config_of_before_still_builds_and_dead_knobs_tell_no_runs_apart():
     """Its config.yaml has all keys, with any values where they do nothing."""
-    old = flatten(plain(made({"clip": "none"}, {"clip.max_norm": 0.1, "parallelism.timeout_s": 5.0})))
+    old = flatten(
+        plain(made({"clip": "none"}, {"clip.max_norm": 0.1, "parallelism.timeout_s": 5.0}))
+    )
     new = flatten(plain(made({"clip": "none"}, {})))
     assert old["clip.max_norm"] == 0.1
     assert new["clip.max_norm"] is None
@@ -232,4 +262,6 @@ def test_a_config_of_before_still_builds_and_dead_knobs_tell_no_runs_apart():
     assert identity(plain(made({"clip": "none"}, {"clip.max_norm": 0.1}))) == identity(
         plain(made({"clip": "none"}, {}))
     )
-    assert all(key.partition(".")[0] in OPEN_SECTIONS or "default" in fields()[key] for key in dead(new))
+    assert all(
+        key.partition(".")[0] in OPEN_SECTIONS or "default" in fields()[key] for key in dead(new)
+    )

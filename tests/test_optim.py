@@ -32,7 +32,9 @@ def give_gradients(model: GPT2, seed: int) -> None:
 
 
 def state(model, optimizers):
-    return copy.deepcopy(([p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]))
+    return copy.deepcopy(
+        ([p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers])
+    )
 
 
 def equal(a, b) -> bool:
@@ -40,7 +42,11 @@ def equal(a, b) -> bool:
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    return all(equal(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, (list, tuple)) else a == b
+    return (
+        all(equal(x, y) for x, y in zip(a, b, strict=True))
+        if isinstance(a, (list, tuple))
+        else a == b
+    )
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -71,15 +77,21 @@ def test_decay_on_matrices_only_and_muon_on_hidden_ones():
     model, (muon, rest) = made("muon")
     hidden = {id(p) for p in muon.param_groups[0]["params"]}
     named = {n for n, p in model.named_parameters() if id(p) in hidden}
-    assert named == {n for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")}
-    assert len(hidden) + sum(len(g["params"]) for g in rest.param_groups) == len(list(model.parameters()))
+    assert named == {
+        n for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")
+    }
+    assert len(hidden) + sum(len(g["params"]) for g in rest.param_groups) == len(
+        list(model.parameters())
+    )
 
 
 def test_adamw_is_adamw():
     """Against the formula in float64 (Loshchilov & Hutter 2019, algorithm 2)."""
     model, _ = made("adamw")
     model.double()
-    optimizers = optim.as_list(optim.adamw(model, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2))
+    optimizers = optim.as_list(
+        optim.adamw(model, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2)
+    )
     want = [p.detach().clone() for p in model.parameters()]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in want]
     for t in range(1, 6):
@@ -106,21 +118,28 @@ def test_bad_rates_are_refused_by_name(name, rate):
 
 @pytest.mark.parametrize("steps", [100, 2.5, 0, -1, True, None, "5"])
 def test_bad_numbers_of_iterations_are_refused_by_name(steps):
-    with pytest.raises(ValueError, match=rf"optimizer\.ns_steps={steps}: a whole number from 1 to 99 .*\.ns_steps=5"):
+    with pytest.raises(
+        ValueError,
+        match=rf"optimizer\.ns_steps={steps}: a whole number from 1 to 99 .*\.ns_steps=5",
+    ):
         optim.muon(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, ns_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 @pytest.mark.parametrize("flag", ["text", 1, None, 0.5])
 def test_bad_flags_are_refused_by_name(name, flag):
-    with pytest.raises(ValueError, match=rf"optimizer\.nesterov={flag}: true or false .* optimizer\.nesterov=true"):
+    with pytest.raises(
+        ValueError, match=rf"optimizer\.nesterov={flag}: true or false .* optimizer\.nesterov=true"
+    ):
         getattr(optim, name)(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, nesterov=flag)
 
 
 def test_what_does_not_fit_together_is_refused_by_name():
     with pytest.raises(ValueError, match=r"optimizer\.nesterov=true: .* optimizer\.momentum=0\.9"):
         optim.sgd(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, momentum=0.0, nesterov=True)
-    with pytest.raises(ValueError, match=r"optimizer\.adjust_lr=foo: .* optimizer\.adjust_lr=match_rms_adamw"):
+    with pytest.raises(
+        ValueError, match=r"optimizer\.adjust_lr=foo: .* optimizer\.adjust_lr=match_rms_adamw"
+    ):
         optim.muon(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, adjust_lr="foo")
 
 

@@ -1,4 +1,5 @@
-"""The user's own model, data, optimizer and hooks, from their own files; and what a config file may not do."""
+"""The user's own model, data, optimizer and hooks, from their own files; and what a config file may
+not do."""
 
 from __future__ import annotations
 
@@ -205,7 +206,7 @@ class Spare(Bigram):
 
 def clashes(event, context):
     return {"lr": 1.0} if event == "step_end" else None
-'''
+'''  # noqa: E501
 
 FILES = {
     "mymodel.py": CODE,
@@ -213,7 +214,8 @@ FILES = {
     "conf/data/mine.yaml": "_target_: mymodel.cycle\nlength: 3000\n",
     "conf/optimizer/mine.yaml": "_target_: mymodel.plain_sgd\nlr: 1.0\n",
 }
-BASE = ["--config-dir", "conf", "model=mine", "batch.sequence_length=12", "tracker=none", "train.sample_tokens=0",
+BASE = ["--config-dir", "conf", "model=mine", "batch.sequence_length=12", "tracker=none",
+"train.sample_tokens=0",
         "train.log_every=1", "data=synthetic", "data.n_tokens=5000"]  # fmt: skip
 
 
@@ -234,7 +236,8 @@ def own(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def all_own(own) -> Result:
     """A run of nothing but own parts, five steps of eight, then resumed to the end."""
-    overrides = ["data=mine", "optimizer=mine", "train.max_steps=8", "checkpoint.every=4", "schedule=constant",
+    overrides = ["data=mine", "optimizer=mine", "train.max_steps=8", "checkpoint.every=4",
+    "schedule=constant",
                  "schedule.warmup_steps=0"]  # fmt: skip
     base = [o for o in BASE if not o.startswith("data")]
     result = llmexp("train", *base, *overrides, "--allow", "mymodel", "hydra.run.dir=all", cwd=own)
@@ -245,7 +248,9 @@ def all_own(own) -> Result:
 def test_own_parts_train(all_own):
     rows = all_own.rows()
     assert len(rows) == 8
-    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1  # the next id of a cycle is quickly learnt
+    assert (
+        rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.1
+    )  # the next id of a cycle is quickly learnt
     assert [row["lr"] for row in rows] == [1.0] * 8  # the user's optimizer, at the user's rate
     assert "val/loss" in rows[-1]
     assert "mfu" not in rows[-1]  # the model says nothing about its FLOPs: no figure
@@ -270,20 +275,35 @@ def test_resume_needs_allow_again(own, all_own):
 
 def line_of(own: Path, text: str) -> str:
     """FILE:LINE of the first line of mymodel.py that has the text."""
-    number = next(i for i, line in enumerate((own / "mymodel.py").read_text().splitlines(), 1) if text in line)
+    number = next(
+        i for i, line in enumerate((own / "mymodel.py").read_text().splitlines(), 1) if text in line
+    )
     return f"{own / 'mymodel.py'}:{number}"
 
 
 @pytest.mark.parametrize(
     ("part", "says", "line"),
     [
-        ("data=lost", "data: mymodel.lost failed: KeyError: 'no such corpus'", 'raise KeyError("no such corpus")'),
-        ("data=unread", "data: mymodel.unread failed: FileNotFoundError: [Errno 2]", 'np.load("corpus.npy")'),
-        ("model._target_=broken.Model", "model._target_=broken.Model: importing broken failed: SyntaxError", "def ("),
+        (
+            "data=lost",
+            "data: mymodel.lost failed: KeyError: 'no such corpus'",
+            'raise KeyError("no such corpus")',
+        ),
+        (
+            "data=unread",
+            "data: mymodel.unread failed: FileNotFoundError: [Errno 2]",
+            'np.load("corpus.npy")',
+        ),
+        (
+            "model._target_=broken.Model",
+            "model._target_=broken.Model: importing broken failed: SyntaxError",
+            "def (",
+        ),
     ],
 )
 def test_an_error_of_the_users_code_shows_that_code(own, part, says, line):
-    """Its own frames and no others, before anything is written; of a sweep, each point that it makes impossible."""
+    """Its own frames and no others, before anything is written; of a sweep, each point that it
+    makes impossible."""
     (own / "broken.py").write_text("x = 1\ndef (\n")
     for name in ("lost", "unread"):
         (own / f"conf/data/{name}.yaml").write_text(f"_target_: mymodel.{name}\nn_tokens: 1\n")
@@ -297,7 +317,9 @@ def test_an_error_of_the_users_code_shows_that_code(own, part, says, line):
     assert line in "".join(block)
     assert not (own / "lost").exists()
     if part == "data=lost":
-        sweep = llmexp("train", "-m", *BASE, *allowed, part, "train.seed=1,2", "hydra.sweep.dir=lost", cwd=own)
+        sweep = llmexp(
+            "train", "-m", *BASE, *allowed, part, "train.seed=1,2", "hydra.sweep.dir=lost", cwd=own
+        )
         assert sweep.code == 2
         assert "Traceback" not in sweep.err
         assert f"0-seed_1, 1-seed_2: {says}" in sweep.err
@@ -308,7 +330,8 @@ def test_a_model_without_parameters(own):
     refused = llmexp("plan", *BASE, "--allow", "mymodel", "model._target_=mymodel.Empty", cwd=own)
     assert refused.code == 2
     assert refused.err == (
-        f"llmexp: model._target_=mymodel.Empty: has no parameters to train ({line_of(own, 'class Empty')})\n"
+        "llmexp: model._target_=mymodel.Empty: has no parameters to train "
+        f"({line_of(own, 'class Empty')})\n"
     )
 
 
@@ -351,14 +374,16 @@ TRICKS = [
     "model={_target_: llmexp.fileio.write_whole, path: canary, text: x}",
     "model={_target_: llmexp.models.gpt2.torch.save, obj: 1, f: canary}",
     "model={_target_: torch.hub.load, repo_or_dir: ., source: local, model: canary}",
-    "model={_target_: llmexp.models.gpt2.GPT2, n_layers: {_target_: os.system, command: 'touch canary'}}",
+    "model={_target_: llmexp.models.gpt2.GPT2, n_layers: {_target_: os.system, command: 'touch "
+    "canary'}}",
     "model={_target_: llmexp.models.gpt2.GPT2, _partial_: true, _args_: ['touch canary']}",
     "data={_target_: pathlib.Path.touch, self: canary}",
     "optimizer={_target_: llmexp.compose.command_line.allow, packages: os}",
     "schedule={_target_: llmexp.models.gpt2.GPT2}",
     "hooks=[{_target_: os.system, command: 'touch canary'}]",
     "hooks=[{_target_: llmexp.cli.worker.os.system, command: 'touch canary'}]",
-    "hooks=[{_target_: llmexp.verify.record.record, deeper: {_target_: os.system, command: 'touch canary'}}]",
+    "hooks=[{_target_: llmexp.verify.record.record, deeper: {_target_: os.system, command: 'touch "
+    "canary'}}]",
     "hooks=[{_target_: '${user.x}'}]",
     "tokenizer={_target_: os.system, command: 'touch canary'}",
 ]
@@ -373,7 +398,9 @@ def test_tricks_are_refused_and_do_nothing(tmp_path, capsys, monkeypatch, trick)
         (tmp_path / "conf" / "experiment").mkdir(parents=True)
         text = f"# @package _global_\nhooks: {trick.partition('=')[2]}\nuser: {{x: os.system}}\n"
         (tmp_path / "conf" / "experiment" / "trick.yaml").write_text(text)
-        assert run(["plan", *TINY, "data=synthetic", "--config-dir", "conf", "experiment=trick"]) == 2
+        assert (
+            run(["plan", *TINY, "data=synthetic", "--config-dir", "conf", "experiment=trick"]) == 2
+        )
         out, err = capsys.readouterr()
         assert err.startswith("llmexp: hooks")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["conf"]
@@ -392,7 +419,8 @@ def test_tricks_are_refused_and_do_nothing(tmp_path, capsys, monkeypatch, trick)
 @pytest.fixture(scope="module")
 def dropout_run(own) -> tuple[list[str], Result]:
     """A run that draws random numbers itself, without hooks."""
-    overrides = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.dropout=0.2", "train.max_steps=6",
+    overrides = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.dropout=0.2",
+    "train.max_steps=6",
                  "train.log_every=2", "train.eval_every=4", "checkpoint.every=3"]  # fmt: skip
     result = llmexp("train", *overrides, "hydra.run.dir=bare", cwd=own)
     assert result.code == 0, result.err
@@ -402,7 +430,8 @@ def dropout_run(own) -> tuple[list[str], Result]:
 def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
     overrides, bare = dropout_run
     hooked = llmexp(
-        "train", *overrides, "hooks=[mymodel.note]", "--allow=mymodel", "hydra.run.dir=hooked", cwd=own
+        "train", *overrides, "hooks=[mymodel.note]", "--allow=mymodel", "hydra.run.dir=hooked",
+        cwd=own
     )  # fmt: skip
     assert hooked.code == 0, hooked.err
     mine = ("mine/weight", "mine/noise")
@@ -411,33 +440,46 @@ def test_hooks_see_every_event_and_change_nothing(own, dropout_run):
     seen = [line.split() for line in (own / "events.txt").read_text().splitlines()]
     expected: list[tuple[str, int, bool]] = []
     for step in range(1, 7):
-        expected += [(event, step, False) for event in ("step_start", "backward_start", "backward_end")]
+        expected += [
+            (event, step, False) for event in ("step_start", "backward_start", "backward_end")
+        ]
         expected += [("step_end", step, step % 2 == 0)]
-        expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (step in (3, 6))
+        expected += [("evaluated", step, True)] * (step in (4, 6)) + [("saved", step, False)] * (
+            step in (3, 6)
+        )
     assert [(event, int(step), row != "-") for event, step, row in seen] == expected
 
 
 @pytest.mark.parametrize(
     ("part", "says", "line"),
     [
-        ("model=Tuple", "returned a tuple of 2, where a tensor of logits (2, 12, 320) = (batch", "tokens_bt), None"),
-        ("model=Wrapped", "= (batch, time, vocabulary) is needed; return its .logits", "found = Output()"),
+        ("model=Tuple", "returned a tuple of 2, where a tensor of logits (2, 12, 320) = "
+                        "(batch", "tokens_bt), None"),
+        ("model=Wrapped", "= (batch, time, vocabulary) is needed; return its "
+                          ".logits", "found = Output()"),
         ("model=Turned", "returned a tensor (2, 320, 12), where", "transpose(1, 2)"),
-        ("model=Narrow", "returned logits over 257 ids, where the vocabulary has 320", "def forward(self, tokens_bt):"),
+        ("model=Narrow", "returned logits over 257 ids, where the vocabulary has "
+                         "320", "def forward(self, tokens_bt):"),
         ("model=Chosen", "returned int64 values, where floating-point logits", "* 9).long()"),
-        ("model=Detached", "its logits depend on no parameter", "super().forward(tokens_bt).detach()"),
-        ("model=Crashes", "failed on tokens (2, 12): RuntimeError: mat1 and mat2", "self.embed(tokens_bt).mT"),
+        ("model=Detached", "its logits depend on no parameter",
+        "super().forward(tokens_bt).detach()"),
+        ("model=Crashes", "failed on tokens (2, 12): RuntimeError: mat1 and "
+                          "mat2", "self.embed(tokens_bt).mT"),
         ("schedule=never", "returned None for update 0", "def never("),
     ],
 )  # fmt: skip
-def test_a_wrong_output_is_refused_before_training_with_its_line(own, capsys, monkeypatch, part, says, line):
+def test_a_wrong_output_is_refused_before_training_with_its_line(
+    own, capsys, monkeypatch, part, says, line
+):
     monkeypatch.chdir(own)
     monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
     monkeypatch.syspath_prepend(str(own))
     section, _, name = part.partition("=")
     (own / "conf/schedule").mkdir(exist_ok=True)
     (own / "conf/schedule/never.yaml").write_text("_target_: mymodel.never\n")
-    assert run(["plan", *BASE, f"model._target_=mymodel.{name}" if section == "model" else part]) == 2
+    assert (
+        run(["plan", *BASE, f"model._target_=mymodel.{name}" if section == "model" else part]) == 2
+    )
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err
@@ -458,18 +500,25 @@ def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(own):
     (own / "conf/tokenizer/pairs.yaml").write_text("_target_: mymodel.Pairs\n")
     for name in ("a", "b"):
         (own / f"{name}.txt").write_text(f"file {name} says: the same line again and again\n" * 40)
-    settings = ["tokenizer=pairs", "data=text", "data.train_files=[a.txt,b.txt]", "model=mine", "model.width=4",
-                "batch.micro_batch_size=2", "batch.sequence_length=12", "train.sample_tokens=4", "train.max_steps=6",
-                "train.log_every=1", "checkpoint.every=3", "tracker=none", "--config-dir=conf", "--allow=mymodel",
+    settings = ["tokenizer=pairs", "data=text", "data.train_files=[a.txt,b.txt]", "model=mine",
+    "model.width=4",
+                "batch.micro_batch_size=2", "batch.sequence_length=12", "train.sample_tokens=4",
+                "train.max_steps=6",
+                "train.log_every=1", "checkpoint.every=3", "tracker=none", "--config-dir=conf",
+                "--allow=mymodel",
                 "precision=fp32"]  # fmt: skip
     done = llmexp("train", *settings, "hydra.run.dir=pairs", cwd=own)
     assert done.code == 0, done.err
     assert "tokenizer Pairs" in done.out
     whole = exact(done)
     last = whole[-1]
-    assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / np.log(2) / 2, rel=0.02)  # two bytes an id
+    assert last["val/bits_per_byte"] == pytest.approx(
+        last["val/loss"] / np.log(2) / 2, rel=0.02
+    )  # two bytes an id
     assert done.json("run.json")["tokenizer_vocab_size"] == 65793
-    said = llmexp("sample", "pairs", "--prompt", "the same", "--tokens", "3", "--allow=mymodel", cwd=own)
+    said = llmexp(
+        "sample", "pairs", "--prompt", "the same", "--tokens", "3", "--allow=mymodel", cwd=own
+    )
     assert said.code == 0, said.err
     assert said.out.startswith("the same")
     (own / "copies").mkdir()
@@ -482,10 +531,22 @@ def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(own):
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("{_target_: mymodel.Unfinished}", "Unfinished lacks encode_batch, eot_token, byte_lengths; a tokenizer has"),
-        ("{_target_: mymodel.Pairs, broken: lengths}", "Pairs.byte_lengths must hold 65,793 whole numbers"),
-        ("{_target_: mymodel.Pairs, broken: range}", "must return ids from 0 to 65792 (n_vocab - 1), not [70000]"),
-        ("{_target_: mymodel.Pairs, broken: crash}", "failed: AttributeError: 'Pairs' object has no attribute 'table'"),
+        (
+            "{_target_: mymodel.Unfinished}",
+            "Unfinished lacks encode_batch, eot_token, byte_lengths; a tokenizer has",
+        ),
+        (
+            "{_target_: mymodel.Pairs, broken: lengths}",
+            "Pairs.byte_lengths must hold 65,793 whole numbers",
+        ),
+        (
+            "{_target_: mymodel.Pairs, broken: range}",
+            "must return ids from 0 to 65792 (n_vocab - 1), not [70000]",
+        ),
+        (
+            "{_target_: mymodel.Pairs, broken: crash}",
+            "failed: AttributeError: 'Pairs' object has no attribute 'table'",
+        ),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(own, capsys, monkeypatch, target, says):
@@ -503,15 +564,28 @@ def test_what_is_no_tokenizer_is_refused(own, capsys, monkeypatch, target, says)
 
 def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
     overrides, bare = dropout_run
-    hooks = "hooks=[{_target_:mymodel.every,every:2},{_target_:mymodel.every,every:4,name:b},mymodel.note]"
+    hooks = "hooks=[{_target_:mymodel.every,every:2},{_target_:mymodel.every,every:4,name:b},mymodel.note]"  # noqa: E501
     user = ["+user.scale=0.5", "+user.deep.text=a b", "+user.home=${oc.env:MY_HOME}"]
     done = llmexp(
-        "train", *overrides, hooks, *user, "--allow=mymodel", "hydra.run.dir=args", cwd=own, MY_HOME="/some/where"
+        "train",
+        *overrides,
+        hooks,
+        *user,
+        "--allow=mymodel",
+        "hydra.run.dir=args",
+        cwd=own,
+        MY_HOME="/some/where",
     )
     assert done.code == 0, done.err
-    assert [(r.get("mine/seen"), r.get("b")) for r in done.rows()] == [(1.0, None), (2.0, 2.0), (3.0, None)]
+    assert [(r.get("mine/seen"), r.get("b")) for r in done.rows()] == [
+        (1.0, None),
+        (2.0, 2.0),
+        (3.0, None),
+    ]
     added = ("mine/", "b")
-    assert [{k: v for k, v in r.items() if not k.startswith(added)} for r in exact(done)] == exact(bare)
+    assert [{k: v for k, v in r.items() if not k.startswith(added)} for r in exact(done)] == exact(
+        bare
+    )
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert saved["user"] == {"scale": 0.5, "deep": {"text": "a b"}, "home": "${oc.env:MY_HOME}"}
 
@@ -519,8 +593,14 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["hooks=[{_target_:mymodel.every,evry:2}]"], "hooks.0.evry: mymodel.every has no such argument. Did you mean"),
-        (["hooks=[{_target_:mymodel.every}]"], "hooks=mymodel.every: cannot be called as (event, context)"),
+        (
+            ["hooks=[{_target_:mymodel.every,evry:2}]"],
+            "hooks.0.evry: mymodel.every has no such argument. Did you mean",
+        ),
+        (
+            ["hooks=[{_target_:mymodel.every}]"],
+            "hooks=mymodel.every: cannot be called as (event, context)",
+        ),
         (["hooks=[mymodel.unread]"], "hooks=mymodel.unread: cannot be called as (event, context)"),
         (["hooks=[{every:2}]"], "hooks.0._target_: this key is missing"),
         (["hooks=[3]"], "hooks=[3]: a list of names of functions"),
@@ -548,24 +628,52 @@ def test_points_that_differ_in_what_nobody_reads_are_twins(own, capsys, monkeypa
     monkeypatch.syspath_prepend(str(own))
     assert run(["plan", "-m", *BASE, "+user.scale=1,2"]) == 2
     assert "same config as 0-" in capsys.readouterr().err
-    assert run(["plan", "-m", *BASE, "+user.scale=1,2", "hooks=[{_target_:mymodel.every,every:2}]"]) == 0
+    assert (
+        run(["plan", "-m", *BASE, "+user.scale=1,2", "hooks=[{_target_:mymodel.every,every:2}]"])
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        ("breaks", "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')"),
+        (
+            "breaks",
+            "the hook mymodel.breaks failed at step_end of step 2: ZeroDivisionError('by zero')",
+        ),
         ("leaves", "the hook mymodel.leaves failed at step_start of step 2: SystemExit(0)"),
-        ("clashes", "returned lr, which the row of step 2 has already; choose another name, for example mine/lr"),
-        ("counts", "the hook mymodel.counts returned 3 (int) at step_start of step 1; a hook returns None or a dict"),
-        ("texts", "the hook mymodel.texts returned mine/name='x' (str) at step_start of step 1; a hook returns None"),
-        ("numbered", "the hook mymodel.numbered returned the key 1 (int) at saved of step 3; a hook returns None or a"),
+        (
+            "clashes",
+            "returned lr, which the row of step 2 has already; choose another name, for example "
+            "mine/lr",
+        ),
+        (
+            "counts",
+            "the hook mymodel.counts returned 3 (int) at step_start of step 1; a hook returns None "
+            "or a dict",
+        ),
+        (
+            "texts",
+            "the hook mymodel.texts returned mine/name='x' (str) at step_start of step 1; a hook "
+            "returns None",
+        ),
+        (
+            "numbered",
+            "the hook mymodel.numbered returned the key 1 (int) at saved of step 3; a hook returns "
+            "None or a",
+        ),
     ],
 )
 def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
     overrides, _ = dropout_run
     result = llmexp(
-        "train", *overrides, f"hooks=[mymodel.{hook}]", "--allow", "mymodel", f"hydra.run.dir={hook}", cwd=own
+        "train",
+        *overrides,
+        f"hooks=[mymodel.{hook}]",
+        "--allow",
+        "mymodel",
+        f"hydra.run.dir={hook}",
+        cwd=own,
     )
     assert result.code == 3
     assert says in result.err
@@ -578,31 +686,49 @@ def test_a_hook_that_fails_is_named(own, dropout_run, hook, says):
 
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 3), ("fsdp", 0)])
 def test_a_parameter_without_a_part_in_the_loss(own, kind, code):
-    done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Spare", f"parallelism={kind}",
-                  "parallelism.nproc_per_node=2", "train.max_steps=3", f"name=spare_{kind}", cwd=own)  # fmt: skip
+    done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Spare",
+    f"parallelism={kind}",
+                  "parallelism.nproc_per_node=2", "train.max_steps=3", f"name=spare_{kind}",
+                  cwd=own)  # fmt: skip
     assert done.code == code, done.err
     if code:
-        assert "parallelism=fsdp takes them, or leave them out (number 3, 4 in the model's order" in done.err
+        assert (
+            "parallelism=fsdp takes them, or leave them out (number 3, 4 in the model's order"
+            in done.err
+        )
 
 
 def test_an_error_of_the_users_code_in_training_names_its_line(own):
-    done = llmexp("train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Late", "hydra.run.dir=late", cwd=own)
+    done = llmexp(
+        "train",
+        *BASE,
+        "--allow",
+        "mymodel",
+        "model._target_=mymodel.Late",
+        "hydra.run.dir=late",
+        cwd=own,
+    )
     assert done.code == 3
     assert f"ArithmeticError: too late ({line_of(own, 'too late')})" in done.err.splitlines()[-1]
 
 
-def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(own, capsys, monkeypatch):
+def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(
+    own, capsys, monkeypatch
+):
     monkeypatch.chdir(own)
     monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
     monkeypatch.syspath_prepend(str(own))
     (own / "conf/optimizer/changing.yaml").write_text("_target_: mymodel.changing\nlr: 1.0\n")
-    assert run(["plan", "-m", *BASE, "optimizer=changing", "train.seed=1,2"]) == 0, capsys.readouterr().err
+    assert run(["plan", "-m", *BASE, "optimizer=changing", "train.seed=1,2"]) == 0, (
+        capsys.readouterr().err
+    )
 
 
 def test_own_parts_in_a_sweep(own):
     """--allow holds for the check of the points and for every point."""
     result = llmexp(
-        "train", "-m", *BASE, "train.max_steps=1", "model.width=4", "--allow", "mymodel", "hydra.sweep.dir=sweep",
+        "train", "-m", *BASE, "train.max_steps=1", "model.width=4", "--allow", "mymodel",
+        "hydra.sweep.dir=sweep",
         cwd=own,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -630,14 +756,30 @@ class Model(nn.Module):
 
 
 def test_the_trial_leaves_nothing_in_what_the_users_code_keeps(tmp_path):
-    """A cache of tensors at the level of the module would keep those of the meta device, whose values are garbage."""
+    """A cache of tensors at the level of the module would keep those of the meta device, whose
+    values are garbage."""
     (tmp_path / "model").mkdir()
     rows = []
     for name, decorator in (("cached", "@functools.lru_cache"), ("plain", "")):
         (tmp_path / f"{name}.py").write_text(CACHED.replace("{decorator}", decorator))
-        (tmp_path / "model" / f"{name}.yaml").write_text(f"_target_: {name}.Model\nvocab_size: null\n")
-        overrides = [*TINY[-3:], "batch.sequence_length=12", "train.max_steps=3", "train.log_every=1", "precision=fp32"]
-        where = ["--config-dir=.", "--allow", name, f"model={name}", f"hydra.run.dir=run-{name}", "data=synthetic"]
+        (tmp_path / "model" / f"{name}.yaml").write_text(
+            f"_target_: {name}.Model\nvocab_size: null\n"
+        )
+        overrides = [
+            *TINY[-3:],
+            "batch.sequence_length=12",
+            "train.max_steps=3",
+            "train.log_every=1",
+            "precision=fp32",
+        ]
+        where = [
+            "--config-dir=.",
+            "--allow",
+            name,
+            f"model={name}",
+            f"hydra.run.dir=run-{name}",
+            "data=synthetic",
+        ]
         result = llmexp("train", *overrides, *where, cwd=tmp_path)
         assert result.code == 0, result.err
         rows.append([(r["train/loss"], r["grad_norm"]) for r in result.rows()])

@@ -1,4 +1,5 @@
-"""Ranks as a user starts them: killed, hung, stopped, moved to another layout, and the same numbers all along."""
+"""Ranks as a user starts them: killed, hung, stopped, moved to another layout, and the same numbers
+all along."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ from tests.test_resume import cut_after, exact
 
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
 SETTINGS = [
-    "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", "train.max_steps=20", "train.log_every=1",
-    "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null", "optimizer.lr=0.01", "data.ignore_id=10",
+    "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", "train.max_steps=20",
+    "train.log_every=1",
+    "train.eval_every=10", "checkpoint.every=5", "checkpoint.keep=null", "optimizer.lr=0.01",
+    "data.ignore_id=10",
     "train.data_digest=true",
 ]  # fmt: skip
 TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
@@ -75,10 +78,13 @@ def rank_process(folder: Path, rank: int) -> int:
 
 
 def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Popen[str], Result]:
-    """A run of two ranks that has written 7 rows, and goes on when the file `go` is there or it is told to stop."""
+    """A run of two ranks that has written 7 rows, and goes on when the file `go` is there or it is
+    told to stop."""
     (cwd / "held.py").write_text(HOLD)
     run = Result(0, "", "", cwd / "run")
-    process = start("train", *TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more, cwd=cwd)
+    process = start(
+        "train", *TINY, *settings, *TWO, *HELD, f"hydra.run.dir={run.folder}", *more, cwd=cwd
+    )
     deadline = time.monotonic() + 120
     while not (run.folder / "metrics.jsonl").exists() or len(run.rows()) < 7:
         assert time.monotonic() < deadline
@@ -146,24 +152,46 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
         "class Bad(BaseException): pass\n"
         "def hook(event, context):\n"
         "    group = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "    if event == 'step_start' and context.step == 3 + int(group) and os.environ['RANK'] == '1':\n"
+        "    if event == 'step_start' and context.step == 3 + int(group) and os.environ['RANK'] == "
+        "'1':\n"
         "        raise Bad('broken on purpose by group ' + group)\n"
     )
-    overrides = ["--allow", "faulty", "hooks=[faulty.hook]", *settings, *TWO, "parallelism.max_restarts=1"]
+    overrides = [
+        "--allow",
+        "faulty",
+        "hooks=[faulty.hook]",
+        *settings,
+        *TWO,
+        "parallelism.max_restarts=1",
+    ]
     result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
     assert result.code == 3
-    first = result.err.index("Bad: broken on purpose by group 1")  # the one before it was made good by a restart
+    first = result.err.index(
+        "Bad: broken on purpose by group 1"
+    )  # the one before it was made good by a restart
     assert "Traceback" in result.err[:first]
     assert "Connection" not in result.err[:first]
     error = result.json("status.json")["error"]
-    assert error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:6") or "Bad: broken" in error
+    assert (
+        error.startswith(f"Bad: broken on purpose by group 1 ({tmp_path / 'faulty.py'}:6")
+        or "Bad: broken" in error
+    )
     assert "(rank 1 on" in error
 
 
 @pytest.mark.slow
 def test_what_would_only_fail_again_is_not_started_again(tmp_path, settings):
-    (tmp_path / "faulty.py").write_text("def hook(event, context):\n    raise ValueError('always')\n")
-    overrides = ["--allow", "faulty", "hooks=[faulty.hook]", *settings, *TWO, "parallelism.max_restarts=5"]
+    (tmp_path / "faulty.py").write_text(
+        "def hook(event, context):\n    raise ValueError('always')\n"
+    )
+    overrides = [
+        "--allow",
+        "faulty",
+        "hooks=[faulty.hook]",
+        *settings,
+        *TWO,
+        "parallelism.max_restarts=5",
+    ]
     result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
     assert result.code == 3
     assert result.err.count("the hook faulty.hook failed") == 1
@@ -180,9 +208,16 @@ LAYOUTS = {
 
 
 def test_a_run_moves_through_every_layout(tmp_path, settings):
-    """1 -> 2 -> 4 -> 2 -> 4 -> 1 ranks, each resumed from a checkpoint that another layout has saved: the same rows of
-    data, losses, norms and parameters as the run that stayed where it was."""
-    settings = [*settings, "precision=fp64", "train.max_steps=30", "checkpoint.every=4", "checkpoint.async=true"]
+    """1 -> 2 -> 4 -> 2 -> 4 -> 1 ranks, each resumed from a checkpoint that another layout has
+    saved: the same rows of data, losses, norms and parameters as the run that stayed where it
+    was."""
+    settings = [
+        *settings,
+        "precision=fp64",
+        "train.max_steps=30",
+        "checkpoint.every=4",
+        "checkpoint.async=true",
+    ]
     stayed = train(tmp_path, "stayed", *settings)
     run = Result(0, "", "", cut_after(stayed, tmp_path, 4))
     for number, (name, (kind, *more)) in enumerate(LAYOUTS.items(), 1):
@@ -192,10 +227,17 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         derived = run.json("run.json")
         assert derived["parallelism"] == name
         assert derived["real_batch_size"] == 8
-        assert derived["gradient_accumulation_steps"] * derived["dp_size"] == 1 * 8 / derived["micro_batch_size"]
+        assert (
+            derived["gradient_accumulation_steps"] * derived["dp_size"]
+            == 1 * 8 / derived["micro_batch_size"]
+        )
         for ours, theirs in zip(run.rows(), stayed.rows(), strict=True):
             assert ours["data_digest"] == theirs["data_digest"]
-            measured = {"noise_scale", "noise_scale_low", "noise_scale_high"}  # by other small batches, or not at all
+            measured = {
+                "noise_scale",
+                "noise_scale_low",
+                "noise_scale_high",
+            }  # by other small batches, or not at all
             assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
@@ -211,20 +253,29 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
     "more",
     [
         ["precision=fp16", "precision.init_scale=3e5", "clip=value", "clip.max_value=0.01"],
-        ["optimizer=sgd", "clip=none", "model.dropout=0.2", "train.sample_tokens=5", "train.sample_every=3"],
-        ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2", "model.tied_head=false",
+        ["optimizer=sgd", "clip=none", "model.dropout=0.2", "train.sample_tokens=5",
+        "train.sample_every=3"],
+        ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
+        "model.tied_head=false",
          "model.vocab_size=320"],
     ],
     ids=["fp16 and value", "sgd, dropout, samples", "muon, llama"],
 )  # fmt: skip
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
-    """Against the same run on one rank, within the rounding of the arithmetic (see test_invariance); dropout has other
-    masks there, so only that it trains."""
-    split = ["parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2"]
+    """Against the same run on one rank, within the rounding of the arithmetic (see
+    test_invariance); dropout has other masks there, so only that it trains."""
+    split = [
+        "parallelism=fsdp_tp",
+        "parallelism.nproc_per_node=4",
+        "parallelism.tensor_parallel_size=2",
+    ]
     settings = [*settings, *more, "train.max_steps=4", "schedule=constant"]
     run = train(tmp_path, "run", *settings, *(split if kind == "fsdp_tp" else TWO))
-    # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much less room.
-    alone = train(tmp_path, "alone", *(s.replace("init_scale=3e5", "init_scale=6e5") for s in settings))
+    # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
+    # less room.
+    alone = train(
+        tmp_path, "alone", *(s.replace("init_scale=3e5", "init_scale=6e5") for s in settings)
+    )
     tolerance = 0.3 if "model.dropout=0.2" in more else 0.02
     assert [r["skipped"] for r in run.rows()] == [r["skipped"] for r in alone.rows()]
     for ours, theirs in zip(run.rows(), alone.rows(), strict=True):
@@ -240,7 +291,8 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "def keep(event, context):\n"
         "    if event == 'step_start' and context.step == 2:\n"
         "        path = f'masks{os.environ[\"RANK\"]}.pt'\n"
-        "        context.model.dropout.register_forward_hook(lambda m, i, out: torch.save(out == 0, path))\n"
+        "        context.model.dropout.register_forward_hook(lambda m, i, out: torch.save(out == "
+        "0, path))\n"
     )
     overrides = [
         "--allow",
@@ -250,7 +302,11 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "train.max_steps=2",
         "train.eval_every=null",
     ]
-    split = ["parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2"]
+    split = [
+        "parallelism=fsdp_tp",
+        "parallelism.nproc_per_node=4",
+        "parallelism.tensor_parallel_size=2",
+    ]
     train(tmp_path, "run", *overrides, *settings, "data.val_ratio=0", *split)
     masks = [torch.load(tmp_path / f"masks{rank}.pt") for rank in range(4)]
     assert 0.2 < masks[0].double().mean() < 0.4
@@ -261,15 +317,20 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
 
 REFUSED = {
     "parallelism=single parallelism.nproc_per_node=2": "parallelism.nproc_per_node=2",
-    "parallelism=hsdp parallelism.nproc_per_node=4 parallelism.replicate_size=3": "does not divide the 4 ranks",
-    "parallelism=fsdp_tp parallelism.nproc_per_node=4 parallelism.tensor_parallel_size=3": "does not divide the 4",
-    "parallelism=tp parallelism.nproc_per_node=4 parallelism.tensor_parallel_size=2": "use parallelism=fsdp_tp",
+    "parallelism=hsdp parallelism.nproc_per_node=4 "
+    "parallelism.replicate_size=3": "does not divide the 4 ranks",
+    "parallelism=fsdp_tp parallelism.nproc_per_node=4 "
+    "parallelism.tensor_parallel_size=3": "does not divide the 4",
+    "parallelism=tp parallelism.nproc_per_node=4 "
+    "parallelism.tensor_parallel_size=2": "use parallelism=fsdp_tp",
     "parallelism=tp parallelism.nproc_per_node=3": "model.n_heads=2: cannot be split over",
-    "parallelism=ddp parallelism.nproc_per_node=2 parallelism.backend=nccl": "parallelism.backend=nccl: needs CUDA",
+    "parallelism=ddp parallelism.nproc_per_node=2 "
+    "parallelism.backend=nccl": "parallelism.backend=nccl: needs CUDA",
     "parallelism=ddp parallelism.nproc_per_node=3": "batch.real_batch_size=8: is not a multiple",
     "parallelism=ddp parallelism.tensor_parallel_size=2": "choose parallelism=tp or fsdp_tp",
     "parallelism=ddp parallelism.replicate_size=2": "choose parallelism=hsdp",
-    "parallelism=fsdp parallelism.fsdp_communication=twice": "must be one of every_micro_batch, once",
+    "parallelism=fsdp "
+    "parallelism.fsdp_communication=twice": "must be one of every_micro_batch, once",
 }
 
 
@@ -282,17 +343,28 @@ def test_what_does_not_fit_is_refused(settings, capsys, overrides):
 
 
 def test_one_command_does_not_start_several_hosts(tmp_path, settings):
-    overrides = ["parallelism=ddp", "parallelism.nnodes=2", "parallelism.nproc_per_node=1", "hydra.run.dir=run"]
+    overrides = [
+        "parallelism=ddp",
+        "parallelism.nnodes=2",
+        "parallelism.nproc_per_node=1",
+        "hydra.run.dir=run",
+    ]
     result = llmexp("train", *TINY, *settings, *overrides, cwd=tmp_path)
     assert result.code == 2
-    assert "this command starts ranks on this host only; for several, --queue makes the run's folder" in result.err
+    assert (
+        "this command starts ranks on this host only; for several, --queue makes the run's folder"
+        in result.err
+    )
     assert not result.folder.exists()
 
 
 def test_many_runs_in_a_row_end_with_zero(tmp_path, settings):
-    """gloo's threads abort a few per cent of processes that tear down carelessly; LLMEXP_TEST_RUNS=100 tries harder."""
+    """gloo's threads abort a few per cent of processes that tear down carelessly;
+    LLMEXP_TEST_RUNS=100 tries harder."""
     for number in range(int(os.environ.get("LLMEXP_TEST_RUNS", "3"))):
-        train(tmp_path, f"run{number}", *settings, *TWO, "train.max_steps=2", "checkpoint.every=null")
+        train(
+            tmp_path, f"run{number}", *settings, *TWO, "train.max_steps=2", "checkpoint.every=null"
+        )
 
 
 def test_recomputation_changes_no_bit(tmp_path, settings):
@@ -306,16 +378,30 @@ def test_recomputation_changes_no_bit(tmp_path, settings):
 
 @pytest.mark.slow
 def test_compiled_parts_compute_the_same(tmp_path, settings):
-    settings = [*settings, "train.max_steps=3", "precision=fp64", "train.eval_every=null", "data.val_ratio=0"]
-    split = ["parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2"]
-    alone, compiled = train(tmp_path, "alone", *settings), train(tmp_path, "c", *settings, *split, "train.compile=true")
+    settings = [
+        *settings,
+        "train.max_steps=3",
+        "precision=fp64",
+        "train.eval_every=null",
+        "data.val_ratio=0",
+    ]
+    split = [
+        "parallelism=fsdp_tp",
+        "parallelism.nproc_per_node=4",
+        "parallelism.tensor_parallel_size=2",
+    ]
+    alone, compiled = (
+        train(tmp_path, "alone", *settings),
+        train(tmp_path, "c", *settings, *split, "train.compile=true"),
+    )
     for a, b in zip(alone.rows(), compiled.rows(), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
 
 
 def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeypatch):
-    """On several hosts, and where the lock is another's, what is interrupted before it begins is not the run."""
+    """On several hosts, and where the lock is another's, what is interrupted before it begins is
+    not the run."""
     for name in ("RANK", "WORLD_SIZE", STARTED, LOCK_HELD):
         monkeypatch.delenv(name, raising=False)
     rundir.write_status(tmp_path, "running")
@@ -324,7 +410,9 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
     def interrupted(*_: object) -> None:
         raise SystemExit(130)
 
-    parts = SimpleNamespace(run=SimpleNamespace(facts=SimpleNamespace(layout=SimpleNamespace(nnodes=2))))
+    parts = SimpleNamespace(
+        run=SimpleNamespace(facts=SimpleNamespace(layout=SimpleNamespace(nnodes=2)))
+    )
     monkeypatch.setattr(group, "supervise", interrupted)
     monkeypatch.setattr(group, "join", interrupted)
     for start_of in (worker.supervised, worker.work):
@@ -350,11 +438,21 @@ def test_without_a_loopback_interface_ranks_are_refused_at_once(tmp_path):
     apart = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("no network namespace may be made here")
-    command = [*apart, sys.executable, "-m", "llmexp", "train", *TINY, "data=synthetic", "data.n_tokens=5000",
-               "parallelism=ddp", "parallelism.nproc_per_node=2", "hydra.run.dir=alone"]  # fmt: skip
+    command = [*apart, sys.executable, "-m", "llmexp", "train", *TINY, "data=synthetic",
+    "data.n_tokens=5000",
+               "parallelism=ddp", "parallelism.nproc_per_node=2",
+               "hydra.run.dir=alone"]  # fmt: skip
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120
+        command,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
-    assert "parallelism.nproc_per_node=2: the ranks of one host talk over its loopback interface" in done.stderr
+    assert (
+        "parallelism.nproc_per_node=2: the ranks of one host talk over its loopback interface"
+        in done.stderr
+    )
     assert not (tmp_path / "alone").exists()

@@ -1,4 +1,5 @@
-"""A rank of many, planned: what it holds, moves and saves is what the formulas behind docs/scale.md say."""
+"""A rank of many, planned: what it holds, moves and saves is what the formulas behind docs/scale.md
+say."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ CASES = {
 
 def test_a_rank_of_1024_does_what_the_formulas_say():
     (found,) = processes("plan", (CASES, {}))
-    assert {name: differences(case, found[name]) for name, case in CASES.items()} == {name: [] for name in CASES}
+    assert {name: differences(case, found[name]) for name, case in CASES.items()} == {
+        name: [] for name in CASES
+    }
     many, few = (found[name]["windows"][1] for name in ("fsdp", "fsdp, few ranks"))
-    numbers = [sorted((kind.split()[0], n) for kind, (n, _) in window.items()) for window in (many, few)]
+    numbers = [
+        sorted((kind.split()[0], n) for kind, (n, _) in window.items()) for window in (many, few)
+    ]
     assert numbers[0] == numbers[1]  # collectives of a step do not grow with the ranks

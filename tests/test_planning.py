@@ -16,14 +16,19 @@ from llmexp.sweep.composing import Composer
 from llmexp.sweep.points import expand
 from tests.conftest import TINY, llmexp
 
-# Plain values, and each way in which an override does more than put one value in the place of another one.
+# Plain values, and each way in which an override does more than put one value in the place of
+# another one.
 GRIDS = [
     ["train.seed=1,2", "optimizer.lr=1e-3,2e-3", "model.dropout=0.1"],
     ["optimizer=adamw,sgd", "optimizer.lr=0.1,0.2", "train.compile=true,false"],
     ["model.n_layers=2,'${model.n_heads}'", "model.n_heads=2,4"],
     ["data.val_ratio=0.1,0.2", "+data.extra={a:1},{b:2}", "+data.extra.c=3,4", "name=a,b"],
     ["clip={max_norm:0.5},{max_norm:1.0}", "train.eval_every=10,null"],
-    ["schedule.warmup_steps=1,2", "~schedule.warmup_ratio", "hydra.job.config.override_dirname.item_sep=_"],
+    [
+        "schedule.warmup_steps=1,2",
+        "~schedule.warmup_ratio",
+        "hydra.job.config.override_dirname.item_sep=_",
+    ],
     ["tracker.notes='a, b','c=d'", "tracker.tags=[x],[y]", "train.max_steps=10,20"],
 ]
 
@@ -41,7 +46,8 @@ def test_points_are_what_hydra_composes(grid):
             theirs.hydra.job.name = "x"
             assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
             keys = ("hydra", "sweep")
-            plain = [OmegaConf.to_container(OmegaConf.masked_copy(c, [k for k in c if k not in keys]), resolve=True)
+            plain = [OmegaConf.to_container(OmegaConf.masked_copy(c,
+            [k for k in c if k not in keys]), resolve=True)
                      for c in (ours, theirs)]  # fmt: skip
             assert plain[0] == plain[1]
 
@@ -52,14 +58,22 @@ def test_what_points_share_is_composed_once(monkeypatch):
         cfg, _ = app.compose(hydra, grid, True)
         calls = []
         load = hydra.config_loader.load_sweep_config
-        monkeypatch.setattr(hydra.config_loader, "load_sweep_config", lambda *a: calls.append(a) or load(*a))
+        monkeypatch.setattr(
+            hydra.config_loader, "load_sweep_config", lambda *a: calls.append(a) or load(*a)
+        )
         composer = Composer(hydra.config_loader, cfg)
         seen = [composer(overrides, "x").train.seed for overrides in expand(hydra, cfg, grid)]
     assert sorted(seen) == sorted([1, 2, 3, 4] * 4)
     assert len(calls) == 2
 
 
-SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=9000", "train.max_steps=8", "batch.micro_batch_size=2"]
+SYNTHETIC = [
+    *TINY,
+    "data=synthetic",
+    "data.n_tokens=9000",
+    "train.max_steps=8",
+    "batch.micro_batch_size=2",
+]
 GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
 
 
@@ -69,7 +83,8 @@ def test_unequal_budgets_are_told_before_anything_is_spent(tmp_path):
     assert plan.code == 0, plan.err
     told = plan.err.splitlines()
     assert told[0] == (
-        "warning: these points train on unequal numbers of tokens (accum=1: 192, accum=2: 384, accum=4: 768)."
+        "warning: these points train on unequal numbers of tokens (accum=1: 192, accum=2: 384, "
+        "accum=4: 768)."
     )
     command = shlex.split(told[-1])
     assert command[:3] == ["llmexp", "train", "-m"]
@@ -79,11 +94,21 @@ def test_unequal_budgets_are_told_before_anything_is_spent(tmp_path):
     assert (settled.code, settled.err) == (0, "")
     assert {line.split()[4] for line in settled.out.splitlines()[1:7]} == {"8", "4", "2"}  # steps
 
-    started = llmexp("train", "-m", *SYNTHETIC, *GRID, "train.max_steps=2", "sweep.max_parallel=2", cwd=tmp_path)
+    started = llmexp(
+        "train", "-m", *SYNTHETIC, *GRID, "train.max_steps=2", "sweep.max_parallel=2", cwd=tmp_path
+    )
     assert started.code == 0, started.err
-    assert started.err.startswith("warning: these points train on unequal numbers of tokens (accum=1: 48, ")
-    for quiet in (["experiment=accumulation_scaling"], ["clip.max_norm=0.5,1.0"], ["experiment=throughput_grid"]):
-        assert "tokens" not in llmexp("plan", "-m", *TINY, *quiet, "data=synthetic", cwd=tmp_path).err
+    assert started.err.startswith(
+        "warning: these points train on unequal numbers of tokens (accum=1: 48, "
+    )
+    for quiet in (
+        ["experiment=accumulation_scaling"],
+        ["clip.max_norm=0.5,1.0"],
+        ["experiment=throughput_grid"],
+    ):
+        assert (
+            "tokens" not in llmexp("plan", "-m", *TINY, *quiet, "data=synthetic", cwd=tmp_path).err
+        )
     on_purpose = llmexp("plan", "-m", *SYNTHETIC, "train.max_steps=8,16", cwd=tmp_path)
     assert on_purpose.err.startswith("note: the budget is swept, from 192 to 384 tokens")
 
@@ -96,7 +121,10 @@ def test_unequal_budgets_are_told_before_anything_is_spent(tmp_path):
     )
 )
 def test_the_common_budget_is_within_reach_of_all(points):
-    spent = [budgets.Spent({"a": accum, "c": clip}, 96 * accum * steps, steps) for accum, clip, steps in points]
+    spent = [
+        budgets.Spent({"a": accum, "c": clip}, 96 * accum * steps, steps)
+        for accum, clip, steps in points
+    ]
     total = budgets.common(spent)
     smallest = min(s.tokens for s in spent)
     assert 0.9 * smallest <= total <= smallest
@@ -111,9 +139,16 @@ def test_the_common_budget_is_within_reach_of_all(points):
 def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
     """Every line, whatever is swept, is no longer than the terminal is wide."""
     monkeypatch.chdir(tmp_path)
-    keys = ["batch.gradient_accumulation_steps=1,2", "clip.max_norm=0.5,1.0", "optimizer=adamw,muon"]
+    keys = [
+        "batch.gradient_accumulation_steps=1,2",
+        "clip.max_norm=0.5,1.0",
+        "optimizer=adamw,muon",
+    ]
     values = ",".join(str(n + 1) for n in range(count))
-    assert run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={values}", "schedule.warmup_steps=1,2"]) == 0
+    assert (
+        run(["plan", "-m", *SYNTHETIC, *keys, f"train.seed={values}", "schedule.warmup_steps=1,2"])
+        == 0
+    )
     out, _ = capsys.readouterr()
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80

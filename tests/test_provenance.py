@@ -1,4 +1,5 @@
-"""What a run was made of, in its folder: real repositories, real diffs, and git as bad as it gets."""
+"""What a run was made of, in its folder: real repositories, real diffs, and git as bad as it
+gets."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ OWN = ["--allow", "own", "hooks=[own.watch]", "data=synthetic", "train.max_steps
 
 def git(where: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=where, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=where, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -40,8 +43,12 @@ def repository(path: Path, **files: bytes) -> Path:
 
 def tree(path: Path) -> dict[str, tuple[bytes, bool]]:
     """The tracked files as they are now, and whether they can be executed."""
-    names = [name for name in git(path, "ls-files", "-z").split("\0") if name and (path / name).exists()]
-    return {n: ((path / n).read_bytes(), bool((path / n).stat().st_mode & stat.S_IXUSR)) for n in names}
+    names = [
+        name for name in git(path, "ls-files", "-z").split("\0") if name and (path / name).exists()
+    ]
+    return {
+        n: ((path / n).read_bytes(), bool((path / n).stat().st_mode & stat.S_IXUSR)) for n in names
+    }
 
 
 def about(run: Path, folder: str = provenance.FOLDER) -> dict:
@@ -67,8 +74,10 @@ def gathered() -> dict:
 def test_the_diff_on_the_commit_gives_the_tree(tmp_path):
     text = "".join(f"line {n}\n" for n in range(40))
     work = repository(
-        tmp_path / "work", own__py=HOOK.encode(), logo__bin=bytes(range(256)) * 8, old__txt=text.encode(),
-        gone__txt=b"to be deleted", run__sh=b"echo", latin__txt="caf\u00e9\n".encode("latin-1"), gone__bin=b"\0" * 99,
+        tmp_path / "work", own__py=HOOK.encode(), logo__bin=bytes(range(256)) * 8,
+        old__txt=text.encode(),
+        gone__txt=b"to be deleted", run__sh=b"echo", latin__txt="caf\u00e9\n".encode("latin-1"),
+        gone__bin=b"\0" * 99,
     )  # fmt: skip
     git(work, "config", "diff.noprefix", "true")  # habits of the user's
     git(work, "config", "diff.mnemonicPrefix", "true")
@@ -136,20 +145,28 @@ def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     sweep = [*TINY, *OWN, "-m", "train.seed=1,2,3", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     done = llmexp("train", *sweep, cwd=work, PATH=path)
     assert done.code == 0, done.err
-    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if str(work) not in line]
-    assert len([c for c in calls if " status " in c]) == 1 + 3  # when they are queued, and each as it starts
+    calls = [
+        line for line in (tmp_path / "calls").read_text().splitlines() if str(work) not in line
+    ]
+    assert (
+        len([c for c in calls if " status " in c]) == 1 + 3
+    )  # when they are queued, and each as it starts
     runs = sorted(p for p in (tmp_path / "sweep").iterdir() if p.is_dir())
     assert len({(run / "provenance" / "work.diff").read_text() for run in runs}) == 1
     assert all(len(provenance.folders(run)) == 1 for run in runs)
     assert differences(read_records(find([tmp_path / "sweep"])[0])) == ()
 
-    run = llmexp("train", *TINY, *OWN, "train.stop_step=1", f"hydra.run.dir={tmp_path / 'one'}", cwd=work)
+    run = llmexp(
+        "train", *TINY, *OWN, "train.stop_step=1", f"hydra.run.dir={tmp_path / 'one'}", cwd=work
+    )
     assert run.code == 75, run.err
     (work / "own.py").write_text(HOOK + "# other\n")
     (manifest,) = (tmp_path / "one" / "checkpoints").glob("*/manifest.json")
     manifest.rename(tmp_path / "kept")
     assert llmexp("resume", str(tmp_path / "one"), "--allow", "own", cwd=work).code == 2
-    assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance"]  # of a refusal nothing is left
+    assert [p.name for p in provenance.folders(tmp_path / "one")] == [
+        "provenance"
+    ]  # of a refusal nothing is left
     (tmp_path / "kept").rename(manifest)
     assert llmexp("resume", str(tmp_path / "one"), "--allow", "own", cwd=work).code == 0
     assert [p.name for p in provenance.folders(tmp_path / "one")] == ["provenance", "provenance-2"]
@@ -161,7 +178,9 @@ def test_each_run_looks_when_it_starts_and_a_resumed_one_again(tmp_path):
     assert said[1] == "Resumed with other code, packages or drivers than begun with: one."
 
 
-def test_without_git_outside_of_a_repository_and_before_the_first_commit(tmp_path, monkeypatch, in_repository):
+def test_without_git_outside_of_a_repository_and_before_the_first_commit(
+    tmp_path, monkeypatch, in_repository
+):
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert "is git installed?" in gathered()["notes"][0]
     monkeypatch.undo()
@@ -180,7 +199,9 @@ def test_without_git_outside_of_a_repository_and_before_the_first_commit(tmp_pat
 
 
 @pytest.mark.parametrize("command", ["rev-parse", "status", "diff"])
-def test_a_git_that_hangs_is_ended_and_what_was_known_is_kept(tmp_path, monkeypatch, in_repository, command):
+def test_a_git_that_hangs_is_ended_and_what_was_known_is_kept(
+    tmp_path, monkeypatch, in_repository, command
+):
     tools, real = tmp_path / "tools", shutil.which("git")
     tools.mkdir()
     hang = f'for a in "$@"; do [ "$a" = {command} ] && sleep 600; done'
@@ -230,7 +251,12 @@ def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_re
 
 
 def test_the_image_of_the_container_where_it_is_told(monkeypatch):
-    for name in (provenance.IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "NVIDIA_BUILD_ID"):
+    for name in (
+        provenance.IMAGE,
+        "APPTAINER_CONTAINER",
+        "SINGULARITY_CONTAINER",
+        "NVIDIA_BUILD_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVIDIA_BUILD_ID", "123")
     assert "123" in (provenance.image() or "")
@@ -238,10 +264,15 @@ def test_the_image_of_the_container_where_it_is_told(monkeypatch):
     assert provenance.image() == "me/train:7"
 
 
-def test_a_run_folder_that_cannot_be_written_only_says_so(tmp_path, monkeypatch, capsys, in_repository):
+def test_a_run_folder_that_cannot_be_written_only_says_so(
+    tmp_path, monkeypatch, capsys, in_repository
+):
     monkeypatch.setattr(provenance, "SEARCH", [])
     provenance.write(tmp_path / "gone", {}, resumed=False)
-    assert "could not be written: No such file or directory; the run goes on" in capsys.readouterr().err
+    assert (
+        "could not be written: No such file or directory; the run goes on"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr(provenance, "installed", lambda: 1 / 0)
     provenance.write(tmp_path / "gone", {}, resumed=False)
     assert "ZeroDivisionError: division by zero; the run goes on" in capsys.readouterr().err
@@ -269,7 +300,12 @@ def test_what_compare_says_of_runs_that_differ(tmp_path):
         "The packages differ: torch 2.4 or 2.5.",
         "The NVIDIA driver differs: 550 in a, b; 535 in c.",
     )
-    for text in ("[1]", "{", '{"repositories": [3], "packages_sha256": 7}', '{"repositories": {"a": 1}}'):
+    for text in (
+        "[1]",
+        "{",
+        '{"repositories": [3], "packages_sha256": 7}',
+        '{"repositories": {"a": 1}}',
+    ):
         (tmp_path / "c" / "provenance" / provenance.FILE).write_text(text)
         differences(read_records(find([tmp_path])[0]))
 

@@ -1,4 +1,5 @@
-"""What is refused: exit code 2, one message that names key and value and what is valid, and nothing written."""
+"""What is refused: exit code 2, one message that names key and value and what is valid, and nothing
+written."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """A folder with data of every bad kind, that is also HOME and holds the cache: whatever is written shows there."""
+    """A folder with data of every bad kind, that is also HOME and holds the cache: whatever is
+    written shows there."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -47,7 +49,10 @@ def home(tmp_path, monkeypatch) -> Path:
     (work / "own" / "experiment").mkdir(parents=True)
     clipped = "# @package _global_\ndefaults:\n  - override /clip: none\nclip:\n  max_norm: 0.5\n"
     (work / "own" / "experiment" / "clipped.yaml").write_text(clipped)
-    both = "# @package _global_\nsweep: {halving: 0.5}\ntrain: {stop_step: 5}\nhydra: {run: {dir: here}}\n"
+    both = (
+        "# @package _global_\nsweep: {halving: 0.5}\ntrain: {stop_step: 5}\nhydra: {run: {dir: "
+        "here}}\n"
+    )
     (work / "own" / "experiment" / "swept.yaml").write_text(both)
     (work / "own" / "experiment" / "nowhere.yaml").write_text("train:\n  max_steps: 5\n")
     return tmp_path
@@ -68,14 +73,16 @@ def refused(capsys, home: Path, *arguments: str) -> str:
     return err
 
 
-# Overrides on top of a valid run, and what the message has to say: the key, the value, and what is valid or near.
+# Overrides on top of a valid run, and what the message has to say: the key, the value, and what is
+# valid or near.
 BAD = [
     # keys, groups, options, syntax
     ("modle=gpt_tiny", "modle: there is no such key", "Did you mean model?"),
     ("model=gpt_tinny", "model=gpt_tinny", "Did you mean gpt_tiny?"),
     ("model=gpt3", "model=gpt3: there is no such option. Known: ", "llama_1b"),
     ("lr=3", "lr: there is no such key or group.", "Did you mean optimizer.lr?"),
-    ("batch_size=3", "batch_size: there is no such key", "batch.micro_batch_size or batch.real_batch_size?"),
+    ("batch_size=3", "batch_size: there is no such key", "batch.micro_batch_size or "
+                                                         "batch.real_batch_size?"),
     ("experiment=nope", "experiment=nope", "shakespeare_nanogpt_cpu"),
     ("model.n_layer=3", "model.n_layer:", "Did you mean model.n_layers?"),
     ("trian.max_steps=3", "trian.max_steps:", "Did you mean train.max_steps?"),
@@ -83,7 +90,8 @@ BAD = [
     ("~train.sed", "train.sed:", "Did you mean train.seed?"),
     ("+train.sed=3", "train.sed:", "Did you mean seed?"),
     ("+train.seed=3", "train.seed:", "without the +"),
-    ("+foo=3", "foo: there is no such key. A key of your own goes into the section user: +user.foo=", "Known:"),
+    ("+foo=3", "foo: there is no such key. A key of your own goes into the section user: "
+               "+user.foo=", "Known:"),
     ("train.max_steps=3 train.max_epochs=1", "one budget is needed, not 2", "leave one out"),
     ("~train.seed", "train.seed:", "missing"),
     ("++model.widht=3", "model.widht:", "no such argument"),
@@ -112,45 +120,64 @@ BAD = [
     ("checkpoint.keep=1", "checkpoint.keep=1", "at least 2"),
     ("batch.gradient_accumulation_steps=0", "batch.gradient_accumulation_steps=0", "at least 1"),
     ("batch.gradient_accumulation_steps=-1", "batch.gradient_accumulation_steps=-1", "at least 1"),
-    ("batch.gradient_accumulation_steps=2.5", "batch.gradient_accumulation_steps=2.5", "whole number"),
+    ("batch.gradient_accumulation_steps=2.5", "batch.gradient_accumulation_steps=2.5",
+    "whole number"),
     ("optimizer.lr=nan", "optimizer.lr=nan", "optimizer.lr="),
     ("optimizer.lr=inf", "optimizer.lr=inf", "optimizer.lr="),
     ("optimizer.lr=-1", "optimizer.lr=-1", "optimizer.lr="),
     ("optimizer.beta1=1.5", "optimizer", "1.5"),
-    ("optimizer=muon optimizer.ns_steps=100", "optimizer.ns_steps=100", "whole number from 1 to 99"),
+    ("optimizer=muon optimizer.ns_steps=100", "optimizer.ns_steps=100", "whole number from 1 to "
+                                                                        "99"),
     ("optimizer=muon optimizer.nesterov=text", "optimizer.nesterov=text", "true or false"),
     ("clip.max_norm=0", "clip.max_norm=0", "above 0"),
     ("clip.max_norm=-1", "clip.max_norm=-1", "above 0"),
     ("clip.max_norm=nan", "clip.max_norm=nan", "finite"),
     ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2", "0 to 1"),
     # knobs that do nothing in the chosen option
-    ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=none", "choose clip=norm"),
-    ("clip=none +clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=none", "leave it out"),
-    ("clip=value clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with clip=value", "choose clip=norm"),
+    ("clip=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
+                                    "clip=none", "choose clip=norm"),
+    ("clip=none +clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
+                                     "clip=none", "leave it out"),
+    ("clip=value clip.max_norm=0.1", "clip.max_norm=0.1: does nothing with "
+                                     "clip=value", "choose clip=norm"),
     ("clip.kind=none clip.max_norm=0.1", "clip.max_norm=0.1: does nothing", "choose clip=norm"),
-    ("precision.init_scale=4", "precision.init_scale=4: does nothing with precision=fp32", "choose precision=fp16"),
-    ("parallelism.max_restarts=2", "does nothing with parallelism=single", "choose parallelism=ddp or"),
-    ("tracker.mode=online", "tracker.mode=online: does nothing with tracker=none", "choose tracker=wandb"),
+    ("precision.init_scale=4", "precision.init_scale=4: does nothing with "
+                               "precision=fp32", "choose precision=fp16"),
+    ("parallelism.max_restarts=2", "does nothing with parallelism=single", "choose parallelism=ddp "
+                                                                           "or"),
+    ("tracker.mode=online", "tracker.mode=online: does nothing with "
+                            "tracker=none", "choose tracker=wandb"),
     ("train.profile_steps=5", "does nothing without train.profile_start", "leave it out"),
     ("train.sample_every=5", "does nothing without train.sample_tokens", "leave it out"),
-    ("train.tail=drop", "train.tail=drop: does nothing without train.max_epochs or train.max_tokens", "leave it out"),
-    ("schedule.warmup_steps=2 schedule.warmup_ratio=0.1", "does nothing beside schedule.warmup_steps=2", "leave"),
-    ("schedule.warmup_steps=2 schedule.warmup_ratio=0.05", "schedule.warmup_ratio=0.05: does nothing beside", "leave"),
-    ("train.profile_steps=3", "train.profile_steps=3: does nothing without train.profile_start", "leave it out"),
-    ("clip={kind:none,max_norm:2}", "clip.max_norm=2.0: does nothing with clip=none", "leave it out"),
+    ("train.tail=drop", "train.tail=drop: does nothing without train.max_epochs or "
+                        "train.max_tokens", "leave it out"),
+    ("schedule.warmup_steps=2 "
+     "schedule.warmup_ratio=0.1", "does nothing beside schedule.warmup_steps=2", "leave"),
+    ("schedule.warmup_steps=2 "
+     "schedule.warmup_ratio=0.05", "schedule.warmup_ratio=0.05: does nothing beside", "leave"),
+    ("train.profile_steps=3", "train.profile_steps=3: does nothing without "
+                              "train.profile_start", "leave it out"),
+    ("clip={kind:none,max_norm:2}", "clip.max_norm=2.0: does nothing with "
+                                    "clip=none", "leave it out"),
     # what acts in a sweep only, or in a single run only
     ("sweep.halving=0.5", "sweep.halving=0.5: does nothing without -m", "add -m"),
     ("hydra/launcher=slurm", "hydra/launcher=slurm: does nothing without -m", "add -m"),
     ("hydra.sweep.dir=x", "hydra.sweep.dir=x: does nothing without -m", "add -m"),
-    ("-m hydra.run.dir=x", "hydra.run.dir=x: names the folder of a single run", "hydra.sweep.dir=x"),
+    ("-m hydra.run.dir=x", "hydra.run.dir=x: names the folder of a single "
+                           "run", "hydra.sweep.dir=x"),
     ("-m train.stop_step=2", "train.stop_step=2: does nothing in a sweep", "train.max_steps=2"),
-    ("train.max_steps=5 train.stop_step=6", "train.stop_step=6: is past the end of the run", "leave it out"),
-    ("train.max_steps=5 train.profile_start=6", "train.profile_start=6: is past the end of", "train.profile_start=5"),
-    ("schedule=constant schedule.end_ratio=0", "schedule=constant has no such knob", "cosine, linear, wsd"),
+    ("train.max_steps=5 train.stop_step=6", "train.stop_step=6: is past the end of the "
+                                            "run", "leave it out"),
+    ("train.max_steps=5 "
+     "train.profile_start=6", "train.profile_start=6: is past the end of", "train.profile_start=5"),
+    ("schedule=constant schedule.end_ratio=0", "schedule=constant has no such knob",
+    "cosine, linear, wsd"),
     ("data=text data.train_files=good.txt data.val_files=good.txt data.val_ratio=0.3",
      "data.val_ratio=0.3: does nothing beside data.val_files=good.txt", "leave it out"),
-    ("experiment=clipped --config-dir=own", "set in own/experiment/clipped.yaml", "take it out with ~clip.max_norm"),
-    ("experiment=nowhere --config-dir=own", "own/experiment/nowhere.yaml must begin with", "# @package _global_"),
+    ("experiment=clipped --config-dir=own", "set in own/experiment/clipped.yaml",
+    "take it out with ~clip.max_norm"),
+    ("experiment=nowhere --config-dir=own", "own/experiment/nowhere.yaml must begin "
+                                            "with", "# @package _global_"),
     # what does not fit together
     ("model.n_heads=3", "model.n_heads=3", "1, 2, 4"),
     ("batch.sequence_length=33", "batch.sequence_length=33", "32 positions"),
@@ -160,9 +187,12 @@ BAD = [
      "batch.real_batch_size=7", "= 8"),
     ("batch.real_batch_size=10000", "batch.real_batch_size=10000", "374 training sequences"),
     ("train.max_steps=3 train.max_epochs=2", "train.max_steps=3, train.max_epochs=2", "one budget"),
-    ("batch.micro_batch_size=10000", "batch.micro_batch_size=10000: micro_batch_size 10000 x", "batch_size=374"),
-    ("batch.gradient_accumulation_steps=500", "batch.gradient_accumulation_steps=500: micro_batch_size 8", "= 4000 is"),
-    ("schedule=wsd schedule.warmup_steps=99 train.max_steps=100", "schedule.warmup_steps=99: the warm-up of 99 updates",
+    ("batch.micro_batch_size=10000", "batch.micro_batch_size=10000: micro_batch_size 10000 "
+                                     "x", "batch_size=374"),
+    ("batch.gradient_accumulation_steps=500", "batch.gradient_accumulation_steps=500: "
+                                              "micro_batch_size 8", "= 4000 is"),
+    ("schedule=wsd schedule.warmup_steps=99 "
+     "train.max_steps=100", "schedule.warmup_steps=99: the warm-up of 99 updates",
      "schedule.decay_ratio=0.01"),
     ("parallelism.nproc_per_node=2", "parallelism.nproc_per_node=2", "parallelism=ddp"),
     ("precision=tf32 train.device=cpu", "precision.kind=tf32", "precision=fp32"),
@@ -170,16 +200,19 @@ BAD = [
     ("data=text", "data.train_files=null", "glob"),
     ("data=text data.train_files=nope.txt", "data.train_files=nope.txt", "no file matches"),
     ("data=text data.train_files=empty.txt", "data.train_files=empty.txt", "empty"),
-    ("data=text data.train_files=short.txt", "batch.sequence_length=12", "at least 13 training tokens"),
+    ("data=text data.train_files=short.txt", "batch.sequence_length=12", "at least 13 training "
+                                                                         "tokens"),
     ("data=text data.train_files=latin.txt", "latin.txt", "not UTF-8 at byte 60"),
     ("data=tokens data.train_files=odd.bin", "data.train_files=odd.bin", "101 bytes"),
     ("data=tokens data.train_files=[a.bin,b.bin]", "b.bin", "5000 at position 100"),
     ("data=tokens data.train_files=floats.npy", "data.train_files=floats.npy", "float64"),
     ("data=tokens data.train_files=a.bin data.dtype=int8", "data.dtype=int8", "uint16 or uint32"),
     ("data=text data.train_files=lines.txt", "lines.txt: is JSON lines", "> lines-plain.txt"),
-    ("data=text data.train_files=good.txt data.val_files=packed.txt", "data.val_files=packed.txt: is compressed",
+    ("data=text data.train_files=good.txt "
+     "data.val_files=packed.txt", "data.val_files=packed.txt: is compressed",
      "gzip -dc packed.txt > packed-plain.txt"),
-    ("data=text data.train_files=some.zst", "some.zst: is compressed by zstd", "zstd -dc some.zst -o some.txt"),
+    ("data=text data.train_files=some.zst", "some.zst: is compressed by zstd", "zstd -dc some.zst "
+                                                                               "-o some.txt"),
     ("data=text data.train_files=[table,good.txt]", "table: is a Parquet file", "> table.txt"),
     ("data=text data.train_files=pipe.txt", "pipe.txt is a pipe", "plain file"),
     ("data=tokens data.train_files=/dev/zero", "/dev/zero is a pipe or a device", "plain file"),
@@ -195,7 +228,8 @@ BAD = [
     ("hydra.run.dir=good.txt/run", "hydra.run.dir=good.txt/run", "good.txt is not a folder"),
     # _target_
     ("model._target_=os.system", "model._target_=os.system", "--allow mypackage"),
-    ("optimizer._target_=torch.optim.AdamW", "optimizer._target_=torch.optim.AdamW", "--allow mypackage"),
+    ("optimizer._target_=torch.optim.AdamW", "optimizer._target_=torch.optim.AdamW",
+    "--allow mypackage"),
     ("hooks=[os.system]", "hooks=os.system", "--allow mypackage"),
 ]  # fmt: skip
 
@@ -212,15 +246,19 @@ def test_plan_refuses(capsys, home, overrides, key, valid):
     assert len(message.splitlines()) == 1 or message.startswith("usage: ")
 
 
-LEFT = ["clip.kind=none", "schedule.warmup_steps=2", "tracker.name=x", "optimizer=sgd optimizer.momentum=0",
+LEFT = ["clip.kind=none", "schedule.warmup_steps=2", "tracker.name=x", "optimizer=sgd "
+                                                                       "optimizer.momentum=0",
         "data=text data.train_files=good.txt data.val_files=good.txt",
-        "train.max_tokens=1000 train.tail=drop", "schedule.warmup_steps=2 schedule.warmup_ratio=null",
-        "--config-dir own experiment=swept", "-m --config-dir own experiment=swept train.seed=1,2"]  # fmt: skip
+        "train.max_tokens=1000 train.tail=drop", "schedule.warmup_steps=2 "
+                                                 "schedule.warmup_ratio=null",
+        "--config-dir own experiment=swept", "-m --config-dir own experiment=swept "
+                                             "train.seed=1,2"]  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", LEFT)
 def test_a_default_that_does_nothing_is_not_refused(home, overrides):
-    """Nobody asked for the option's own limit, ratio or seed, or for what a file has for a sweep or for a run."""
+    """Nobody asked for the option's own limit, ratio or seed, or for what a file has for a sweep or
+    for a run."""
     base = [o for o in SYNTHETIC if not ("data=" in overrides and o.startswith("data"))]
     assert run(["plan", *base, *overrides.split()]) == 0
 
@@ -256,7 +294,8 @@ def test_secrets_in_the_config(capsys, home, monkeypatch):
         assert secret not in message
     message = refused(capsys, home, "plan", *SYNTHETIC, "tracker.notes=${oc.env:WANDB_API_KEY}")
     assert secret not in message
-    # Neither the home folder nor a folder whose variable only sounds like a secret, nor a short value, is one.
+    # Neither the home folder nor a folder whose variable only sounds like a secret, nor a short
+    # value, is one.
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(home))
     monkeypatch.setenv("MY_TOKEN", "7")
     assert run(["plan", *SYNTHETIC, "tracker.notes=${oc.env:HOME}", "train.seed=7777777777"]) == 0
@@ -284,7 +323,10 @@ def test_a_broken_yaml_of_the_user(capsys, home):
         (["prepare", "data=txt"], "Did you mean text?"),
         (["train", "--allow"], "--allow mypackage"),
         (["train", "--allow", "mymodle"], "--allow mymodle: there is no such module"),
-        (["resume", "nowhere", "--allow=json,json.nothing"], "--allow json.nothing: there is no such module"),
+        (
+            ["resume", "nowhere", "--allow=json,json.nothing"],
+            "--allow json.nothing: there is no such module",
+        ),
         (["train", "--config-dir"], "expected one argument"),
     ],
 )
@@ -293,15 +335,22 @@ def test_commands(capsys, home, arguments, says):
 
 
 SWEEPS = [
-    (["clip=none,norm", "clip.max_norm=0.1,5.0"], "0-clip_none+max_norm_0.1: clip.max_norm=0.1: does", "leave"),
+    (["clip=none,norm", "clip.max_norm=0.1,5.0"], "0-clip_none+max_norm_0.1: clip.max_norm=0.1: "
+                                                  "does", "leave"),
     (["model.n_heads=2,3"], "1-n_heads_3: model.n_heads=3 does not divide", "1, 2, 4"),
-    (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: batch.real_batch_size=10", "9"),
-    (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: train.sed:", "Did you mean train.seed?"),
+    (["batch.real_batch_size=10", "batch.micro_batch_size=3,5"], "0-micro_batch_size_3: "
+                                                                 "batch.real_batch_size=10", "9"),
+    (["train.sed=1,2,3,4,5"], "0-sed_1, 1-sed_2, 2-sed_3 and 2 more: "
+                              "train.sed:", "Did you mean train.seed?"),
     (["train.seed=1,x"], "1-seed_x: train.seed=x", "whole number"),
-    (["train.seed=1,2", "hydra.sweep.subdir=same"], "1-seed_2: hydra.sweep.subdir: resolves to the same", "as 0-"),
-    (["clip.kind=norm,none", "clip.max_norm=null"], "1-kind_none: resolves to the same config as 0-kind_norm", "can"),
-    (["optimizer.lr_rule=sqrt,linear", "optimizer.reference_batch=8", "batch.micro_batch_size=8,16"],
-     "2-lr_rule_linear+micro_batch_size_8: resolves to the same config as 0-lr_rule_sqrt+micro_batch_size_8", "cannot"),
+    (["train.seed=1,2", "hydra.sweep.subdir=same"], "1-seed_2: hydra.sweep.subdir: resolves to the "
+                                                    "same", "as 0-"),
+    (["clip.kind=norm,none", "clip.max_norm=null"], "1-kind_none: resolves to the same config as "
+                                                    "0-kind_norm", "can"),
+    (["optimizer.lr_rule=sqrt,linear", "optimizer.reference_batch=8",
+    "batch.micro_batch_size=8,16"],
+     "2-lr_rule_linear+micro_batch_size_8: resolves to the same config as "
+     "0-lr_rule_sqrt+micro_batch_size_8", "cannot"),
     (["train.seed=interval(0,1)"], "train.seed=interval(0,1)", "train.seed=0.1,0.2"),
 ]  # fmt: skip
 
@@ -315,7 +364,8 @@ def test_plan_of_a_sweep_names_the_refused_points(capsys, home, sweep):
 
 
 def test_train_writes_nothing_when_it_refuses(home, tmp_path):
-    """The same through `train`, whose worker finds what the parent cannot see; and the stream that a user reads."""
+    """The same through `train`, whose worker finds what the parent cannot see; and the stream that
+    a user reads."""
     base = [o for o in SYNTHETIC if not o.startswith("data")]
     cases = [
         ([*SYNTHETIC, "optimizer.lr=nan"], "optimizer.lr=nan"),

@@ -16,13 +16,17 @@ from safetensors.torch import load_file
 
 from tests.conftest import TINY, Result, llmexp, start, train
 
-# 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on different beats.
+# 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
+# different beats.
 SETTINGS = [
-    "data=tokens", "data.val_ratio=0", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2",
-    "train.max_steps=20", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null", "checkpoint.keep=null",
+    "data=tokens", "data.val_ratio=0", "batch.micro_batch_size=4",
+    "batch.gradient_accumulation_steps=2",
+    "train.max_steps=20", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null",
+    "checkpoint.keep=null",
     "checkpoint.every=5", "optimizer.lr=0.01",
 ]  # fmt: skip
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank", "tflops_per_sec_per_rank", "eta",
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
+"tflops_per_sec_per_rank", "eta",
          "peak_memory_gib")  # fmt: skip
 
 
@@ -49,7 +53,9 @@ def same_state(a: Path, b: Path) -> None:
         first, second = load_file(a / name), load_file(b / name)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[k], second[k]) for k in first)
-    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(torch.load(b / "state.pt", weights_only=True))
+    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(
+        torch.load(b / "state.pt", weights_only=True)
+    )
 
 
 def _flat(value):
@@ -69,7 +75,8 @@ def whole(request, tmp_path_factory, tokens) -> tuple[Result, list[str]]:
 
 
 def cut_after(result: Result, folder: Path, step: int) -> Path:
-    """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a kill."""
+    """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a
+    kill."""
     copy = folder / f"cut{step}"
     subprocess.run(["cp", "-r", str(result.folder), str(copy)], check=True)
     for path in (copy / "checkpoints").iterdir():
@@ -79,7 +86,9 @@ def cut_after(result: Result, folder: Path, step: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("step", [5, 10, 15])  # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
+@pytest.mark.parametrize(
+    "step", [5, 10, 15]
+)  # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
 def test_resumed_from_a_checkpoint_is_bit_equal(whole, tmp_path, step):
     result, _ = whole
     copy = cut_after(result, tmp_path, step)
@@ -92,7 +101,9 @@ def test_resumed_from_a_checkpoint_is_bit_equal(whole, tmp_path, step):
     same_state(resumed.checkpoint(20), result.checkpoint(20))
     summary = resumed.json("status.json")["summary"]  # its times are those of the whole run
     assert summary["train_time"] == pytest.approx(sum(row["step_time"] for row in resumed.rows()))
-    assert summary["mean tokens_per_sec"] == pytest.approx(summary["tokens_seen"] / summary["train_time"])
+    assert summary["mean tokens_per_sec"] == pytest.approx(
+        summary["tokens_seen"] / summary["train_time"]
+    )
 
 
 def test_fp16_case_did_skip_and_grow(whole):
@@ -105,8 +116,14 @@ def test_fp16_case_did_skip_and_grow(whole):
 
 
 def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
-    """40 of 50 sequences would end mid-epoch; 10 a step end each epoch at a step, and the checkpoint lies on it."""
-    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "batch.micro_batch_size=5", "train.max_steps=15"]
+    """40 of 50 sequences would end mid-epoch; 10 a step end each epoch at a step, and the
+    checkpoint lies on it."""
+    settings = [
+        *SETTINGS,
+        f"data.train_files=[{tokens}]",
+        "batch.micro_batch_size=5",
+        "train.max_steps=15",
+    ]
     result = train(tmp_path, "whole", *settings)
     assert result.rows()[4]["epoch"] == 1.0
     copy = cut_after(result, tmp_path, 5)
@@ -118,7 +135,8 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_in_mid_run(whole, tmp_path, number):
-    """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the undisturbed one."""
+    """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the
+    undisturbed one."""
     result, settings = whole
     if "precision=fp16" in settings and number != signal.SIGTERM:
         pytest.skip("fp32 shows it")
@@ -170,12 +188,18 @@ def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
     result, settings = whole
     copy = cut_after(result, tmp_path, 10)
     command = ["train", *TINY, *settings, f"hydra.run.dir={copy}", "checkpoint.resume=auto"]
-    refused = llmexp(*command, "model.d_ff=32", "optimizer.lr=0.5", "train.eval_tokens=24", cwd=tmp_path)
+    refused = llmexp(
+        *command, "model.d_ff=32", "optimizer.lr=0.5", "train.eval_tokens=24", cwd=tmp_path
+    )
     assert refused.code == 2
-    assert "train.eval_tokens (32768 there, 24 here)" in refused.err  # the best loss is of one set of tokens
+    assert (
+        "train.eval_tokens (32768 there, 24 here)" in refused.err
+    )  # the best loss is of one set of tokens
     assert "model.d_ff (24 there, 32 here)" in refused.err
     assert "optimizer.lr (0.01 there, 0.5 here)" in refused.err
-    moved = llmexp("resume", str(copy), "batch.micro_batch_size=8", cwd=tmp_path)  # the accumulation follows
+    moved = llmexp(
+        "resume", str(copy), "batch.micro_batch_size=8", cwd=tmp_path
+    )  # the accumulation follows
     assert moved.code == 0, moved.err
     assert Result(0, "", "", copy).json("run.json")["gradient_accumulation_steps"] == 1
 
@@ -185,12 +209,16 @@ def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path):
     result, _ = whole
     copy = cut_after(result, tmp_path, 10)
     config = copy / "config.yaml"
-    config.write_text(config.read_text().replace("seed: 1234", "seed: 99").replace("lr: 0.01", "lr: 0.02"))
+    config.write_text(
+        config.read_text().replace("seed: 1234", "seed: 99").replace("lr: 0.01", "lr: 0.02")
+    )
     refused = llmexp("resume", str(copy), cwd=tmp_path)
     assert refused.code == 2
     assert "step_00000010: is another run" in refused.err
     assert "optimizer.lr (0.01 there, 0.02 here), train.seed (1234 there, 99 here)" in refused.err
-    assert exact(Result(0, "", "", copy)) == exact(result)  # the rows of the steps to come are still there
+    assert exact(Result(0, "", "", copy)) == exact(
+        result
+    )  # the rows of the steps to come are still there
 
 
 def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path):
@@ -202,7 +230,11 @@ def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path
     newest.write_bytes(data)
     again = llmexp("resume", str(copy), "checkpoint.keep=2", "checkpoint.every=null", cwd=tmp_path)
     assert again.code == 0, again.err
-    assert sorted(int(p.name[5:]) for p in (copy / "checkpoints").iterdir()) == [10, 15, 20]  # two are whole
+    assert sorted(int(p.name[5:]) for p in (copy / "checkpoints").iterdir()) == [
+        10,
+        15,
+        20,
+    ]  # two are whole
     assert "step_00000015 is damaged" in again.out
     assert "resumed from step_00000010" in again.out
     resumed = Result(0, "", "", copy)
@@ -219,7 +251,13 @@ def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path
 def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tmp_path):
     result, _ = whole
     copy = cut_after(result, tmp_path, 15)
-    status = {"state": "preempted", "exit_code": 75, "error": None, "ended": 1.0, "summary": {"steps": 15}}
+    status = {
+        "state": "preempted",
+        "exit_code": 75,
+        "error": None,
+        "ended": 1.0,
+        "summary": {"steps": 15},
+    }
     (copy / "status.json").write_text(json.dumps(status))
     metrics = copy / "metrics.jsonl"
     rows = metrics.read_bytes()
@@ -249,16 +287,25 @@ def test_a_refusal_changes_nothing_and_a_lost_run_json_is_written_anew(whole, tm
 
 def test_resume_of_nothing(tmp_path):
     assert llmexp("resume", "nowhere", cwd=tmp_path).code == 2
-    refused = llmexp("train", *TINY, "data=synthetic", "hydra.run.dir=new", "checkpoint.resume=must", cwd=tmp_path)
+    refused = llmexp(
+        "train",
+        *TINY,
+        "data=synthetic",
+        "hydra.run.dir=new",
+        "checkpoint.resume=must",
+        cwd=tmp_path,
+    )
     assert refused.code == 2
     assert "no run to resume" in refused.err
     assert not (tmp_path / "new").exists()
 
 
 def test_two_ranks_save_and_resume_after_a_signal(tmp_path, tokens):
-    """A window longer than the 30 s after which torch's agent would kill its ranks is not needed to see who forwards:
-    both ranks stop at one step, rank 0 saves, the exit code is 75, and the resumed run is the undisturbed one."""
-    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "parallelism=ddp", "parallelism.nproc_per_node=2",
+    """A window longer than the 30 s after which torch's agent would kill its ranks is not needed to
+    see who forwards: both ranks stop at one step, rank 0 saves, the exit code is 75, and the
+    resumed run is the undisturbed one."""
+    settings = [*SETTINGS, f"data.train_files=[{tokens}]", "parallelism=ddp",
+    "parallelism.nproc_per_node=2",
                 "batch.gradient_accumulation_steps=1", "precision=fp32"]  # fmt: skip
     result = train(tmp_path, "whole", *settings)
     (tmp_path / "held.py").write_text(HOLD)
@@ -283,13 +330,26 @@ def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
     """Its config.yaml lacks the keys that have come since."""
     whole = train(tmp_path, "whole", "train.max_steps=6", "train.log_every=1")
     llmexp(
-        "train", *TINY, "hydra.run.dir=old", "train.max_steps=6", "train.log_every=1", "train.stop_step=3", cwd=tmp_path
+        "train",
+        *TINY,
+        "hydra.run.dir=old",
+        "train.max_steps=6",
+        "train.log_every=1",
+        "train.stop_step=3",
+        cwd=tmp_path,
     )
     path = tmp_path / "old" / "config.yaml"
     config = yaml.safe_load(path.read_text())
-    del config["train"]["twin"], config["tracker"]["entity"], config["metrics"]["single_rank_rates"], config["user"]
+    del (
+        config["train"]["twin"],
+        config["tracker"]["entity"],
+        config["metrics"]["single_rank_rates"],
+        config["user"],
+    )
     path.write_text(yaml.safe_dump(config))
     resumed = llmexp("resume", "old", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
-    rows = [json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [r["train/loss"] for r in rows] == [r["train/loss"] for r in whole.rows()]

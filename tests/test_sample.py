@@ -1,4 +1,5 @@
-"""Text from a model: only of ids that have a meaning, at the length that was trained, and never the end of a run."""
+"""Text from a model: only of ids that have a meaning, at the length that was trained, and never the
+end of a run."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ class Eager(nn.Module):
 
 
 def holed(**special: int) -> tiktoken.Encoding:
-    """Bytes, the pair `ab` with the id 299, and nothing in between, as some published encodings have it."""
+    """Bytes, the pair `ab` with the id 299, and nothing in between, as some published encodings
+    have it."""
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 299}
-    return tiktoken.Encoding(name="holed", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        name="holed", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 30.0])
@@ -43,16 +47,22 @@ def test_ids_without_a_meaning_are_never_drawn(temperature):
 
 
 def test_a_tokenizer_without_an_end_needs_a_prompt():
-    with pytest.raises(ValueError, match=r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer: holed has no <\|endoftext\|> token to begin with; .* --prompt",
+    ):
         sample(holed(), Eager(), 12, "fp32", "", 5)
     assert sample(holed(), Eager(), 12, "fp32", "a", 3, temperature=0) == "aababab"
 
 
-def looped(encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False) -> Any:
+def looped(
+    encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False
+) -> Any:
     facts = SimpleNamespace(max_position_embeddings=32)
     parts = SimpleNamespace(
         run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
-        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)), corpus=SimpleNamespace(is_text=False),
+        config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
+        corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
     s = SimpleNamespace(parts=parts, loss=model, mesh=SimpleNamespace(sharded=sharded))
     return SimpleNamespace(s=s, out=SimpleNamespace(console=SimpleNamespace(line=said.append)))
@@ -88,7 +98,8 @@ def test_a_sample_begins_with_what_was_trained(tmp_path, files, begins):
     (tmp_path / "one.txt").write_text(first + "the second half is left. ".ljust(len(first), "x"))
     (tmp_path / "other.txt").write_text("Another text stands in this file. " * 20)
     done = llmexp(
-        "train", *TINY, "data=text", *(f"data.{f}" for f in files), "train.max_steps=1", "train.sample_tokens=3",
+        "train", *TINY, "data=text", *(f"data.{f}" for f in files), "train.max_steps=1",
+        "train.sample_tokens=3",
         "hydra.run.dir=run", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -104,15 +115,18 @@ import tiktoken
 def endless():
     ranks = {bytes([b]): b for b in range(256)}
     return tiktoken.Encoding(name="endless", pat_str=r"[\\s\\S]+", mergeable_ranks=ranks, special_tokens={})
-"""
+"""  # noqa: E501
 
 
-def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_needs(tmp_path, monkeypatch, capsys):
+def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_needs(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "owntoken.py").write_text(OWN)
     (tmp_path / "conf" / "tokenizer").mkdir(parents=True)
     (tmp_path / "conf" / "tokenizer" / "mine.yaml").write_text("_target_: owntoken.endless\n")
     done = llmexp(
-        "train", "--config-dir", "conf", "--allow", "owntoken", *TINY, "tokenizer=mine", "data=synthetic",
+        "train", "--config-dir", "conf", "--allow", "owntoken", *TINY, "tokenizer=mine",
+        "data=synthetic",
         "data.n_tokens=4000", "train.max_steps=2", "train.sample_every=1", "train.sample_tokens=5",
         "hydra.run.dir=run", cwd=tmp_path,
     )  # fmt: skip
@@ -129,7 +143,10 @@ def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_need
 
     monkeypatch.setattr("llmexp.train.sampling.sample", noted)
     assert command(["sample", "run"]) == 2
-    assert "llmexp: tokenizer: endless has no <|endoftext|> token to begin with" in capsys.readouterr().err
+    assert (
+        "llmexp: tokenizer: endless has no <|endoftext|> token to begin with"
+        in capsys.readouterr().err
+    )
     assert command(["sample", "run", "--temperature", "inf", "--prompt", "x"]) == 2
     assert "temperature=inf: must be a finite number" in capsys.readouterr().err
     assert command(["sample", "run", "--prompt", "x", "--tokens", "15"]) == 0

@@ -13,10 +13,19 @@ totals = st.integers(1, 500)
 ends = st.floats(0, 1)
 
 
-@given(totals, st.integers(0, 600), ends, st.sampled_from([schedule.linear, schedule.cosine, schedule.wsd]))
-def test_warmup_rises_linearly_and_the_end_value_is_reached_on_the_last_update(total, warmup, end, f):
+@given(
+    totals,
+    st.integers(0, 600),
+    ends,
+    st.sampled_from([schedule.linear, schedule.cosine, schedule.wsd]),
+)
+def test_warmup_rises_linearly_and_the_end_value_is_reached_on_the_last_update(
+    total, warmup, end, f
+):
     if f is schedule.wsd and total - round(0.2 * total) < warmup < total:
-        with pytest.raises(ValueError, match=f"schedule.warmup_steps={warmup}: .* reaches into the decay"):
+        with pytest.raises(
+            ValueError, match=f"schedule.warmup_steps={warmup}: .* reaches into the decay"
+        ):
             f(0, total, warmup_steps=warmup, end_ratio=end)
         return
     factors = [f(u, total, warmup_steps=warmup, end_ratio=end) for u in range(total)]
@@ -33,7 +42,9 @@ def test_warmup_rises_linearly_and_the_end_value_is_reached_on_the_last_update(t
 def test_cosine_is_half_a_cosine():
     # 11 updates, no warm-up: update 5 is half-way, where the cosine is zero.
     assert schedule.cosine(5, 11, end_ratio=0.2) == pytest.approx(0.6, abs=1e-15)
-    assert schedule.cosine(2, 11, end_ratio=0.0) == pytest.approx(0.5 * (1 + math.cos(0.2 * math.pi)), abs=1e-15)
+    assert schedule.cosine(2, 11, end_ratio=0.0) == pytest.approx(
+        0.5 * (1 + math.cos(0.2 * math.pi)), abs=1e-15
+    )
 
 
 def test_wsd_is_stable_then_a_line():
@@ -43,9 +54,12 @@ def test_wsd_is_stable_then_a_line():
 
 @given(totals, st.integers(0, 600), st.floats(0, 1))
 def test_wsd_never_falls_faster_than_its_decay(total, warmup, ratio):
-    """A warm-up that reaches into the decay would end in a fall from 1 to the end value in one step."""
+    """A warm-up that reaches into the decay would end in a fall from 1 to the end value in one
+    step."""
     try:
-        factors = [schedule.wsd(u, total, warmup_steps=warmup, decay_ratio=ratio) for u in range(total)]
+        factors = [
+            schedule.wsd(u, total, warmup_steps=warmup, decay_ratio=ratio) for u in range(total)
+        ]
     except ValueError:
         return
     decay = round(ratio * total)
@@ -53,13 +67,15 @@ def test_wsd_never_falls_faster_than_its_decay(total, warmup, ratio):
 
 
 def test_the_lr_used_not_the_next_one():
-    # Warm-up 100, base 3e-4: the tenth update (u=9) uses 3.0e-5. The ancestor printed 3.3e-5, the next one's.
+    # Warm-up 100, base 3e-4: the tenth update (u=9) uses 3.0e-5. The ancestor printed 3.3e-5, the
+    # next one's.
     assert 3e-4 * schedule.cosine(9, 50, warmup_steps=100) == pytest.approx(3.0e-5, rel=1e-15)
     assert 3e-4 * schedule.cosine(49, 50, warmup_steps=100) == pytest.approx(1.5e-4, rel=1e-15)
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"warmup_steps": -1}, {"warmup_steps": 2.5}, {"warmup_ratio": 1.5}, {"end_ratio": -0.1}]
+    "knobs",
+    [{"warmup_steps": -1}, {"warmup_steps": 2.5}, {"warmup_ratio": 1.5}, {"end_ratio": -0.1}],
 )
 def test_bad_knobs_are_refused_by_name(knobs):
     with pytest.raises(ValueError, match=f"schedule.{next(iter(knobs))}="):

@@ -1,4 +1,5 @@
-"""What a config and a name must not do, each tried with a canary: calling code, reading and telling secrets."""
+"""What a config and a name must not do, each tried with a canary: calling code, reading and telling
+secrets."""
 
 from __future__ import annotations
 
@@ -29,8 +30,18 @@ from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from tests.conftest import TINY, Result, llmexp
 
-KEY, NETRC_KEY, NOTE, RATE = "canary-key-0123456789", "canary-netrc-987654321", "canary-note-555", "0.0012345678"
-ENV = {"WANDB_API_KEY": KEY, "CANARY_NOTE": NOTE, "CANARY_RATE": RATE, "HF_TOKEN": "canary-token-24680"}
+KEY, NETRC_KEY, NOTE, RATE = (
+    "canary-key-0123456789",
+    "canary-netrc-987654321",
+    "canary-note-555",
+    "0.0012345678",
+)
+ENV = {
+    "WANDB_API_KEY": KEY,
+    "CANARY_NOTE": NOTE,
+    "CANARY_RATE": RATE,
+    "HF_TOKEN": "canary-token-24680",
+}
 CODE = """
 import functools
 import os
@@ -68,7 +79,7 @@ wrapped = functools.wraps(os.system)(lambda command: os.system(command))
 cached = functools.lru_cache(lying)
 bound = Model(3).forward
 instance = Model(3)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -101,7 +112,8 @@ def holding(path: Path, *canaries: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
-    """A run that was told everything by oc.env and fails with the whole environment in its message."""
+    """A run that was told everything by oc.env and fails with the whole environment in its
+    message."""
     cwd = tmp_path_factory.mktemp("secrets")
     data = cwd / "canary-folder"
     data.mkdir()
@@ -110,11 +122,15 @@ def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
     (cwd / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
     env = ENV | {"CANARY_DATA": str(data), "HOME": str(cwd)}
     result = llmexp(
-        "train", "model._target_=ownparts.Model", "~model.n_layers", "~model.n_heads", "~model.d_model", "~model.d_ff",
-        "~model.dropout", "~model.max_position_embeddings", "+model.secret=${oc.env:HF_TOKEN}", "--allow=ownparts",
+        "train", "model._target_=ownparts.Model", "~model.n_layers", "~model.n_heads",
+        "~model.d_model", "~model.d_ff",
+        "~model.dropout", "~model.max_position_embeddings", "+model.secret=${oc.env:HF_TOKEN}",
+        "--allow=ownparts",
         *(o for o in TINY if not o.startswith(("model", "tracker"))), "tracker.mode=offline",
-        "tracker.notes=about ${oc.env:CANARY_NOTE}", "data=tokens", "data.train_files=${oc.env:CANARY_DATA}/train.npy",
-        "optimizer.lr=${oc.env:CANARY_RATE}", "hooks=[ownparts.breaks]", "checkpoint.every=2", "train.max_steps=4",
+        "tracker.notes=about "
+        "${oc.env:CANARY_NOTE}", "data=tokens", "data.train_files=${oc.env:CANARY_DATA}/train.npy",
+        "optimizer.lr=${oc.env:CANARY_RATE}", "hooks=[ownparts.breaks]", "checkpoint.every=2",
+        "train.max_steps=4",
         "train.log_every=1", "hydra.run.dir=run", cwd=cwd, **env,
     )  # fmt: skip
     return cwd, env, result
@@ -132,7 +148,9 @@ def test_no_file_of_a_run_holds_what_came_from_the_environment(broken):
     assert "<$WANDB_API_KEY>" in result.json("status.json")["error"]
     assert "Traceback" not in (result.folder / "config.yaml").read_text()
     # The rate itself is a figure of the rows; but no record has it from the environment.
-    records = [(result.folder / name).read_text() for name in ("config.yaml", "run.json", "status.json")]
+    records = [
+        (result.folder / name).read_text() for name in ("config.yaml", "run.json", "status.json")
+    ]
     assert RATE not in "".join(records)
     config = rundir.read_config(result.folder)
     assert config["optimizer"]["lr"] == "${oc.env:CANARY_RATE}"
@@ -148,10 +166,26 @@ def test_a_variable_that_changed_is_another_run_and_a_renewed_secret_is_not(brok
     changed = llmexp("resume", "run", "--allow=ownparts", cwd=cwd, **env | {"CANARY_RATE": "0.5"})
     assert changed.code == 2
     assert "another value of CANARY_RATE" in changed.err
-    missing = llmexp("resume", "run", "--allow=ownparts", cwd=cwd, **{k: v for k, v in env.items() if "RATE" not in k})
+    missing = llmexp(
+        "resume",
+        "run",
+        "--allow=ownparts",
+        cwd=cwd,
+        **{k: v for k, v in env.items() if "RATE" not in k},
+    )
     assert missing.code == 2
-    assert "optimizer.lr=${oc.env:CANARY_RATE}: the environment variable CANARY_RATE is not set" in missing.err
-    again = llmexp("resume", "run", "--allow=ownparts", "hooks=[]", cwd=cwd, **env | {"WANDB_API_KEY": KEY[::-1]})
+    assert (
+        "optimizer.lr=${oc.env:CANARY_RATE}: the environment variable CANARY_RATE is not set"
+        in missing.err
+    )
+    again = llmexp(
+        "resume",
+        "run",
+        "--allow=ownparts",
+        "hooks=[]",
+        cwd=cwd,
+        **env | {"WANDB_API_KEY": KEY[::-1]},
+    )
     assert again.code == 0, again.err
     assert holding(result.folder, *CANARIES, KEY[::-1]) == []
     assert [row["step"] for row in result.rows()] == [1, 2, 3, 4]
@@ -163,9 +197,11 @@ def test_texts_keep_their_variables_and_numbers_take_them(monkeypatch):
     monkeypatch.setenv("RATE", "1e-3")
     monkeypatch.delenv("NOT_SET", raising=False)
     config = composed(
-        "tracker.notes=${oc.env:CANARY}", "tracker.tags=[x,'a-${oc.env:CANARY}']", "+data.where=${tracker.notes}/b",
+        "tracker.notes=${oc.env:CANARY}", "tracker.tags=[x,'a-${oc.env:CANARY}']",
+        "+data.where=${tracker.notes}/b",
         "+data.default='${oc.env:NOT_SET,${oc.env:CANARY}}'", "+data.other=${oc.env:NOT_SET,7}",
-        "+data.decoded='${oc.decode:${oc.env:STEPS}}'", "train.max_steps=${oc.env:STEPS}", "name=of-${oc.env:STEPS}",
+        "+data.decoded='${oc.decode:${oc.env:STEPS}}'", "train.max_steps=${oc.env:STEPS}",
+        "name=of-${oc.env:STEPS}",
         "tracker.project=p-${oc.env:STEPS}", "clip.max_norm='${oc.decode:${oc.env:RATE}}'",
     )  # fmt: skip
     assert "canary-value" not in json.dumps(plain(config))
@@ -179,7 +215,10 @@ def test_texts_keep_their_variables_and_numbers_take_them(monkeypatch):
     assert (config.name, config.tracker.project) == ("of-12", "p-12")
     assert build(plain(config)) == config
     monkeypatch.setenv("STEPS", "canary-value")
-    with pytest.raises(ConfigError, match=r"train.max_steps=\$\{oc.env:STEPS\}: what the environment holds does not"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.max_steps=\$\{oc.env:STEPS\}: what the environment holds does not",
+    ):
         composed("train.max_steps=${oc.env:STEPS}")
 
 
@@ -193,15 +232,23 @@ SECRETS = [
     (f"+data.x=[1,{{{KEY}:1}}]", "data.x.<$WANDB_API_KEY>: holds the value of $WANDB_API_KEY"),
     ("+data.x=[{api_key:abc}]", "data.x.api_key: is a secret by its name"),
     ("+data.api_key=12345", "data.api_key: is a secret by its name"),
-    (f"tracker.notes={NETRC_KEY}", "tracker.notes: holds the value of the password of api.wandb.ai"),
-    ("tracker.notes=${oc.env:WANDB_API_KEY}", "tracker.notes: WANDB_API_KEY is a secret by its name"),
+    (
+        f"tracker.notes={NETRC_KEY}",
+        "tracker.notes: holds the value of the password of api.wandb.ai",
+    ),
+    (
+        "tracker.notes=${oc.env:WANDB_API_KEY}",
+        "tracker.notes: WANDB_API_KEY is a secret by its name",
+    ),
     ("name=${oc.env:SAME}", "name: holds the value of $WANDB_API_KEY"),
     ("hydra.run.dir=a/${oc.env:SAME}", "hydra.run.dir: holds the value of $WANDB_API_KEY"),
 ]
 
 
 @pytest.mark.parametrize(("override", "says"), SECRETS, ids=[s[1][:40] for s in SECRETS])
-def test_a_secret_by_name_or_value_is_refused_without_being_told(home, monkeypatch, capsys, override, says):
+def test_a_secret_by_name_or_value_is_refused_without_being_told(
+    home, monkeypatch, capsys, override, says
+):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("SAME", KEY)
     (home / ".netrc").write_text(f"machine api.wandb.ai login user password {NETRC_KEY}\n")
@@ -227,14 +274,18 @@ LEAVES = st.one_of(TEXTS, st.integers(), st.floats(), st.booleans(), st.none())
 @given(st.data())
 @settings(max_examples=200, derandomize=True)
 def test_a_secret_is_found_wherever_it_is(data):
-    """As a text, a part of one, a number or a key, at any depth, whatever characters it has; and is not told."""
+    """As a text, a part of one, a number or a key, at any depth, whatever characters it has; and is
+    not told."""
     draw = data.draw
     secret = draw(st.one_of(TEXTS.filter(bool).map(lambda t: t * 8), st.integers(10**7).map(str)))
-    node = draw(st.sampled_from([secret, f"a{secret}b", {secret: 1}, {f"a{secret}": {}}, *([int(secret)] if
-                secret.isascii() and secret.isdecimal() and secret[0] != "0" else [])]))  # fmt: skip
+    node = draw(st.sampled_from([secret, f"a{secret}b", {secret: 1}, {f"a{secret}": {}},
+    *([int(secret)] if
+                secret.isascii() and secret.isdecimal() and secret[0] != "0" else [])]))  # fmt: skip  # noqa: E501
     for _ in range(draw(st.integers(0, 4))):
         others = draw(st.lists(LEAVES, max_size=2))
-        node = draw(st.sampled_from([[*others, node], {**dict.fromkeys("pq", others), "more": node}]))
+        node = draw(
+            st.sampled_from([[*others, node], {**dict.fromkeys("pq", others), "more": node}])
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY_API_KEY", secret)
         with pytest.raises(ConfigError) as refused:
@@ -248,12 +299,16 @@ def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
     """The reason why a point cannot run repeats the path that was not found."""
     (tmp_path / "train.npy").write_bytes(tokens.read_bytes())
     result = llmexp(
-        "train", "-m", *TINY, "data=tokens", "data.train_files=train.npy,'${oc.env:CANARY_DATA}/none.npy'",
+        "train", "-m", *TINY, "data=tokens",
+        "data.train_files=train.npy,'${oc.env:CANARY_DATA}/none.npy'",
         "train.max_steps=1", "sweep.on_infeasible=skip", "hydra.sweep.dir=sweep",
         cwd=tmp_path, CANARY_DATA="canary-folder", WANDB_API_KEY=KEY,
     )  # fmt: skip
     assert result.code == 0, result.err
-    assert "${oc.env:CANARY_DATA}/none.npy: no file matches" in (tmp_path / "sweep" / "sweep.json").read_text()
+    assert (
+        "${oc.env:CANARY_DATA}/none.npy: no file matches"
+        in (tmp_path / "sweep" / "sweep.json").read_text()
+    )
     assert holding(tmp_path / "sweep", "canary-folder", KEY) == []
     assert "canary-folder" not in result.out + result.err
 
@@ -262,13 +317,17 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     monkeypatch.setenv("CANARY_DATA", str(tmp_path / "canary-folder"))
     (tmp_path / "canary-folder").mkdir()
     (tmp_path / "canary-folder" / "train.npy").write_bytes(b"x" * 10)
-    (tmp_path / "run.json").write_text(json.dumps({"data_files": {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": "y"}}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"data_files": {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": "y"}})
+    )
     told = rundir.bus_error(tmp_path, -signal.SIGBUS)
     assert "${oc.env:CANARY_DATA}/train.npy: this token file was cut from 1,000 to 10 bytes" in told
     assert "canary-folder" not in told
 
 
-@pytest.mark.parametrize("key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"])
+@pytest.mark.parametrize(
+    "key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"]
+)
 def test_names_that_only_sound_like_secrets_are_none(key):
     guard.refuse_secrets({"data": {key: "abc"}})
 
@@ -288,8 +347,23 @@ def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch)
     for name in ("Model", "lying", "breaks", "small", "cached"):
         monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
         assert callable(targets.locate("hooks", f"ownparts.{name}"))
-    foreign = ("system", "os.system", "subprocess.call", "shell", "wrapped", "bound", "instance", "EVERYTHING")
-    for name in (*foreign, "nn.Module", "functools.partial", "__builtins__", "__loader__.exec_module"):
+    foreign = (
+        "system",
+        "os.system",
+        "subprocess.call",
+        "shell",
+        "wrapped",
+        "bound",
+        "instance",
+        "EVERYTHING",
+    )
+    for name in (
+        *foreign,
+        "nn.Module",
+        "functools.partial",
+        "__builtins__",
+        "__loader__.exec_module",
+    ):
         with pytest.raises(ConfigError, match="ownparts"):
             targets.locate("hooks", f"ownparts.{name}")
     own = sys.modules["ownparts"]
@@ -323,7 +397,8 @@ def test_nothing_is_called_from_inside_a_section(section, word):
 HYDRA_FILES = {
     "hydra/hydra_logging/evil.yaml":
         "version: 1\nformatters: {x: {(): os.system, command: touch canary}}\n"
-        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, handlers: [c]}\n",
+        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, "
+        "handlers: [c]}\n",
     "hydra/launcher/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
     "hydra/sweeper/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
     "hydra/sweeper/nested.yaml":
@@ -336,25 +411,31 @@ HYDRA_FILES = {
         "# @package _global_\ndefaults: [{override /hydra/sweeper: optuna}]\n"
         "hydra: {sweeper: {custom_search_space: evilpackage.touch}}\n",
     "experiment/callbacks.yaml":
-        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.system, command: touch canary}}}\n",
-    "experiment/allows.yaml": "# @package _global_\nhydra: {job: {env_set: {LLMEXP_ALLOW: evilpackage}}}\n",
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.system, command: touch "
+        "canary}}}\n",
+    "experiment/allows.yaml": "# @package _global_\nhydra: {job: {env_set: {LLMEXP_ALLOW: "
+                              "evilpackage}}}\n",
     "experiment/copies.yaml":
         "# @package _global_\nhydra: {job: {env_copy: [HOME]}}\n"
         "tracker: {notes: '${hydra:job.env_set.HOME}'}\n",
     # Sections that are brought to where Hydra calls something, from where nothing is called.
     "hydra/sweeper/brings.yaml":
-        "_target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper\nsampler: ${model.x}\n"
-        "direction: minimize\nstorage: null\nstudy_name: null\nn_trials: 1\nn_jobs: 1\nmax_failure_rate: 0\n"
+        "_target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper\nsampler: "
+        "${model.x}\n"
+        "direction: minimize\nstorage: null\nstudy_name: null\nn_trials: 1\nn_jobs: "
+        "1\nmax_failure_rate: 0\n"
         "search_space: null\ncustom_search_space: null\nparams: {train.seed: 'choice(1,2)'}\n",
     "experiment/brings.yaml":
         "# @package _global_\ndefaults: [{override /hydra/sweeper: brings}]\n"
         "hydra: {mode: MULTIRUN}\nmodel: {x: {_target_: os.makedirs, name: canary}}\n",
     "experiment/params.yaml":
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {max_batch_size: '${oc.select:model.x}'}}\n"
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {max_batch_size: "
+        "'${oc.select:model.x}'}}\n"
         "model: {x: {_target_: os.makedirs, name: canary}}\n",
     "hydra/hydra_logging/brings.yaml":
         "version: 1\nformatters: ${hydra.sweeper.params}\n"
-        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, handlers: [c]}\n",
+        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, "
+        "handlers: [c]}\n",
     "experiment/factory.yaml":
         "# @package _global_\nhydra: {sweeper: {params: {x: {(): os.makedirs, name: canary}}}}\n",
     "evilpackage/__init__.py": "open('canary', 'w').close()\ndef touch(*a): pass\n",
@@ -366,20 +447,25 @@ HYDRA = [
     (["train", "--info", "all", "hydra/hydra_logging=evil"], "hydra.hydra_logging"),
     (["train", "-m", "train.seed=1,2", "hydra/launcher=evil"], "hydra/launcher: os.system"),
     (["train", "-m", "train.seed=1,2", "hydra/sweeper=evil"], "hydra.sweeper._target_=os.system"),
-    (["train", "-m", "train.seed=1,2", "hydra/sweeper=nested"], "hydra.sweeper.max_batch_size._target_"),
+    (["train", "-m", "train.seed=1,2", "hydra/sweeper=nested"],
+    "hydra.sweeper.max_batch_size._target_"),
     (["train", "-m", "train.seed=1,2", "experiment=sampler"], "hydra.sweeper.sampler._target_"),
     (["train", "-m", "train.seed=1,2", "experiment=space"], "hydra.sweeper.custom_search_space"),
-    (["train", "experiment=brings"], "hydra.sweeper.sampler=${model.x}: may only bring a text or a number"),
+    (["train", "experiment=brings"], "hydra.sweeper.sampler=${model.x}: may only bring a text or a "
+                                     "number"),
     (["train", "experiment=params"], "hydra.sweeper.max_batch_size: "),
-    (["train", "--hydra-help", "hydra/hydra_logging=brings", "experiment=factory"], "hydra.hydra_logging.formatters="),
-    (["train", "--cfg", "job", "hydra/job_logging=brings", "experiment=factory"], "hydra/job_logging"),
+    (["train", "--hydra-help", "hydra/hydra_logging=brings", "experiment=factory"],
+    "hydra.hydra_logging.formatters="),
+    (["train", "--cfg", "job", "hydra/job_logging=brings", "experiment=factory"],
+    "hydra/job_logging"),
     (["plan", "experiment=callbacks"], "hydra.callbacks"),
     (["plan", "experiment=allows"], "hydra.job.env_set"),
     (["plan", "experiment=copies"], "hydra.job.env_"),
     (["plan", "-m", "experiment=callbacks,allows"], "hydra.callbacks"),
     (["plan", "hydra.job.env_copy=[NOT_SET]"], "NOT_SET"),
     (["plan", "hydra.searchpath=[pkg://evilpackage]"], "hydra.searchpath=pkg://evilpackage"),
-    (["plan", "hydra.searchpath=[pkg\\://evilpackage/more]"], "hydra.searchpath=pkg://evilpackage/more"),
+    (["plan", "hydra.searchpath=[pkg\\://evilpackage/more]"],
+    "hydra.searchpath=pkg://evilpackage/more"),
     (["plan", "--config-dir", "own"], "config.yaml there would take the place"),
 ]  # fmt: skip
 
@@ -404,36 +490,75 @@ def test_hydra_runs_nothing_for_a_config(home, capsys, arguments, says):
 
 
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
-STREAM = {"version": 1, "handlers": {"c": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}}}
+STREAM = {
+    "version": 1,
+    "handlers": {"c": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}},
+}
 NODES = [
     ({"sweeper": "${x.section}"}, "hydra.sweeper="),
     ({"job": "${x.section}"}, "hydra.job="),
     ({"callbacks": "${x.section}"}, "hydra.callbacks="),
     ({"launcher": {"init": "${x.list}"}}, "hydra.launcher.init="),
     ({"launcher": {"init": [{"a": "${x.section}"}]}}, "hydra.launcher.init.0.a="),
-    ({"launcher": {"init": "${oc.create:{_target_:os.makedirs}}"}}, "hydra.launcher.init=${oc.create:"),
+    (
+        {"launcher": {"init": "${oc.create:{_target_:os.makedirs}}"}},
+        "hydra.launcher.init=${oc.create:",
+    ),
     ({"launcher": {"init": "${oc.decode:'[1,2]'}"}}, "hydra.launcher.init=${oc.decode:"),
     ({"launcher": {"_target_": "${x.text}"}}, "hydra.launcher._target_="),
     ({"launcher": {"init": "${x.missing}"}}, "hydra.launcher.init: "),
-    ({"sweeper": {"_target_": OPTUNA, "sampler": "TPESampler"}}, "hydra.sweeper.sampler=TPESampler"),
+    (
+        {"sweeper": {"_target_": OPTUNA, "sampler": "TPESampler"}},
+        "hydra.sweeper.sampler=TPESampler",
+    ),
     ({"sweeper": {"_target_": OPTUNA, "sampler": ["x"]}}, "hydra.sweeper.sampler="),
-    ({"sweeper": {"_target_": OPTUNA, "sampler": {"name": "x"}}}, "hydra.sweeper.sampler._target_=null"),
+    (
+        {"sweeper": {"_target_": OPTUNA, "sampler": {"name": "x"}}},
+        "hydra.sweeper.sampler._target_=null",
+    ),
     ({"sweeper": {"_target_": OPTUNA, "storage": "Redis://host"}}, "hydra.sweeper.storage="),
     ({"sweeper": {"_target_": OPTUNA, "storage": "${x.redis}"}}, "hydra.sweeper.storage="),
-    ({"sweeper": {"_target_": OPTUNA, "custom_search_space": "ownparts.system"}}, "hydra.sweeper.custom_search_space="),
+    (
+        {"sweeper": {"_target_": OPTUNA, "custom_search_space": "ownparts.system"}},
+        "hydra.sweeper.custom_search_space=",
+    ),
     ({"sweeper": {"_target_": "ownparts.system"}}, "hydra.sweeper._target_=ownparts.system"),
-    ({"job_logging": {"handlers": {"c": {"class": "logging.FileHandler", "filename": "canary"}}}}, "FileHandler"),
-    ({"job_logging": {"handlers": {"c": {"class": "logging.os.makedirs", "name": "canary"}}}}, "logging.os.makedirs"),
-    ({"job_logging": {"handlers": {"c": {"class": "logging.config.listen"}}}}, "logging.config.listen"),
-    ({"job_logging": {"formatters": {"c": {"class": None, "x": {"()": "os.makedirs"}}}}}, "None would be called"),
-    ({"hydra_logging": {"filters": {"c": {"()": "logging.StreamHandler"}}}}, "logging.StreamHandler would be called"),
-    ({"hydra_logging": {"handlers": {"c": {"stream": "${x.stream}"}}}}, "ext://os.environ would be called"),
+    (
+        {
+            "job_logging": {
+                "handlers": {"c": {"class": "logging.FileHandler", "filename": "canary"}}
+            }
+        },
+        "FileHandler",
+    ),
+    (
+        {"job_logging": {"handlers": {"c": {"class": "logging.os.makedirs", "name": "canary"}}}},
+        "logging.os.makedirs",
+    ),
+    (
+        {"job_logging": {"handlers": {"c": {"class": "logging.config.listen"}}}},
+        "logging.config.listen",
+    ),
+    (
+        {"job_logging": {"formatters": {"c": {"class": None, "x": {"()": "os.makedirs"}}}}},
+        "None would be called",
+    ),
+    (
+        {"hydra_logging": {"filters": {"c": {"()": "logging.StreamHandler"}}}},
+        "logging.StreamHandler would be called",
+    ),
+    (
+        {"hydra_logging": {"handlers": {"c": {"stream": "${x.stream}"}}}},
+        "ext://os.environ would be called",
+    ),
 ]
 
 
 def looked_at(own: dict[str, object]) -> None:
-    elsewhere = {"section": {"_target_": "os.makedirs", "name": "canary"}, "list": [1], "text": "os.makedirs",
-                 "redis": "redis://host", "stream": "ext://os.environ", "missing": "???", "number": 3}  # fmt: skip
+    elsewhere = {"section": {"_target_": "os.makedirs", "name": "canary"}, "list": [1],
+    "text": "os.makedirs",
+                 "redis": "redis://host", "stream": "ext://os.environ", "missing": "???",
+                 "number": 3}  # fmt: skip
     guard.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
 
 
@@ -448,10 +573,16 @@ def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
 def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
     monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
     sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
-    colored = {"()": "colorlog.ColoredFormatter", "format": "%(message)s", "log_colors": {"INFO": "${x.text}"}}
+    colored = {
+        "()": "colorlog.ColoredFormatter",
+        "format": "%(message)s",
+        "log_colors": {"INFO": "${x.text}"},
+    }
     looked_at({
-        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying", "storage": None},
-        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", "setup": ["module load ${x.number}"]},
+        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying",
+        "storage": None},
+        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher",
+        "setup": ["module load ${x.number}"]},
         "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
         "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
     })  # fmt: skip
@@ -460,26 +591,43 @@ def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
 @pytest.mark.parametrize("key", ["setup", "additional_parameters", "init", "address"])
 def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}: .* taken from a command line"):
-        looked_at({"launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", key: ["touch canary"]}})
+        looked_at(
+            {"launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", key: ["touch canary"]}}
+        )
 
 
 def test_a_config_cannot_say_what_the_command_line_said(home):
     """Else it could bring shell lines for a launcher, as if they came from there."""
-    with app.hydra_app(None) as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"):
-        app.compose(hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"])
+    with (
+        app.hydra_app(None) as hydra,
+        pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"),
+    ):
+        app.compose(
+            hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"]
+        )
     (home / "conf" / "experiment").mkdir(parents=True)
     text = "# @package _global_\nhydra: {overrides: {hydra: ['hydra.launcher.setup=x']}}\n"
     (home / "conf" / "experiment" / "evil.yaml").write_text(text)
     arguments = [*TINY, "data=synthetic", "experiment=evil"]
     for multirun in (False, True):
-        with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra\.overrides: is what"):
+        with (
+            app.hydra_app("conf") as hydra,
+            pytest.raises(ConfigError, match=r"hydra\.overrides: is what"),
+        ):
             app.compose(hydra, arguments, multirun)
     # As many as there are, with a list that forgets what is put into it.
     made_up = ", ".join(["'hydra.launcher.setup=[x]'"] * len(arguments))
-    for told in (f"{{task: '${{oc.create:[]}}', hydra: [{made_up}]}}", "'${more}'", "{task: '${more.task}'}"):
+    for told in (
+        f"{{task: '${{oc.create:[]}}', hydra: [{made_up}]}}",
+        "'${more}'",
+        "{task: '${more.task}'}",
+    ):
         text = f"# @package _global_\nmore: {{hydra: [], task: []}}\nhydra: {{overrides: {told}}}\n"
         (home / "conf" / "experiment" / "evil.yaml").write_text(text)
-        with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"):
+        with (
+            app.hydra_app("conf") as hydra,
+            pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"),
+        ):
             app.compose(hydra, arguments, multirun=True)
 
 
@@ -491,59 +639,117 @@ RESUMED: list[tuple[list[str], list[str], str]] = [
     ([SLURM, "~hydra.launcher.setup", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
     ([SLURM, "~hydra.launcher.setup", f"++hydra={{launcher:{{setup:{CANARY}}}}}"], [], "setup"),
     ([SLURM, "++hydra.launcher.setups=1", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
-    ([SLURM, f"{MORE}.a=1", "++hydra.launcher={additional_parameters:{prolog:x}}"], [], "additional_parameters.prolog"),
-    ([SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"], [f"{MORE}.constraint=h100"], "prolog"),
-    ([SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"], [f"{MORE}={{constraint:h100}}"], "prolog"),
+    (
+        [SLURM, f"{MORE}.a=1", "++hydra.launcher={additional_parameters:{prolog:x}}"],
+        [],
+        "additional_parameters.prolog",
+    ),
+    (
+        [SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"],
+        [f"{MORE}.constraint=h100"],
+        "prolog",
+    ),
+    (
+        [SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"],
+        [f"{MORE}={{constraint:h100}}"],
+        "prolog",
+    ),
     ([SLURM, "+notes='touch canary'", "++hydra.launcher={setup:['${notes}']}"], [], "setup"),
-    ([RAY, "~hydra.launcher.init", "++hydra.launcher={init:{address:'ray://evil'}}"], [], "init.address"),
+    (
+        [RAY, "~hydra.launcher.init", "++hydra.launcher={init:{address:'ray://evil'}}"],
+        [],
+        "init.address",
+    ),
     ([RAY, "~hydra.launcher.address", "++hydra.launcher={address:'ray://evil'}"], [], "address"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "typed", "key"), RESUMED, ids=[" ".join([*a, *t]) for a, t, _ in RESUMED])
-def test_no_shell_line_for_a_cluster_comes_from_a_strangers_sweep(home, capsys, arguments, typed, key):
+@pytest.mark.parametrize(
+    ("arguments", "typed", "key"), RESUMED, ids=[" ".join([*a, *t]) for a, t, _ in RESUMED]
+)
+def test_no_shell_line_for_a_cluster_comes_from_a_strangers_sweep(
+    home, capsys, arguments, typed, key
+):
     strange_sweep(home / "strange", arguments)
     assert run(["resume", "strange", *typed]) == 2
     err = capsys.readouterr().err
-    assert re.search(rf"hydra\.launcher\.(additional_parameters\.)?{key}: .*taken from a command line", err), err
+    assert re.search(
+        rf"hydra\.launcher\.(additional_parameters\.)?{key}: .*taken from a command line", err
+    ), err
     assert not (home / "canary").exists()
 
 
 def strange_sweep(path: Path, arguments: list[str]) -> None:
     path.mkdir()
-    head = {"format": 1, "name": "strange", "group": "g", "launcher": "slurm", "swept": ["train.seed"], "created": 0.0}
+    head = {
+        "format": 1,
+        "name": "strange",
+        "group": "g",
+        "launcher": "slurm",
+        "swept": ["train.seed"],
+        "created": 0.0,
+    }
     whole = ["-m", *TINY, "data=synthetic", "train.seed=1,2", *arguments]
-    (path / "sweep.json").write_text(json.dumps({**head, "arguments": whole, "state": "failed", "points": []}))
+    (path / "sweep.json").write_text(
+        json.dumps({**head, "arguments": whole, "state": "failed", "points": []})
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
-@pytest.mark.parametrize("key", ["setup", "additional_parameters.prolog", "init.address", "address"])
+@pytest.mark.parametrize(
+    "key", ["setup", "additional_parameters.prolog", "init.address", "address"]
+)
 def test_what_a_command_line_alone_may_say_is_not_recorded(prefix, key):
-    assert recordable(["-m", f"{prefix}hydra.launcher.{key}=x", "name=a", "--allow", "b"]) == ["-m", "name=a"]
+    assert recordable(["-m", f"{prefix}hydra.launcher.{key}=x", "name=a", "--allow", "b"]) == [
+        "-m",
+        "name=a",
+    ]
 
 
 # What a config file says, how it tries to look like a command line, and what the user typed.
 FILES = [
     ("hydra: {launcher: {setup: [touch canary]}}", [], "setup"),
-    ("hydra: {launcher: {additional_parameters: {prolog: x}}}", [f"{MORE}.constraint=h100"], "prolog"),
-    ("hydra: {launcher: {additional_parameters: {prolog: x}}}", [f"{MORE}={{constraint:h100}}"], "prolog"),
-    ("hydra: {launcher: {additional_parameters: {a: {prolog: x}}}}", [f"{MORE}.a={{b:1}}"], "a.prolog"),
-    ("hydra: {launcher: {additional_parameters: {prolog: [x]}}}", ["~hydra.launcher.setup"], "prolog"),
+    (
+        "hydra: {launcher: {additional_parameters: {prolog: x}}}",
+        [f"{MORE}.constraint=h100"],
+        "prolog",
+    ),
+    (
+        "hydra: {launcher: {additional_parameters: {prolog: x}}}",
+        [f"{MORE}={{constraint:h100}}"],
+        "prolog",
+    ),
+    (
+        "hydra: {launcher: {additional_parameters: {a: {prolog: x}}}}",
+        [f"{MORE}.a={{b:1}}"],
+        "a.prolog",
+    ),
+    (
+        "hydra: {launcher: {additional_parameters: {prolog: [x]}}}",
+        ["~hydra.launcher.setup"],
+        "prolog",
+    ),
     ("more: {prolog: x}\nhydra: {launcher: {additional_parameters: '${more}'}}", [], "${more}"),
 ]
 
 
-@pytest.mark.parametrize(("text", "typed", "key"), FILES, ids=[f"{f} {' '.join(t)}" for f, t, _ in FILES])
+@pytest.mark.parametrize(
+    ("text", "typed", "key"), FILES, ids=[f"{f} {' '.join(t)}" for f, t, _ in FILES]
+)
 def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed, key):
     (home / "conf" / "experiment").mkdir(parents=True)
     (home / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
     with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
-        app.compose(hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True)
+        app.compose(
+            hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True
+        )
 
 
 def test_what_is_typed_for_a_launcher_is_taken(home):
-    typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
-             f"{MORE}.exclusive=true", f"{MORE}.none=null", "hydra.launcher.partition=gpu"]  # fmt: skip
+    typed = ["hydra.launcher.setup=[module load cuda,'echo \"a, "
+             "b\"']", f"{MORE}={{constraint:h100,a:{{b:[1,{{}}]}}}}",
+             f"{MORE}.exclusive=true", f"{MORE}.none=null",
+             "hydra.launcher.partition=gpu"]  # fmt: skip
     with app.hydra_app(None) as hydra:
         for _ in range(2):
             cfg, _ = app.compose(hydra, [*TINY, "data=synthetic", SLURM, *typed], multirun=True)
@@ -557,8 +763,10 @@ def test_what_is_typed_for_a_launcher_is_taken(home):
 @pytest.mark.parametrize("key", ["partition", "account", "qos"])
 def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
-    values = {"partition": None, "account": None, "qos": None, "timeout_min": 60, "cpus_per_task": 1,
-              "gpus_per_node": 0, "mem_gb": 1.0, "signal_delay_s": 60, "array_parallelism": 1, "setup": [],
+    values = {"partition": None, "account": None, "qos": None, "timeout_min": 60,
+    "cpus_per_task": 1,
+              "gpus_per_node": 0, "mem_gb": 1.0, "signal_delay_s": 60, "array_parallelism": 1,
+              "setup": [],
               "additional_parameters": {}}  # fmt: skip
     slurm.check(slurm.Settings(**values | {key: "gpu-a100,big"}))
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}='gpu.*one word of letters"):
@@ -580,7 +788,8 @@ def test_every_config_that_hydra_composes_is_looked_at(home):
 CONFIGS = {
     "python tags": ("x: !!python/object/apply:os.system ['touch canary']", "cannot be read"),
     "aliases without an end": ("\n".join(["a: &a [x, x, x, x, x, x, x, x, x]"] + [
-        f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]" for p, n in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+        f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]" for p, n in zip("abcdefghijkl", "bcdefghijklm",
+        strict=True)
     ]), "more than 10,000 values"),
     "binary": ("\x00\x01", "cannot be read"),
 }  # fmt: skip
@@ -606,7 +815,8 @@ def swept(tmp_path_factory) -> Path:
     """A sweep of one run."""
     cwd = tmp_path_factory.mktemp("swept")
     result = llmexp(
-        "train", "-m", *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "train.log_every=1",
+        "train", "-m", *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3",
+        "train.log_every=1",
         "train.eval_tokens=500", "train.seed=1", "hydra.sweep.dir=sweep", cwd=cwd,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -621,7 +831,9 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("place", STRANGE)
-def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(swept, tmp_path, monkeypatch, capfd, place):
+def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(
+    swept, tmp_path, monkeypatch, capfd, place
+):
     """By each command that opens one, before anything is written; wandb keeps links of its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(swept, "sweep")
@@ -633,12 +845,19 @@ def test_a_folder_with_a_link_a_pipe_or_a_device_is_refused_at_the_door(swept, t
     (point / place).unlink(missing_ok=True)
     make(point / place)
     before = sorted(str(p) for p in Path("sweep").rglob("*"))
-    says = f"{point / place}: is {kind}; the folder of a run or a sweep holds plain files and folders only"
-    commands = [["resume", str(point)], ["resume", "sweep"], ["sample", str(point)], ["compare", "sweep"],
+    says = (
+        f"{point / place}: is {kind}; the folder of a run or a sweep holds plain files and "
+        "folders only"
+    )
+    commands = [["resume", str(point)], ["resume", "sweep"], ["sample", str(point)], ["compare",
+    "sweep"],
                 ["sync", "--dry-run", "sweep"]]  # fmt: skip
     if place == "metrics.jsonl":  # these take longer
         base = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.seed=1"]
-        commands += [["train", "-m", *base, "sweep.resume=sweep"], ["train", *base, f"hydra.run.dir={point}"]]
+        commands += [
+            ["train", "-m", *base, "sweep.resume=sweep"],
+            ["train", *base, f"hydra.run.dir={point}"],
+        ]
     for command in commands:
         assert run(command) == (1 if command[0] == "sync" else 2), command
         out, err = capfd.readouterr()
@@ -693,6 +912,12 @@ def test_plans_and_configs_on_the_terminal_tell_no_secret(home, capsys, monkeypa
 @pytest.mark.parametrize("subdir", ["../x", "/tmp/x", "a/../../x", ".", "${oc.env:UP}"])
 def test_a_point_stays_inside_its_sweep(home, capsys, monkeypatch, subdir):
     monkeypatch.setenv("UP", "../up")
-    overrides = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.seed=1,2", f"hydra.sweep.subdir={subdir}"]
+    overrides = [
+        *TINY,
+        "data=synthetic",
+        "data.n_tokens=5000",
+        "train.seed=1,2",
+        f"hydra.sweep.subdir={subdir}",
+    ]
     assert run(["plan", "-m", *overrides]) == 2
     assert "must be inside the sweep's folder" in capsys.readouterr().err

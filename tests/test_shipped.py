@@ -1,4 +1,5 @@
-"""Every shipped YAML composes, fits its function and runs for a step; every knob says what it is; the wheel works."""
+"""Every shipped YAML composes, fits its function and runs for a step; every knob says what it is;
+the wheel works."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ OPTIONS = {
 }
 GROUPS = [name for name in OPTIONS if name != "experiment"]
 # Models at a size at which a step costs nothing, for any of them.
-SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16, "max_position_embeddings": 16,
+SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16,
+"max_position_embeddings": 16,
           "vocab_size": 320}  # fmt: skip
 # What an option needs beside itself.
 NEEDS = {
@@ -63,7 +65,9 @@ def tiktoken_cache(work) -> Path:
     return Path(shutil.copytree(SHARED / "tiktoken", work / "tiktoken", dirs_exist_ok=True))
 
 
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
+@pytest.mark.parametrize(
+    "path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF))
+)
 def test_every_knob_has_a_comment(path):
     if path.parent.name in ("experiment", "hydra"):
         assert "#" in path.read_text()  # a diff over documented knobs; it says what it is for
@@ -83,8 +87,8 @@ def test_every_knob_has_a_comment(path):
 
 
 def test_closed_sections_list_every_knob_that_acts():
-    """A knob that is in no YAML cannot be found, and cannot be overridden without a +; one that does nothing in an
-    option is not listed there."""
+    """A knob that is in no YAML cannot be found, and cannot be overridden without a +; one that
+    does nothing in an option is not listed there."""
     import dataclasses
     import typing
 
@@ -96,14 +100,16 @@ def test_closed_sections_list_every_knob_that_acts():
         if field.name in OPEN_SECTIONS:
             continue
         trees = [main[field.name]] if field.name in main else [
-            yaml.safe_load((CONF / field.name / f"{option}.yaml").read_text()) for option in OPTIONS[field.name]
+            yaml.safe_load((CONF / field.name / f"{option}.yaml").read_text()) for option in OPTIONS[field.name]  # noqa: E501
         ]  # fmt: skip
         if dataclasses.is_dataclass(hints[field.name]):
             known = [key_of(f) for f in dataclasses.fields(hints[field.name])]
             for tree in trees:
                 everything = {f"{field.name}.{key}": tree.get(key) for key in known}
                 idle = set() if field.name in main else set(dead(everything))
-                assert list(tree) == [key for key in known if f"{field.name}.{key}" not in idle], field.name
+                assert list(tree) == [key for key in known if f"{field.name}.{key}" not in idle], (
+                    field.name
+                )
 
 
 @pytest.mark.parametrize("name", OPTIONS["model"])
@@ -111,8 +117,14 @@ def test_models_of_full_size_are_planned(name, work, capsys, monkeypatch):
     """On the meta device: no memory, no time."""
     monkeypatch.chdir(work)
     assert run(["plan", f"model={name}", "data=synthetic", "batch.sequence_length=256"]) == 0
-    parameters = int(capsys.readouterr().out.partition(" x d_model, ")[2].partition(" parameters")[0].replace(",", ""))
-    sizes = {"gpt2_small": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200,
+    parameters = int(
+        capsys.readouterr()
+        .out.partition(" x d_model, ")[2]
+        .partition(" parameters")[0]
+        .replace(",", "")
+    )
+    sizes = {"gpt2_small": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
              "llama_1b": 1_235_814_400}  # the published checkpoints  # fmt: skip
     assert parameters == sizes.get(name, parameters)
 
@@ -135,8 +147,10 @@ def test_every_option_trains_for_two_steps(choice, work):
         overrides += ([] if group == "model" else [f"{group}={option}"]) + NEEDS.get(option, [])
     name = "_".join(picked.values())
     result = llmexp(
-        "train", *overrides, "batch.sequence_length=16", "batch.micro_batch_size=2", "train.max_steps=2",
-        "train.log_every=1", "train.eval_tokens=64", "train.sample_tokens=4", "checkpoint.every=null",
+        "train", *overrides, "batch.sequence_length=16", "batch.micro_batch_size=2",
+        "train.max_steps=2",
+        "train.log_every=1", "train.eval_tokens=64", "train.sample_tokens=4",
+        "checkpoint.every=null",
         f"hydra.run.dir={name}", cwd=work,
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -144,7 +158,9 @@ def test_every_option_trains_for_two_steps(choice, work):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(3 < row["train/loss"] < 9 for row in rows)  # about log(320) = 5.8
     computed = result.json("run.json")["precision"]
-    assert computed == picked["precision"] or (picked["precision"] == "auto" and computed in ("fp32", "bf16"))
+    assert computed == picked["precision"] or (
+        picked["precision"] == "auto" and computed in ("fp32", "bf16")
+    )
     assert ("grad_norm_post_clip" in rows[0]) == ("grad_norm" in rows[0])
 
 
@@ -152,13 +168,19 @@ def test_every_option_trains_for_two_steps(choice, work):
 def test_tokenizers_with_files(tokenizer, work, tiktoken_cache, capsys, monkeypatch):
     monkeypatch.chdir(work)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
-    overrides = ["data=text", "data.train_files=words.txt", "batch.sequence_length=32", "batch.micro_batch_size=2"]
+    overrides = [
+        "data=text",
+        "data.train_files=words.txt",
+        "batch.sequence_length=32",
+        "batch.micro_batch_size=2",
+    ]
     assert run(["plan", f"tokenizer={tokenizer}", *overrides]) == 0
     assert f"tokenizer {tokenizer}" in capsys.readouterr().out
 
 
 # Ready-made sweeps, with the number of their points.
-SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5, "accumulation_x_clip": 12,
+SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 5,
+"accumulation_x_clip": 12,
           "throughput_grid": 24}  # fmt: skip
 
 
@@ -166,34 +188,53 @@ SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 
 def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
     monkeypatch.chdir(work)
     assert run(["plan", f"experiment={name}"]) == 0
-    table, _, alike = capsys.readouterr().out.partition(f"\n{SWEEPS[name]} runs; ")  # what all have alike is told below
+    table, _, alike = capsys.readouterr().out.partition(
+        f"\n{SWEEPS[name]} runs; "
+    )  # what all have alike is told below
     header, *rows = [line.split() for line in table.splitlines()]
     assert len(rows) == SWEEPS[name]
     assert alike
     assert ("batch" not in header) == (name in ("accumulation_iso_batch", "clip_sweep"))
-    tokens = {row[1 + header.index("tokens")] for row in rows} if "tokens" in header else {alike}  # after its number
-    assert len(tokens) == 1 or name == "throughput_grid"  # else the comparison at equal tokens would cut some short
+    tokens = (
+        {row[1 + header.index("tokens")] for row in rows} if "tokens" in header else {alike}
+    )  # after its number
+    assert (
+        len(tokens) == 1 or name == "throughput_grid"
+    )  # else the comparison at equal tokens would cut some short
 
 
 def test_the_throughput_grid_ends_in_its_tables(work):
-    small = ["model.n_layers=1", "model.d_model=16", "model.d_ff=16", "model.n_heads=2", "data.n_tokens=20000",
-             "batch.micro_batch_size=1,2", "batch.gradient_accumulation_steps=2", "batch.sequence_length=16",
+    small = ["model.n_layers=1", "model.d_model=16", "model.d_ff=16", "model.n_heads=2",
+    "data.n_tokens=20000",
+             "batch.micro_batch_size=1,2", "batch.gradient_accumulation_steps=2",
+             "batch.sequence_length=16",
              "precision=fp32", "train.max_steps=6"]  # fmt: skip
-    done = llmexp("train", "experiment=throughput_grid", *small, "hydra.sweep.dir=throughput", cwd=work)
+    done = llmexp(
+        "train", "experiment=throughput_grid", *small, "hydra.sweep.dir=throughput", cwd=work
+    )
     assert done.code == 0, done.err + done.out
     lines = (work / "throughput" / "throughput.csv").read_text().splitlines()
     titles, *rows = csv.reader(lines)
     table = [dict(zip(titles, row, strict=True)) for row in rows]
     for row, micro in zip(table, (1, 2), strict=True):
-        assert (row["micro-batch"], row["accumulation"], row["length"], row["ranks"]) == (str(micro), "2", "16", "1")
+        assert (row["micro-batch"], row["accumulation"], row["length"], row["ranks"]) == (
+            str(micro),
+            "2",
+            "16",
+            "1",
+        )
         (folder,) = (work / "throughput").glob(f"*-micro_batch_size_{micro}")
         recorded = json.loads((folder / "run.json").read_text())
-        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][
+            1:
+        ]
         rate = statistics.median(r["tokens_per_sec"] for r in logged)
         seconds = statistics.median(r["step_time"] for r in logged)
         assert float(row["tokens/s"]) == pytest.approx(rate)
         assert float(row["it/s"]) == pytest.approx(1 / seconds)
-        assert float(row["TFLOP/s per rank (6ND)"]) == pytest.approx(6 * recorded["parameters"] * rate / 1e12)
+        assert float(row["TFLOP/s per rank (6ND)"]) == pytest.approx(
+            6 * recorded["parameters"] * rate / 1e12
+        )
         exact = recorded["flops_per_token"] * rate / 1e12
         assert float(row["TFLOP/s per rank (exact)"]) == pytest.approx(exact)
         assert not row.get("verdict")  # this device's peak is not known
@@ -205,7 +246,13 @@ def test_the_throughput_grid_ends_in_its_tables(work):
 def test_a_search_by_optuna(work):
     """A seeded sampler, so that the search goes on where it was, and no point runs twice."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    small = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=3", "hydra.sweeper.n_trials=1"]
+    small = [
+        *TINY,
+        "data=synthetic",
+        "data.n_tokens=5000",
+        "train.max_steps=3",
+        "hydra.sweeper.n_trials=1",
+    ]
     done = llmexp("train", "experiment=lr_optuna", *small, "hydra.sweep.dir=search", cwd=work)
     assert done.code == 0, done.err + done.out
     assert "\x1b" not in done.err
@@ -230,7 +277,8 @@ def test_a_trial_that_fails_does_not_end_the_search(work):
     (work / "fails.py").write_text(
         "import os\n\n"
         "def once(event, context):\n"
-        "    if event == 'step_end' and (os.path.exists('always') or not os.path.exists('failed')):\n"
+        "    if event == 'step_end' and (os.path.exists('always') or not "
+        "os.path.exists('failed')):\n"
         "        open('failed', 'w').close()\n"
         "        raise RuntimeError('diverged')\n"
     )
@@ -244,14 +292,20 @@ def test_a_trial_that_fails_does_not_end_the_search(work):
     assert (work / "fails" / "optimization_results.yaml").exists()
     (work / "always").touch()
     for more in ([], ["hydra.sweeper.max_failure_rate=0"]):
-        none = llmexp("train", *small, "hydra.sweeper.n_trials=1", *more, "hydra.sweep.dir=none", cwd=work)
+        none = llmexp(
+            "train", *small, "hydra.sweeper.n_trials=1", *more, "hydra.sweep.dir=none", cwd=work
+        )
         assert none.code == 1, none.err
         assert "Traceback" not in none.err
-        assert none.out.splitlines()[-1].startswith("not all finished; to go on: llmexp resume none")
+        assert none.out.splitlines()[-1].startswith(
+            "not all finished; to go on: llmexp resume none"
+        )
         shutil.rmtree(work / "none")
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, "lr_optuna")])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIONS["experiment"] if name not in (*SWEEPS, "lr_optuna")]
+)
 def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch):
     text = SHARED / "data" / "tinyshakespeare.txt"
     if not text.exists():
@@ -262,27 +316,37 @@ def test_experiments_are_planned(name, work, tiktoken_cache, capsys, monkeypatch
     out = capsys.readouterr().out
     assert f"outputs/{name}/" in out
     if name == "gpt2_small_minimal":
-        assert "90,000 tokens, 87 sequences of 1,024; the last 911 tokens are too few for another" in out
+        assert (
+            "90,000 tokens, 87 sequences of 1,024; the last 911 tokens are too few for another"
+            in out
+        )
 
 
 RATE_HOOK = """
 def rate(event, context):
     if event == "step_end" and context.row is not None:
         return {"mine/rate": context.optimizers[0].param_groups[0]["lr"], "mine/logged": context.row["lr"]}
-"""
+"""  # noqa: E501
 
 
 def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
-    """The warm-up is twice as long as the run: a tenth of the base rate at step 10, half of it at step 50."""
+    """The warm-up is twice as long as the run: a tenth of the base rate at step 10, half of it at
+    step 50."""
     text = SHARED / "data" / "tinyshakespeare.txt"
     if not text.exists():
         pytest.skip("Shakespeare's plays are not on this machine")
     (work / "ratehook.py").write_text(RATE_HOOK)
-    small = [o for o in model_overrides("gpt2_small")[1:] if "vocab_size" not in o and "max_position" not in o]
+    small = [
+        o
+        for o in model_overrides("gpt2_small")[1:]
+        if "vocab_size" not in o and "max_position" not in o
+    ]
     result = llmexp(
         "train", "experiment=gpt2_small_minimal", f"data.train_files=[{text}]", *small,
-        "model.max_position_embeddings=64", "batch.sequence_length=64", "train.eval_tokens=128", "tracker=none",
-        "train.sample_tokens=0", "hooks=[ratehook.rate]", "--allow=ratehook", "hydra.run.dir=minimal", cwd=work,
+        "model.max_position_embeddings=64", "batch.sequence_length=64", "train.eval_tokens=128",
+        "tracker=none",
+        "train.sample_tokens=0", "hooks=[ratehook.rate]", "--allow=ratehook",
+        "hydra.run.dir=minimal", cwd=work,
         TIKTOKEN_CACHE_DIR=str(tiktoken_cache),
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -290,7 +354,8 @@ def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
     assert yaml.safe_load((result.folder / "config.yaml").read_text())["model"]["dropout"] == 0.1
     rows = {row["step"]: row for row in result.rows()}
     assert sorted(rows) == [10, 20, 30, 40, 50]
-    # 3e-4 x (step / 100): one product and one quotient, each rounded once, differ by at most 2 units in the last place.
+    # 3e-4 x (step / 100): one product and one quotient, each rounded once, differ by at most 2
+    # units in the last place.
     assert rows[10]["lr"] == pytest.approx(3.0e-5, rel=4 * np.finfo(np.float64).eps)
     assert rows[50]["lr"] == pytest.approx(1.5e-4, rel=4 * np.finfo(np.float64).eps)
     assert all(row["lr"] == row["mine/rate"] == row["mine/logged"] for row in rows.values())
@@ -304,7 +369,9 @@ def test_the_kubernetes_manifest_names_a_command_that_torchrun_takes():
     args = parse_args(words)
     assert (args.module, args.training_script) == (True, "llmexp.train")
     (run_dir,) = args.training_script_args
-    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
     pod = node["template"]["spec"]["template"]["spec"]
     env = {e["name"]: e.get("value") for e in trainer["env"]}
     (container,) = pod["containers"]
@@ -324,12 +391,19 @@ def test_the_wheel_brings_its_configuration(tmp_path):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, source], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, source], check=True
+    )
     (wheel,) = built.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True
+    )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    code = "import llmexp, sys; print(llmexp.__file__, file=sys.stderr); from llmexp.__main__ import main; main()"
+    code = (
+        "import llmexp, sys; print(llmexp.__file__, file=sys.stderr); from llmexp.__main__ "
+        "import main; main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", "data=synthetic"], cwd=elsewhere,
         env=environment(PYTHONPATH=str(target)), capture_output=True, text=True, check=True,

@@ -1,4 +1,5 @@
-"""Slurm for real: two virtual nodes on this machine. tests/slurm/setup.sh installs it; without it the tests skip."""
+"""Slurm for real: two virtual nodes on this machine. tests/slurm/setup.sh installs it; without it
+the tests skip."""
 
 from __future__ import annotations
 
@@ -27,13 +28,20 @@ FRESH_PROCESSES = True  # they get limits, a control group and signals of their 
 
 HERE = Path(__file__).parent / "slurm"
 PATH = os.environ["PATH"] + os.pathsep + "/usr/sbin"
-MISSING = [p for p in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(p, path=PATH) is None]
+MISSING = [
+    p
+    for p in ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+    if shutil.which(p, path=PATH) is None
+]
 MISSING += [] if os.geteuid() == 0 else ["root"]
-needs_slurm = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}; tests/slurm/setup.sh installs Slurm")
+needs_slurm = pytest.mark.skipif(
+    bool(MISSING), reason=f"no {', '.join(MISSING)}; tests/slurm/setup.sh installs Slurm"
+)
 
 # 60 steps of 0.1 s each while there is no file `fast`: time to be preempted in.
 SLOW = [
-    *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=60", "train.log_every=1", "train.eval_every=20",
+    *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=60", "train.log_every=1",
+    "train.eval_every=20",
     "batch.real_batch_size=8", "checkpoint.every=1000", "hooks=[slow.slow]",
 ]  # fmt: skip
 TWO_RANKS = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
@@ -52,12 +60,19 @@ def bad(event, context):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """The environment of a client of two idle nodes, n1 and n2; whatever happens, the daemons end with the tests."""
+    """The environment of a client of two idle nodes, n1 and n2; whatever happens, the daemons end
+    with the tests."""
     where = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     port = 20000 + os.getpid() * 3 % 10000
     daemons = {**os.environ, "PATH": PATH, "SLURM_DIR": str(where), "BASE_PORT": str(port)}
     try:
-        up = subprocess.run([HERE / "slurm-local.sh", "start"], env=daemons, capture_output=True, text=True, timeout=60)
+        up = subprocess.run(
+            [HERE / "slurm-local.sh", "start"],
+            env=daemons,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert up.returncode == 0, up.stdout + up.stderr
         yield {"SLURM_CONF": str(where / "slurm.conf")}
     finally:
@@ -77,7 +92,8 @@ def work(cluster: dict[str, str], tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """The rows of the run that others are compared to, on two ranks of this machine without Slurm."""
+    """The rows of the run that others are compared to, on two ranks of this machine without
+    Slurm."""
     where = tmp_path_factory.mktemp("undisturbed")
     (where / "slow.py").write_text(HOOK)
     (where / "fast").touch()
@@ -86,7 +102,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 def client(cluster: dict[str, str], *command: str, **env: str) -> str:
     """What one of Slurm's commands prints."""
-    done = subprocess.run(command, env=environment(**cluster, **env), capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        command, env=environment(**cluster, **env), capture_output=True, text=True, timeout=20
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -100,7 +118,11 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 def facts(cluster: dict[str, str], job: str) -> dict[str, str]:
     """What Slurm knows of a job: JobState, ExitCode, Restarts, ..."""
-    return dict(re.findall(r"(?<!\S)(\w+)=(\S*)", client(cluster, "scontrol", "show", "job", "--oneliner", job)))
+    return dict(
+        re.findall(
+            r"(?<!\S)(\w+)=(\S*)", client(cluster, "scontrol", "show", "job", "--oneliner", job)
+        )
+    )
 
 
 def until_state(cluster: dict[str, str], job: str, state: str, seconds: float = 60) -> None:
@@ -110,16 +132,29 @@ def until_state(cluster: dict[str, str], job: str, state: str, seconds: float = 
 def until_rows(run: Path, cluster: dict[str, str], job: str, after: int = 0) -> None:
     """Until the run has gone past step `after`."""
     metrics = run / "metrics.jsonl"
-    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > after, 90, f"rows in {run}")
+    until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > after,
+        90,
+        f"rows in {run}",
+    )
     assert facts(cluster, job)["JobState"] == "RUNNING"
 
 
 def start_again(cluster: dict[str, str], job: str) -> None:
-    """Lets a job that was queued again start now. Slurm holds it for two minutes, from a moment after it is pending."""
+    """Lets a job that was queued again start now. Slurm holds it for two minutes, from a moment
+    after it is pending."""
     until_state(cluster, job, "PENDING")
     title = f"slurmstepd: [{facts(cluster, job)['JobId']}.".encode()
-    until(lambda: not any(title in command for command in command_lines()), 30, f"the end of job {job}'s daemons")
-    time.sleep(2)  # the nodes have revoked what the job was allowed, by the second: a start within it would fail
+    until(
+        lambda: not any(title in command for command in command_lines()),
+        30,
+        f"the end of job {job}'s daemons",
+    )
+    time.sleep(
+        2
+        # the nodes have revoked what the job was allowed, by the second: a start within it would
+        # fail
+    )
     command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
     for _ in range(6):  # an update more often than every second or two would put it off for ever
         subprocess.run(command, env=environment(**cluster), capture_output=True, timeout=20)
@@ -142,7 +177,8 @@ def state_of(run: Path) -> str:
 
 @needs_slurm
 def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
-    """A job array for each number of nodes, submitted from a job, of whose variables the new jobs inherit none."""
+    """A job array for each number of nodes, submitted from a job, of whose variables the new jobs
+    inherit none."""
     (work / "fast").touch()
     canary = "0123456789abcdef" * 2
     sweep = [
@@ -165,9 +201,15 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
         "-m",
         "llmexp",
     ]
-    points = ["parallelism.nnodes=1,2", "parallelism.nproc_per_node=2", "hydra.launcher.timeout_min=10"]
+    points = [
+        "parallelism.nnodes=1,2",
+        "parallelism.nproc_per_node=2",
+        "hydra.launcher.timeout_min=10",
+    ]
     env = environment(**cluster, PYTHONPATH=str(ROOT), WANDB_API_KEY=canary, USER_SAYS="hello")
-    done = subprocess.run([*command, *sweep, *points], cwd=work, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, *sweep, *points], cwd=work, env=env, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = sorted((work / "sweep").glob("[0-9]-*"))
     assert [run.name for run in runs] == ["0-nnodes_1", "1-nnodes_2"]
@@ -188,7 +230,9 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
         assert job["SLURM_NTASKS"] == nodes
         assert job["SLURM_CPUS_PER_TASK"] == "2"
         assert job["USER_SAYS"] == "hello"
-        assert not {"SLURM_THREADS_PER_CORE", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES"} & job.keys()
+        assert (
+            not {"SLURM_THREADS_PER_CORE", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES"} & job.keys()
+        )
     for path in work.rglob("*"):
         kept = path.is_file() and not path.name.startswith("environment-")  # the hook's own
         assert not kept or canary.encode() not in path.read_bytes(), path
@@ -196,11 +240,13 @@ def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
 
 @needs_slurm
 def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
-    """A failed run shows as FAILED in Slurm. A job warned of its time limit comes back. The waiting command may go and
-    come again. What scancel ended stays out, and the command ends too, without a database of ended jobs. What jobs load
-    is in folders that were made for them, not in one that was there before."""
+    """A failed run shows as FAILED in Slurm. A job warned of its time limit comes back. The waiting
+    command may go and come again. What scancel ended stays out, and the command ends too, without a
+    database of ended jobs. What jobs load is in folders that were made for them, not in one that
+    was there before."""
     (work / "sweep" / "slurm").mkdir(parents=True)
-    sweep = ["train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW, "hooks=[slow.slow],[slow.bad]",
+    sweep = ["train", "--allow", "slow", "-m", "hydra/launcher=slurm", *SLOW,
+    "hooks=[slow.slow],[slow.bad]",
              "hydra.sweep.dir=sweep", "train.max_steps=2000"]  # fmt: skip
     good, bad = (work / "sweep" / name for name in ("0-hooks__slow.slow", "1-hooks__slow.bad"))
     waiting = start(*sweep, cwd=work, **cluster)
@@ -209,21 +255,33 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     until_rows(good, cluster, job)
     client(cluster, "scancel", "--signal=USR2", job)  # what Slurm sends before the time limit
     until_state(cluster, failing, "FAILED")
-    assert (facts(cluster, failing)["ExitCode"], facts(cluster, failing)["Restarts"]) == ("3:0", "0")
+    assert (facts(cluster, failing)["ExitCode"], facts(cluster, failing)["Restarts"]) == (
+        "3:0",
+        "0",
+    )
     start_again(cluster, job)
     until(lambda: state_of(good) == "running", 60, "the run to go on")
     waiting.send_signal(signal.SIGINT)
     out, err = waiting.communicate(timeout=20)
     assert waiting.returncode == 75, out + err
-    assert re.search(r"1 hooks=\[slow.bad\] +failed: the hook slow.bad failed at step_start of step 3", out), out
+    assert re.search(
+        r"1 hooks=\[slow.bad\] +failed: the hook slow.bad failed at step_start of step 3", out
+    ), out
     assert re.search(r"0 hooks=\[slow.slow\] +pending", out.partition("running")[2])
     assert f"to cancel them: scancel {job.partition('_')[0]}\n" in out
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume sweep --allow slow"
     ledger = json.loads((work / "sweep" / "sweep.json").read_text())
-    assert (ledger["state"], [p["state"] for p in ledger["points"]]) == ("preempted", ["running", "failed"])
+    assert (ledger["state"], [p["state"] for p in ledger["points"]]) == (
+        "preempted",
+        ["running", "failed"],
+    )
 
     waiting = start("resume", "sweep", "--allow", "slow", cwd=work, **cluster)
-    until(lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing, 90, "the failed run's second job")
+    until(
+        lambda: json.loads((bad / "slurm.json").read_text())["job_id"] != failing,
+        90,
+        "the failed run's second job",
+    )
     assert json.loads((good / "slurm.json").read_text())["job_id"] == job
     client(cluster, "scancel", job)
     out, err = waiting.communicate(timeout=60)
@@ -236,28 +294,40 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")
     assert list((work / "sweep" / "slurm").iterdir()) == []
-    assert all(any((work / "sweep" / name).glob("*_submitted.pkl")) for name in ("slurm-2", "slurm-3"))
+    assert all(
+        any((work / "sweep" / name).glob("*_submitted.pkl")) for name in ("slurm-2", "slurm-3")
+    )
 
 
 @needs_slurm
 def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, undisturbed):
-    """launchers/slurm.sbatch on two nodes, which another partition takes twice, with a grace time and without: rows and
-    tracker go on in the same folder."""
+    """launchers/slurm.sbatch on two nodes, which another partition takes twice, with a grace time
+    and without: rows and tracker go on in the same folder."""
     tracked = [o for o in SLOW if o != "tracker=none"]
-    result = llmexp("train", "--allow", "slow", "--queue", *tracked, "parallelism=ddp", "parallelism.nnodes=2",
-                    "parallelism.nproc_per_node=1", "hydra.run.dir=run", cwd=work, **cluster)  # fmt: skip
+    result = llmexp("train", "--allow", "slow", "--queue", *tracked, "parallelism=ddp",
+    "parallelism.nnodes=2",
+                    "parallelism.nproc_per_node=1", "hydra.run.dir=run", cwd=work,
+                    **cluster)  # fmt: skip
     assert result.code == 0, result.err
     assert state_of(result.folder) == "queued"
     (line,) = re.findall(r"^with Slurm +(.*)$", result.out, re.M)
     env = environment(**cluster, PYTHONPATH=f"{work}{os.pathsep}{ROOT}")
     submit = line.replace(" sbatch ", " sbatch --parsable --exclusive ")
-    done = subprocess.run(submit, shell=True, cwd=work, env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        submit, shell=True, cwd=work, env=env, capture_output=True, text=True, timeout=20
+    )
     assert done.returncode == 0, done.stderr
     job, reached = done.stdout.strip(), 0
     for grace_s in (10, 0):
         client(cluster, "scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
         until_rows(result.folder, cluster, job, after=reached)
-        urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
+        urgent = [
+            "--partition=urgent",
+            "--nodes=2",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=true",
+        ]
         other = client(cluster, "sbatch", "--parsable", *urgent)
         until_state(cluster, other, "COMPLETED")
         assert state_of(result.folder) == "preempted", (work / f"slurm-{job}.out").read_text()
@@ -270,9 +340,14 @@ def test_a_preempted_job_comes_back_and_ends_with_the_same_rows(cluster, work, u
     assert facts(cluster, job)["Restarts"] == "2"
     assert state_of(result.folder) == "finished"
     assert exact(result) == undisturbed
-    assert f"step {reached} of 60" in (result.folder / "train.log").read_text().rpartition("resumed from")[2]
+    assert (
+        f"step {reached} of 60"
+        in (result.folder / "train.log").read_text().rpartition("resumed from")[2]
+    )
     wandb = [re.sub(r".*-", "", p.name) for p in result.folder.glob("wandb/offline-run-*")]
-    assert len(wandb) in (2, 3), wandb  # what is killed without grace may go before its tracker came
+    assert len(wandb) in (2, 3), (
+        wandb
+    )  # what is killed without grace may go before its tracker came
     assert len(set(wandb)) == 1, wandb  # one run's id
 
 
@@ -284,7 +359,16 @@ def test_bad_launcher_settings_are_refused_before_anything_is_made(cluster, work
         "hydra.launcher.timeout_min=2": "hydra.launcher.timeout_min=2: ends before its own warning",
         "hydra.launcher.mem_gb=0": "hydra.launcher.mem_gb=0.0: must be above 0",
     }.items():
-        result = llmexp("train", "-m", "hydra/launcher=slurm", *TINY, bad, "hydra.sweep.dir=sweep", cwd=work, **cluster)
+        result = llmexp(
+            "train",
+            "-m",
+            "hydra/launcher=slurm",
+            *TINY,
+            bad,
+            "hydra.sweep.dir=sweep",
+            cwd=work,
+            **cluster,
+        )
         assert result.code == 2, result.out
         assert said in result.err
         assert not (work / "sweep").exists()
@@ -292,7 +376,9 @@ def test_bad_launcher_settings_are_refused_before_anything_is_made(cluster, work
 
 def test_several_hosts_are_not_started_from_one(tmp_path):
     for mode in ([], ["-m"]):
-        result = llmexp("train", *mode, *TINY, "parallelism=ddp", "parallelism.nnodes=2", cwd=tmp_path)
+        result = llmexp(
+            "train", *mode, *TINY, "parallelism=ddp", "parallelism.nnodes=2", cwd=tmp_path
+        )
         assert result.code == 2
         assert "parallelism.nnodes=2: this command starts ranks on this host only" in result.err
         assert ("hydra/launcher=slurm" if mode else "--queue") in result.err

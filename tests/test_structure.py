@@ -13,20 +13,81 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "llmexp"
 MODULES = {
-    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in PACKAGE.rglob("*.py")
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in PACKAGE.rglob("*.py")
 }
-# The rooms of the house from the ground up: a room imports from those above it in this list, never from one below.
+# The rooms of the house from the ground up: a room imports from those above it in this list, never
+# from one below.
 ROOMS = (
     "values", "config", "run", "knobs", "labels", "child", "redact", "fileio",
     "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "checkpoint",
-    "rundir", "provenance", "tracker", "compare", "assembly", "train", "compose", "sweep", "verify", "cli", "__main__",
+    "rundir", "provenance", "tracker", "compare", "assembly", "train", "compose", "sweep", "verify",
+    "cli", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.
-PARTS = ("models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "checkpoint")
+PARTS = (
+    "models",
+    "mesh",
+    "clip",
+    "optim",
+    "schedule",
+    "precision",
+    "metrics",
+    "data",
+    "checkpoint",
+)
 HYDRA_SIDE = ("compose", "sweep", "cli")
 SLOW = ("torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken")
 # What a command starts with, while a worker imports torch.
-FIRST = [f"llmexp.cli.{name}" for name in ("train", "resume", "plan", "sample", "prepare", "explain", "help", "verify")]
+FIRST = [
+    f"llmexp.cli.{name}"
+    for name in ("train", "resume", "plan", "sample", "prepare", "explain", "help", "verify")
+]
+
+
+# Larger than they should be; the numbers only go down.
+MOST_LINES = {
+    "llmexp.assembly.assemble": 427,
+    "llmexp.checkpoint.loading": 466,
+    "llmexp.checkpoint.saving": 370,
+    "llmexp.compare.notes": 372,
+    "llmexp.config": 567,
+    "llmexp.data.prepare": 405,
+    "llmexp.data.sources": 464,
+    "llmexp.data.stream": 373,
+    "llmexp.mesh.agent": 363,
+    "llmexp.models.loss": 386,
+    "llmexp.run": 532,
+    "llmexp.rundir": 397,
+    "llmexp.sweep.slurm": 415,
+    "llmexp.tracker": 401,
+    "llmexp.tracker.sync": 360,
+    "llmexp.train.loop": 412,
+    "llmexp.train.worker": 508,
+    "llmexp.verify.geometry": 408,
+    "llmexp.verify.resume": 442,
+}
+LONG = {
+    "llmexp.checkpoint.saving.commit": 63,
+    "llmexp.cli.resume.resume": 61,
+    "llmexp.cli.verify.run": 78,
+    "llmexp.compare.plot_training.losses": 67,
+    "llmexp.data.reader.read_windows": 76,
+    "llmexp.data.sources._text_corpus": 62,
+    "llmexp.data.sources.tokens": 73,
+    "llmexp.mesh.agent.launch_ranks": 97,
+    "llmexp.models.loss._chunked_nll": 102,
+    "llmexp.run.solve": 64,
+    "llmexp.sweep.launchers.execute": 111,
+    "llmexp.sweep.local.run_all": 62,
+    "llmexp.sweep.main.sweep": 67,
+    "llmexp.sweep.ray.run_all": 96,
+    "llmexp.train.group.supervise": 74,
+    "llmexp.train.loop.train": 63,
+    "llmexp.train.loop.report": 69,
+    "llmexp.train.step.train_step": 61,
+    "llmexp.train.worker.run_training": 115,
+}
 
 
 def room(module: str) -> str:
@@ -34,7 +95,8 @@ def room(module: str) -> str:
 
 
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    """Dotted names of what a file imports: modules, and `module.name` for what is taken from one."""
+    """Dotted names of what a file imports: modules, and `module.name` for what is taken from
+    one."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -64,14 +126,17 @@ def uses(name: str, *packages: str, top_level_only: bool = False) -> set[str]:
 
 def test_the_reader_of_imports_sees_all_forms(tmp_path):
     file = tmp_path / "x.py"
-    file.write_text("import a.b\nfrom c import d\ndef f():\n    import e\nif __name__ == '__main__':\n    import g\n")
+    file.write_text(
+        "import a.b\nfrom c import d\ndef f():\n    import e\nif __name__ == '__main__':\n    "
+        "import g\n"
+    )
     assert imports(file) == {"a.b", "c", "c.d", "e", "g"}
     assert imports(file, top_level_only=True) == {"a.b", "c", "c.d"}
 
 
 def ours(name: str, top_level_only: bool = False) -> set[str]:
     """The modules of the product that one imports."""
-    return {found for found in imports(MODULES[name], top_level_only) if found in MODULES and found != name}
+    return {m for m in imports(MODULES[name], top_level_only) if m in MODULES} - {name, "llmexp"}
 
 
 def test_every_room_is_in_the_list():
@@ -83,13 +148,12 @@ def test_a_room_imports_from_rooms_above_it_only(name):
     above = ROOMS[: ROOMS.index(name) + 1]
     for module in MODULES:
         if room(module) == name:
-            found = {m for m in ours(module) - {"llmexp"} if room(m) not in above}
+            found = {m for m in ours(module) if room(m) not in above}
             assert found == set(), module
 
 
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: ours(name) for name in MODULES}
-    graph |= {name: found - {"llmexp"} for name, found in graph.items()}
     sorter = graphlib.TopologicalSorter(graph)
     sorter.prepare()  # raises CycleError, with the circle
 
@@ -99,7 +163,7 @@ def test_only_commands_import_ours_inside_functions():
         late = ours(name) - ours(name, top_level_only=True)
         if name == "llmexp.sweep.main":
             late.discard("llmexp.compare.page")  # plotly, which is needed at the end alone
-        assert not late or room(name) in ("cli", "__main__"), name
+        assert not late or room(name) in ("cli", "__main__") or name.endswith("__main__"), name
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name) in PARTS])
@@ -127,7 +191,9 @@ def test_config_imports_the_standard_library_only_and_run_config_besides():
     ):
         for found in imports(MODULES[name]):
             top = found.partition(".")[0]
-            assert top in sys.stdlib_module_names or any(found.startswith(a) for a in allowed), f"{name}: {found}"
+            assert top in sys.stdlib_module_names or any(found.startswith(a) for a in allowed), (
+                f"{name}: {found}"
+            )
 
 
 def test_distributed_and_wandb_stay_in_their_files():

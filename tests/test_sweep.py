@@ -25,9 +25,11 @@ from tests.test_resume import exact, same_state
 STEPS = 30
 RUN = [
     *TINY, "data=synthetic", "data.n_tokens=5000", f"train.max_steps={STEPS}", "train.log_every=1",
-    "train.eval_every=null", "train.eval_tokens=500", "checkpoint.every=10", "optimizer.lr=0.01", "model.dropout=0.1",
+    "train.eval_every=null", "train.eval_tokens=500", "checkpoint.every=10", "optimizer.lr=0.01",
+    "model.dropout=0.1",
 ]  # fmt: skip
-# What a point does is decided by its clip limit and its accumulation. A mark in the folder makes it happen once only.
+# What a point does is decided by its clip limit and its accumulation. A mark in the folder makes it
+# happen once only.
 OWN = """
 import os, signal, time
 
@@ -89,7 +91,7 @@ def tell(event, context):
         time.sleep(0.5)
         with open("devices", "a") as f:
             print(os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic(), file=f)
-"""
+"""  # noqa: E501
 HOOKED = ["--allow", "own", "hooks=[own.hook]"]
 
 
@@ -112,13 +114,25 @@ def same_run(folder: Path, other: Result) -> None:
 
 
 def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
-    """4 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one command goes on."""
+    """4 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
+    command goes on."""
     (tmp_path / "own.py").write_text(OWN)
     grid = ["batch.gradient_accumulation_steps=1,2,4,8", "optimizer.weight_decay=0.1,0.2,0.3"]
-    arguments = ["-m", *RUN, *HOOKED, "train.seed=1", *grid, "hydra.sweep.dir=grid", "sweep.max_parallel=2"]
+    arguments = [
+        "-m",
+        *RUN,
+        *HOOKED,
+        "train.seed=1",
+        *grid,
+        "hydra.sweep.dir=grid",
+        "sweep.max_parallel=2",
+    ]
     process = start("train", *arguments, cwd=tmp_path)
     raised = "4-gradient_accumulation_steps_2+weight_decay_0.2"
-    wait_for(lambda: (tmp_path / "reached").exists() and states(tmp_path / "grid")[raised] == "failed", process)
+    wait_for(
+        lambda: (tmp_path / "reached").exists() and states(tmp_path / "grid")[raised] == "failed",
+        process,
+    )
     process.send_signal(signal.SIGINT)
     (tmp_path / "go").touch()
     out, err = process.communicate(timeout=60)
@@ -129,7 +143,9 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     found = states(folder)
     assert len(found) == 12
     assert sweep_json(folder)["state"] == "preempted"
-    by_state = {state: [name for name, s in found.items() if s == state] for state in set(found.values())}
+    by_state = {
+        state: [name for name, s in found.items() if s == state] for state in set(found.values())
+    }
     assert "running" not in by_state
     assert by_state["failed"] == [raised]
     (left_out,) = [n for n in found if n.startswith("5-")]
@@ -140,14 +156,17 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
     (tmp_path / "armed").touch()
     process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process)
+    wait_for(
+        lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process
+    )
     process.kill()
     process.communicate()
     assert all_gone(process.pid, 30)
     done = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
     assert done.code == 1, done.err
     found = states(folder)
-    # The killed point was cut or had failed when the sweep was killed; either way it went on from its checkpoint.
+    # The killed point was cut or had failed when the sweep was killed; either way it went on from
+    # its checkpoint.
     assert [name for name, state in found.items() if state != "finished"] == [raised]
     assert "boom" in done.out
     entry = sweep_json(folder)["points"][4]
@@ -159,30 +178,56 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
         (next(n for n in found if n.startswith("6-")), ("4", "0.1")),  # killed
     ):
         keys = ("batch.gradient_accumulation_steps", "optimizer.weight_decay")
-        same_run(folder / name, alone(tmp_path, f"alone{name}", *map("=".join, zip(keys, values, strict=True))))
+        same_run(
+            folder / name,
+            alone(tmp_path, f"alone{name}", *map("=".join, zip(keys, values, strict=True))),
+        )
 
 
 def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     base = ["-m", *RUN, "train.max_steps=2"]
-    first = llmexp("train", *base, "clip.max_norm=0.5,1.0", "sweep.negligible=0.5", "hydra.sweep.dir=s", cwd=tmp_path)
+    first = llmexp(
+        "train",
+        *base,
+        "clip.max_norm=0.5,1.0",
+        "sweep.negligible=0.5",
+        "hydra.sweep.dir=s",
+        cwd=tmp_path,
+    )
     assert first.code == 0, first.err
     before = {p: p.read_bytes() for p in (tmp_path / "s").glob("[01]-*/*.json*")}
     again = llmexp("train", *base, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s", cwd=tmp_path)
     assert again.code == 2
     assert "holds a sweep already; to go on with it: sweep.resume=s" in again.err
     # Written in another way, with other names and intervals, and in another order: the same points.
-    wider = ["clip.max_norm=1,2.0,0.50", "train.seed=1234", "name=other", "checkpoint.every=null", "sweep.resume=s"]
+    wider = [
+        "clip.max_norm=1,2.0,0.50",
+        "train.seed=1234",
+        "name=other",
+        "checkpoint.every=null",
+        "sweep.resume=s",
+    ]
     second = llmexp("train", *base, *wider, cwd=tmp_path)
     assert second.code == 0, second.err + second.out
     assert f"page   {Path('s') / 'compare.html'}" in second.out.replace(f"{tmp_path}/", "")
     assert (tmp_path / "s" / "plotly.min.js").stat().st_size > 1e6  # what the page names
     assert {p: p.read_bytes() for p in before} == before
     points = sweep_json(tmp_path / "s")["points"]
-    assert [(p["number"], p["state"], p["attempts"]) for p in points] == [(i, "finished", 1) for i in range(3)]
+    assert [(p["number"], p["state"], p["attempts"]) for p in points] == [
+        (i, "finished", 1) for i in range(3)
+    ]
     assert sweep_json(tmp_path / "s")["swept"] == ["clip.max_norm"]
-    assert sweep_json(tmp_path / "s")["negligible"] == 0.5  # what the sweep began with, as it is not given again
-    # A point of other values than the sweep has had is named by these too, though its command varies nothing.
-    assert llmexp("train", *base, "clip.max_norm=0.5", "data.seed=3", "sweep.resume=s", cwd=tmp_path).code == 0
+    assert (
+        sweep_json(tmp_path / "s")["negligible"] == 0.5
+    )  # what the sweep began with, as it is not given again
+    # A point of other values than the sweep has had is named by these too, though its command
+    # varies nothing.
+    assert (
+        llmexp(
+            "train", *base, "clip.max_norm=0.5", "data.seed=3", "sweep.resume=s", cwd=tmp_path
+        ).code
+        == 0
+    )
     ledger = sweep_json(tmp_path / "s")
     assert ledger["points"][3]["folder"] == "3-max_norm_0.5+seed_3"
     assert ledger["swept"] == ["clip.max_norm", "data.seed"]
@@ -194,7 +239,8 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
 
 
 def test_infeasible_points_are_refused_or_skipped(tmp_path):
-    grid = ["batch.real_batch_size=12", "batch.micro_batch_size=null", "batch.gradient_accumulation_steps=1,3,5",
+    grid = ["batch.real_batch_size=12", "batch.micro_batch_size=null",
+    "batch.gradient_accumulation_steps=1,3,5",
             "clip.max_norm=1,-1"]  # fmt: skip
     command = ["train", "-m", *RUN, "train.max_steps=2", *grid, "hydra.sweep.dir=s"]
     refused = llmexp(*command, cwd=tmp_path)
@@ -212,13 +258,31 @@ def test_infeasible_points_are_refused_or_skipped(tmp_path):
 
 def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    two = ["-m", *RUN, "--allow", "own", "batch.gradient_accumulation_steps=1,2", "sweep.max_parallel=2"]
-    hung = llmexp("train", *two, "hooks=[own.hang]", "sweep.silence_s=25", "hydra.sweep.dir=hang", cwd=tmp_path)
+    two = [
+        "-m",
+        *RUN,
+        "--allow",
+        "own",
+        "batch.gradient_accumulation_steps=1,2",
+        "sweep.max_parallel=2",
+    ]
+    hung = llmexp(
+        "train",
+        *two,
+        "hooks=[own.hang]",
+        "sweep.silence_s=25",
+        "hydra.sweep.dir=hang",
+        cwd=tmp_path,
+    )
     assert hung.code == 1
     one, other = sweep_json(tmp_path / "hang")["points"]
-    assert (one["state"], one["error"]) == ("failed", "no sign of life for 25 s (sweep.silence_s); it was ended")
+    assert (one["state"], one["error"]) == (
+        "failed",
+        "no sign of life for 25 s (sweep.silence_s); it was ended",
+    )
     assert other["state"] == "finished"
-    # One that failed, or left without a word, is started again at once; from the start, as it had no checkpoint yet.
+    # One that failed, or left without a word, is started again at once; from the start, as it had
+    # no checkpoint yet.
     twice = ["hooks=[own.fail_once,own.leave_once]", "sweep.max_retries=2", "hydra.sweep.dir=retry"]
     retried = llmexp("train", *two, *twice, cwd=tmp_path)
     assert retried.code == 0, retried.out
@@ -226,7 +290,8 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
     assert "failed: the process ended with exit code 0 before its last step" in retried.out
     (tmp_path / "failed").unlink()
     stopped = llmexp(
-        "train", *two, "hooks=[own.fail_once]", "sweep.stop_on_failure=true", "sweep.max_parallel=1",
+        "train", *two, "hooks=[own.fail_once]", "sweep.stop_on_failure=true",
+        "sweep.max_parallel=1",
         "hydra.sweep.dir=stop", cwd=tmp_path,
     )  # fmt: skip
     assert stopped.code == 1
@@ -237,7 +302,12 @@ def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
 @pytest.mark.fresh
 def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "sweep.silence_s=25", "sweep.max_retries=1"]
+    two = [
+        "parallelism=ddp",
+        "parallelism.nproc_per_node=2",
+        "sweep.silence_s=25",
+        "sweep.max_retries=1",
+    ]
     command = ["-m", *RUN, "--allow", "own", "hooks=[own.hang_of_two]", *two, "hydra.sweep.dir=s"]
     process = start("train", *command, cwd=tmp_path)
     out, err = process.communicate(timeout=200)
@@ -248,7 +318,8 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "keep", "shares"), [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])]
+    ("first", "keep", "shares"),
+    [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])],
 )
 def test_rungs(first, keep, shares):
     defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
@@ -256,7 +327,8 @@ def test_rungs(first, keep, shares):
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):
-    """Stopped at any rung and resumed as often as it takes: who goes on is decided by the losses at the rungs alone."""
+    """Stopped at any rung and resumed as often as it takes: who goes on is decided by the losses at
+    the rungs alone."""
     defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
     losses = [0.5, 0.1, 0.7, 0.3, 0.2, 0.9, 0.4, 0.8]
 
@@ -273,14 +345,18 @@ def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch
                 path = folder / entry.folder
                 path.mkdir(exist_ok=True, parents=True)
                 with open(path / "metrics.jsonl", "a") as f:
-                    print(json.dumps({"step": step or 80, "val/loss": losses[entry.number]}), file=f)
+                    print(
+                        json.dumps({"step": step or 80, "val/loss": losses[entry.number]}), file=f
+                    )
             current.stop.requested = calls in stops_at
 
         monkeypatch.setattr(running, "run_points", run_points)
         settings_ = build_sweep(defaults | {"halving": 0.125})
         while True:
             stop = Stopped()
-            current = Current(settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop)
+            current = Current(
+                settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop
+            )
             running.run_rungs(current, ledger, [(None, entry) for entry in ledger.points])
             if not stop.requested:
                 return [entry.rung for entry in ledger.points]
@@ -295,7 +371,8 @@ def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch
 
 
 def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):
-    """Of three points one goes on at step 8 of 30. It is bit-equal to the run alone, the rung's evaluation aside."""
+    """Of three points one goes on at step 8 of 30. It is bit-equal to the run alone, the rung's
+    evaluation aside."""
     command = ["-m", *RUN, "train.seed=1", "optimizer.lr=1e-5,1e-2,1e-3", "sweep.halving=0.25",
                "sweep.halving_keep=0.2", "hydra.sweep.dir=s", "sweep.max_parallel=2"]  # fmt: skip
     done = llmexp("train", *command, cwd=tmp_path)
@@ -309,7 +386,9 @@ def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):
     assert min(range(3), key=losses.__getitem__) == ends.index(30)
     best = points[ends.index(30)]
     assert best["state"] == "finished"
-    reference = alone(tmp_path, "alone", [o for o in best["overrides"] if o.startswith("optimizer.lr=")][-1])
+    reference = alone(
+        tmp_path, "alone", [o for o in best["overrides"] if o.startswith("optimizer.lr=")][-1]
+    )
     rows = exact(Result(0, "", "", tmp_path / "s" / best["folder"]))
     for key in ("val/loss", "val/ppl", "val/bits_per_byte"):
         rows[7].pop(key, None)
@@ -329,7 +408,8 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
     jobs = []
     for number in range(2):
         folder = f"run{number}"
-        queued = llmexp("train", "--queue", "--allow", "own", "hooks=[own.tell]", *RUN, "train.max_steps=1",
+        queued = llmexp("train", "--queue", "--allow", "own", "hooks=[own.tell]", *RUN,
+        "train.max_steps=1",
                         "train.device=cpu", f"hydra.run.dir={folder}", cwd=tmp_path)  # fmt: skip
         assert queued.code == 0, queued.err
         jobs.append(Job(tmp_path / folder, 1, cuda=True))
@@ -347,7 +427,8 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
         seen.clear()
         run_all(
             jobs, ["4", "GPU-x", "7"], Stopped(), max_parallel=None, devices_per_run=per_run,
-            stop_on_failure=False, silence_s=None, begun=lambda job: seen.append((job.path.name, True)),
+            stop_on_failure=False, silence_s=None, begun=lambda job: seen.append((job.path.name,
+            True)),
             ended=lambda job: seen.append((job.path.name, False)), tick=lambda: None, say=print,
         )  # fmt: skip
         return [line.split()[0] for line in (tmp_path / "devices").read_text().splitlines()]
@@ -360,14 +441,22 @@ def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
 
 def test_what_cannot_be_a_sweep_is_refused(tmp_path):
     for arguments, text in (
-        (["hydra/launcher=basic"], "hydra/launcher: hydra._internal.core_plugins.basic_launcher.BasicLauncher"),
+        (
+            ["hydra/launcher=basic"],
+            "hydra/launcher: hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        ),
         (["sweep.resume=nothing"], "sweep.resume=nothing: is no sweep"),
         (["sweep.max_parallel=0"], "sweep.max_parallel=0: must be at least 1"),
         (["sweep.halving=2"], "sweep.halving=2.0: must be at most 1"),
-        (["sweep.devices_per_run=1", "parallelism=ddp", "parallelism.nproc_per_node=2"], "gives each point fewer"),
+        (
+            ["sweep.devices_per_run=1", "parallelism=ddp", "parallelism.nproc_per_node=2"],
+            "gives each point fewer",
+        ),
         (["hydra.sweep.subdir=../out"], "must be inside the sweep's folder"),
     ):
-        refused = llmexp("train", "-m", *RUN, "train.seed=1,2", *arguments, "hydra.sweep.dir=s", cwd=tmp_path)
+        refused = llmexp(
+            "train", "-m", *RUN, "train.seed=1,2", *arguments, "hydra.sweep.dir=s", cwd=tmp_path
+        )
         assert refused.code == 2, arguments
         assert text in refused.err
         assert "Traceback" not in refused.err
@@ -378,16 +467,21 @@ def test_what_cannot_be_a_sweep_is_refused(tmp_path):
 
 
 def whole_ledger() -> dict:
-    entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"], "state": "queued",
-             "started": None, "ended": 1.5, "exit_code": 0, "attempts": 1, "error": None, "rung": 0.5}  # fmt: skip
-    return {"format": 1, "name": "n", "group": "g", "launcher": "local", "arguments": ["-m"], "swept": ["x"],
+    entry = {"number": 0, "label": "a", "folder": "0-a", "identity": "ab", "overrides": ["x=1"],
+    "state": "queued",
+             "started": None, "ended": 1.5, "exit_code": 0, "attempts": 1, "error": None,
+             "rung": 0.5}  # fmt: skip
+    return {"format": 1, "name": "n", "group": "g", "launcher": "local", "arguments": ["-m"],
+    "swept": ["x"],
             "created": 1.0, "state": "running", "negligible": 0.5, "updated": 2.0,
             "points": [entry, {**entry, "number": 1, "folder": "1-b"}]}  # fmt: skip
 
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -440,14 +534,28 @@ def test_points_are_known_by_their_folders_too(tmp_path):
 
     (tmp_path / "s" / "sweep.json").unlink()
     lost = llmexp("resume", "s", cwd=tmp_path)
-    assert (lost.code, "has runs but no sweep.json" in lost.err, "sweep.resume=s" in lost.err) == (2, True, True), (
-        lost.err
+    assert (lost.code, "has runs but no sweep.json" in lost.err, "sweep.resume=s" in lost.err) == (
+        2,
+        True,
+        True,
+    ), lost.err
+    wider = llmexp(
+        "train", *command[:-1], "clip.max_norm=0.5,1.0,2.0", "sweep.resume=s", cwd=tmp_path
     )
-    wider = llmexp("train", *command[:-1], "clip.max_norm=0.5,1.0,2.0", "sweep.resume=s", cwd=tmp_path)
     assert wider.code == 0, wider.err
     assert "sweep.json: is not there and is written anew, from 2 runs" in wider.out
     tree = sweep_json(tmp_path / "s")
-    told = ("number", "label", "folder", "identity", "overrides", "state", "started", "ended", "exit_code")
+    told = (
+        "number",
+        "label",
+        "folder",
+        "identity",
+        "overrides",
+        "state",
+        "started",
+        "ended",
+        "exit_code",
+    )
     points = [{k: p[k] for k in told} for p in tree["points"]]
     # What was composed again has its identity; the attempts of before are not known.
     assert [{**p, "identity": None} for p in points[:2]] == [
@@ -464,7 +572,12 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
     assert llmexp("train", *command, cwd=tmp_path).code == 0
     for path in (tmp_path / "s").glob("*/config.yaml"):
         config = yaml.safe_load(path.read_text())
-        del config["user"], config["train"]["twin"], config["tracker"]["entity"], config["metrics"]["single_rank_rates"]
+        del (
+            config["user"],
+            config["train"]["twin"],
+            config["tracker"]["entity"],
+            config["metrics"]["single_rank_rates"],
+        )
         del config["optimizer"]["lr_rule"], config["optimizer"]["reference_batch"]
         path.write_text(yaml.safe_dump(config))
     tree = sweep_json(tmp_path / "s")
@@ -484,7 +597,13 @@ def test_a_sweep_of_an_earlier_version_is_not_trained_again(tmp_path):
 
 def test_two_commands_cannot_run_one_sweep(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    slow = ["-m", *RUN, *HOOKED, "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.3,0.4"]
+    slow = [
+        "-m",
+        *RUN,
+        *HOOKED,
+        "batch.gradient_accumulation_steps=2",
+        "optimizer.weight_decay=0.3,0.4",
+    ]
     process = start("train", *slow, "hydra.sweep.dir=s", cwd=tmp_path)
     wait_for(lambda: (tmp_path / "reached").exists(), process)
     other = llmexp("resume", "s", "--allow", "own", cwd=tmp_path)
@@ -500,12 +619,13 @@ def test_two_commands_cannot_run_one_sweep(tmp_path):
 
 @pytest.mark.fresh
 def test_points_as_tasks_of_ray(tmp_path):
-    """A real Ray on this machine, stopped by a signal for which Ray has a handler of its own. Then one point fails; one
-    loses its task, which Ray repeats, and goes on with the run."""
+    """A real Ray on this machine, stopped by a signal for which Ray has a handler of its own. Then
+    one point fails; one loses its task, which Ray repeats, and goes on with the run."""
     pytest.importorskip("ray")
     (tmp_path / "own.py").write_text(OWN)
     command = ["-m", *RUN, "--allow", "own", "hooks=[own.hook,own.rest,own.lose_task]",
-               "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.2,0.3", "hydra/launcher=ray",
+               "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.2,0.3",
+               "hydra/launcher=ray",
                "+hydra.launcher.init.num_cpus=2", "hydra.sweep.dir=s", "train.seed=1"]  # fmt: skip
     (tmp_path / "go").touch()
     again = ["resume", "s", "--allow", "own", "+hydra.launcher.init.num_cpus=2"]
@@ -526,5 +646,7 @@ def test_points_as_tasks_of_ray(tmp_path):
     assert "resumed from step_" in (tmp_path / "s" / good["folder"] / "train.log").read_text()
     same_run(
         tmp_path / "s" / good["folder"],
-        alone(tmp_path, "alone", "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.3"),
+        alone(
+            tmp_path, "alone", "batch.gradient_accumulation_steps=2", "optimizer.weight_decay=0.3"
+        ),
     )

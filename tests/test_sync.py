@@ -25,33 +25,59 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 
 def make_rows(steps: int, first: int = 1) -> list[dict[str, Any]]:
     return [
-        {"step": s, "tokens_seen": 64 * s, "epoch": s / 7, "train/loss": 3 + 1 / s, "skipped": False}
+        {
+            "step": s,
+            "tokens_seen": 64 * s,
+            "epoch": s / 7,
+            "train/loss": 3 + 1 / s,
+            "skipped": False,
+        }
         | ({"val/loss": 4 - s / 1000} if s % 10 == 0 else {})
         for s in range(first, steps + 1)
     ]
 
 
-def make_run(path: Path, steps: int, state: str = "finished", code: int | None = 0, **status: Any) -> Path:
+def make_run(
+    path: Path, steps: int, state: str = "finished", code: int | None = 0, **status: Any
+) -> Path:
     """The records of a run, as training leaves them."""
     path.mkdir(parents=True)
-    tracker = {"kind": "wandb", "project": "proj", "name": None, "group": None, "tags": ["mine"], "notes": None}
-    (path / "config.yaml").write_text(yaml.safe_dump({"tracker": tracker, "clip": {"max_norm": 0.5}}))
+    tracker = {
+        "kind": "wandb",
+        "project": "proj",
+        "name": None,
+        "group": None,
+        "tags": ["mine"],
+        "notes": None,
+    }
+    (path / "config.yaml").write_text(
+        yaml.safe_dump({"tracker": tracker, "clip": {"max_norm": 0.5}})
+    )
     overrides = ["model=gpt2", f"seed={path.name[0]}"]
-    recorded = {"label": f"seed={path.name[0]}", "group": str(path.parent), "overrides": overrides, "swept": ["seed"]}
+    recorded = {
+        "label": f"seed={path.name[0]}",
+        "group": str(path.parent),
+        "overrides": overrides,
+        "swept": ["seed"],
+    }
     fileio.write_json(path / "run.json", recorded | {"max_steps": steps})
     fileio.write_json(path / "status.json", {"state": state, "exit_code": code} | status)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(steps)))
     return path
 
 
-def llmexp(tmp_path: Path, *arguments: Any, server: str | None = None) -> tuple[int, list[str], str]:
+def llmexp(
+    tmp_path: Path, *arguments: Any, server: str | None = None
+) -> tuple[int, list[str], str]:
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
     env |= {"HOME": str(home), "PYTHONPATH": str(ROOT)}
     env |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": KEY} if server else {}
     command = [sys.executable, "-m", "llmexp", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path
+    )
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -60,7 +86,8 @@ def rows_of(run: FakeRun) -> list[dict[str, Any]]:
 
 
 def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
-    """One run finished offline, one failed, one was killed, one preempted, one trains, one has not begun."""
+    """One run finished offline, one failed, one was killed, one preempted, one trains, one has not
+    begun."""
     sweep = tmp_path / "gpt" / "2030-01-01"
     summary = {
         "final val/loss": 3.97,
@@ -71,7 +98,9 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     }
     runs = [
         make_run(sweep / "0-seed=0", 30, summary=summary),
-        make_run(sweep / "1-seed=1", 12, "failed", 3, summary={"steps": 5, "best val/loss": 9.0}),  # of an earlier part
+        make_run(
+            sweep / "1-seed=1", 12, "failed", 3, summary={"steps": 5, "best val/loss": 9.0}
+        ),  # of an earlier part
         make_run(sweep / "2-seed=2", 25, "running", None),
         make_run(sweep / "3-seed=3", 10, "preempted", 75, summary={"latest train/loss": 3.1}),
         make_run(sweep / "4-seed=4", 10, "running", None),
@@ -101,16 +130,22 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
             assert got.variables["displayName"] == f"seed={run.name[0]}"
             assert got.variables["tags"] == ["mine", f"seed={run.name[0]}"]
             assert got.config["clip"]["value"] == {"max_norm": 0.5}
-            assert got.config["run"]["value"]["max_steps"] == json.loads((run / "run.json").read_text())["max_steps"]
+            assert (
+                got.config["run"]["value"]["max_steps"]
+                == json.loads((run / "run.json").read_text())["max_steps"]
+            )
         assert [got.exit_code for got in arrived] == [0, 3, 1, 75]
         assert [got.preempting for got in arrived] == [False, False, False, True]
         assert summary.items() <= arrived[0].summary.items()
         assert arrived[1].summary["best val/loss"] == make_rows(12)[9]["val/loss"]
         assert arrived[2].summary["latest train/loss"] == make_rows(25)[-1]["train/loss"]
 
-        # Again: the four are known to be there; the one that trained is over, and a killed one has gone on.
+        # Again: the four are known to be there; the one that trained is over, and a killed one has
+        # gone on.
         rundir.write_status(runs[2], "finished", exit_code=0, summary={"final val/loss": 1.0})
-        (runs[2] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(40)))
+        (runs[2] / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in make_rows(40))
+        )
         before = server.requests
         assert llmexp(tmp_path, "sync", "--dry-run", sweep, server=server.url)[0] == 0
         assert server.requests == before
@@ -126,7 +161,8 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
 
 
 def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
-    """tracker.json says that all 30 rows were handed over; the server got 12 before the process was killed."""
+    """tracker.json says that all 30 rows were handed over; the server got 12 before the process was
+    killed."""
     run = make_run(tmp_path / "old" / "0-seed=0", 12, "running", None)
     with FakeWandb() as server:
         assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
@@ -144,7 +180,8 @@ def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
 
 
 def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
-    """wandb takes rows at the end alone: neither a hole nor a row too many can be mended in place."""
+    """wandb takes rows at the end alone: neither a hole nor a row too many can be mended in
+    place."""
     run = make_run(tmp_path / "0-seed=0", 20)
     with FakeWandb() as server:
         assert llmexp(tmp_path, "sync", run, server=server.url)[0] == 0
@@ -196,7 +233,9 @@ def test_without_a_login_nothing_is_uploaded_and_how_to_is_said(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["nothing/here", "*.none", "."])
-def test_a_path_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_path_without_runs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(rundir.ConfigError, match="for example llmexp sync"):
         find_runs([text])
@@ -263,7 +302,8 @@ def test_figures_of_a_run_that_could_not_write_its_own() -> None:
 
 
 def test_a_run_that_may_train_on_another_host_is_left_out(tmp_path: Path) -> None:
-    """Whose locks may not be seen here; after half an hour without a sign of life it is as one that was cut."""
+    """Whose locks may not be seen here; after half an hour without a sign of life it is as one that
+    was cut."""
     run = make_run(tmp_path / "0-seed=0", 30, state="running", code=None, host="another")
     assert llmexp(tmp_path, "sync", "--dry-run", run)[1][0].endswith("left out: it is in training")
     for file in run.iterdir():

@@ -1,4 +1,5 @@
-"""What a run writes and does besides its arithmetic: rows and the tracker, faults, traces, compile, reductions."""
+"""What a run writes and does besides its arithmetic: rows and the tracker, faults, traces, compile,
+reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import torch
 from llmexp.metrics import hardware
 from tests.conftest import ROOT, TINY, environment, llmexp, train
 
-SYNTHETIC = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=12", "train.log_every=5", "train.eval_every=4"]
+SYNTHETIC = [
+    "data=synthetic",
+    "data.n_tokens=4000",
+    "train.max_steps=12",
+    "train.log_every=5",
+    "train.eval_every=4",
+]
 
 
 def test_rows_come_at_their_steps_and_say_what_they_are(tmp_path):
@@ -26,20 +33,34 @@ def test_rows_come_at_their_steps_and_say_what_they_are(tmp_path):
         assert row["tokens_seen"] == row["step"] * run["tokens_per_step"]
         assert row["epoch"] == row["step"] * run["real_batch_size"] / run["train_sequences"]
         assert row["tokens_per_sec"] * row["step_time"] == pytest.approx(run["tokens_per_step"])
-        assert row["tflops_per_sec_per_rank"] == pytest.approx(run["flops_per_token"] * row["tokens_per_sec"] / 1e12)
+        assert row["tflops_per_sec_per_rank"] == pytest.approx(
+            run["flops_per_token"] * row["tokens_per_sec"] / 1e12
+        )
         assert "mfu" not in row  # no peak is known for a CPU
         assert 0 < row["data_time"] < row["step_time"]
-    assert result.json("status.json")["summary"]["best val/loss"] == min(r["val/loss"] for r in rows if "val/loss" in r)
+    assert result.json("status.json")["summary"]["best val/loss"] == min(
+        r["val/loss"] for r in rows if "val/loss" in r
+    )
     assert (result.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in result.out + (result.folder / "train.log").read_text()
 
 
 def test_looking_does_not_change_the_run(tmp_path):
-    """Rows of the same steps are bit-equal with and without evaluation, samples, saves, digests and a trace."""
-    quiet = train(tmp_path, "quiet", *SYNTHETIC, "train.eval_every=null", "model.dropout=0.2", "train.log_every=4")
+    """Rows of the same steps are bit-equal with and without evaluation, samples, saves, digests and
+    a trace."""
+    quiet = train(
+        tmp_path,
+        "quiet",
+        *SYNTHETIC,
+        "train.eval_every=null",
+        "model.dropout=0.2",
+        "train.log_every=4",
+    )
     busy = train(
-        tmp_path, "busy", *SYNTHETIC, "model.dropout=0.2", "train.log_every=1", "train.sample_every=3",
-        "train.sample_tokens=5", "checkpoint.every=2", "train.data_digest=true", "train.profile_start=2",
+        tmp_path, "busy", *SYNTHETIC, "model.dropout=0.2", "train.log_every=1",
+        "train.sample_every=3",
+        "train.sample_tokens=5", "checkpoint.every=2", "train.data_digest=true",
+        "train.profile_start=2",
         "train.eval_every=2",
     )  # fmt: skip
     seen = {r["step"]: r for r in busy.rows()}
@@ -48,14 +69,17 @@ def test_looking_does_not_change_the_run(tmp_path):
             assert row[key] == seen[row["step"]][key]
     trace = json.loads((busy.folder / "trace_step_00000002.json").read_text())
     assert any("adamw" in str(e.get("name", "")).lower() for e in trace["traceEvents"])
-    steps = {e["name"] for e in trace["traceEvents"] if str(e.get("name", "")).startswith("ProfilerStep")}
+    steps = {
+        e["name"] for e in trace["traceEvents"] if str(e.get("name", "")).startswith("ProfilerStep")
+    }
     assert len(steps) == 3
 
 
 def test_wandb_offline_has_the_same_rows_and_the_derived_config(tmp_path):
     overrides = [o for o in TINY if not o.startswith("tracker")]
     result = llmexp(
-        "train", *overrides, *SYNTHETIC, "tracker.mode=offline", "tracker.tags=[first]", "hydra.run.dir=run",
+        "train", *overrides, *SYNTHETIC, "tracker.mode=offline", "tracker.tags=[first]",
+        "hydra.run.dir=run",
         cwd=tmp_path, WANDB_API_KEY="0123456789abcdef" * 2 + "01234567",
     )  # fmt: skip
     assert result.code == 0, result.err
@@ -66,7 +90,9 @@ def test_wandb_offline_has_the_same_rows_and_the_derived_config(tmp_path):
     for line in out.splitlines():
         record = json.loads(line)
         if record["type"] == "history":
-            history.append({k: v for k, v in record["history"]["item"].items() if not k.startswith("_")})
+            history.append(
+                {k: v for k, v in record["history"]["item"].items() if not k.startswith("_")}
+            )
         elif record["type"] == "run":
             config |= record["run"]["config"]["update"]
     assert history == result.rows()
@@ -79,16 +105,21 @@ def test_wandb_offline_has_the_same_rows_and_the_derived_config(tmp_path):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_ddp_reduces_once_a_step(tmp_path, accumulation):
-    """The gradient all-reduces of two ranks, counted in rank 0's trace of two steps: as many as with accumulation 1."""
+    """The gradient all-reduces of two ranks, counted in rank 0's trace of two steps: as many as
+    with accumulation 1."""
     result = train(
-        tmp_path, "run", *SYNTHETIC, "parallelism=ddp", "parallelism.nproc_per_node=2", "train.max_steps=4",
-        f"batch.gradient_accumulation_steps={accumulation}", "batch.micro_batch_size=2", "train.profile_start=2",
+        tmp_path, "run", *SYNTHETIC, "parallelism=ddp", "parallelism.nproc_per_node=2",
+        "train.max_steps=4",
+        f"batch.gradient_accumulation_steps={accumulation}", "batch.micro_batch_size=2",
+        "train.profile_start=2",
         "train.profile_steps=2", "train.eval_every=null", "train.log_every=100",
     )  # fmt: skip
     trace = json.loads((result.folder / "trace_step_00000002.json").read_text())
-    events = [e for e in trace["traceEvents"] if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"]
-    # Each step: target count, loss, the agreement on signals, and DDP's buckets: one for a model this small, two in
-    # the first steps before DDP has rebuilt them.
+    events = [
+        e for e in trace["traceEvents"] if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"
+    ]
+    # Each step: target count, loss, the agreement on signals, and DDP's buckets: one for a model
+    # this small, two in the first steps before DDP has rebuilt them.
     assert 4 * 2 <= len(events) <= 5 * 2, len(events)
 
 
@@ -107,11 +138,15 @@ def bad_model(tmp_path) -> list[str]:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    """The second micro-batch of step 7: said by step and quantity, no row, nothing saved, the checkpoint intact."""
-    result = llmexp("train", *TINY, *SYNTHETIC, *bad_model(tmp_path), "checkpoint.every=3", "train.log_every=1",
+    """The second micro-batch of step 7: said by step and quantity, no row, nothing saved, the
+    checkpoint intact."""
+    result = llmexp("train", *TINY, *SYNTHETIC, *bad_model(tmp_path), "checkpoint.every=3",
+    "train.log_every=1",
                     "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
     assert result.code == 3
-    assert "step 7 has a loss that is not finite on rank 0; the update was not applied" in result.err
+    assert (
+        "step 7 has a loss that is not finite on rank 0; the update was not applied" in result.err
+    )
     assert "the last checkpoint is step_00000006; to go on: llmexp resume run" in result.err
     assert "Traceback" not in result.err
     assert "the loss had grown" not in result.err
@@ -123,16 +158,26 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_a_loss_that_grows_beyond_all_bounds_ends_with_a_hint(tmp_path):
-    result = llmexp("train", *TINY, *SYNTHETIC, "optimizer=sgd", "optimizer.lr=1e4", "clip=none", "schedule=constant",
-                    "train.max_steps=50", "train.log_every=1", "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
+    result = llmexp("train", *TINY, *SYNTHETIC, "optimizer=sgd", "optimizer.lr=1e4", "clip=none",
+    "schedule=constant",
+                    "train.max_steps=50", "train.log_every=1", "hydra.run.dir=run",
+                    cwd=tmp_path)  # fmt: skip
     assert result.code == 3
     losses = [row["train/loss"] for row in result.rows()]
-    assert f"the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller optimizer.lr" in result.err
+    assert (
+        f"the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller "
+        "optimizer.lr" in result.err
+    )
 
 
 def test_a_run_without_any_update_is_no_success(tmp_path):
     np.save(tmp_path / "t.npy", np.full(2000, 7, np.uint16))
-    masked = ["data=tokens", f"data.train_files=[{tmp_path}/t.npy]", "data.val_ratio=0", "data.ignore_id=7"]
+    masked = [
+        "data=tokens",
+        f"data.train_files=[{tmp_path}/t.npy]",
+        "data.val_ratio=0",
+        "data.ignore_id=7",
+    ]
     result = llmexp("train", *TINY, *masked, "train.max_steps=5", "hydra.run.dir=run", cwd=tmp_path)
     assert result.code == 3
     assert "none of the 5 steps applied an update" in result.err
@@ -146,8 +191,12 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     first = skipped.index(False)
     assert first > 0
     assert all(skipped[:first])
-    assert [r["loss_scale"] for r in rows[: first + 1]] == [2.0 ** (40 - i) for i in range(first + 1)]
-    assert len({r["weight_norm"] for r in rows[: first + 1]}) == 2  # of all skipped ones one, then the first update's
+    assert [r["loss_scale"] for r in rows[: first + 1]] == [
+        2.0 ** (40 - i) for i in range(first + 1)
+    ]
+    assert (
+        len({r["weight_norm"] for r in rows[: first + 1]}) == 2
+    )  # of all skipped ones one, then the first update's
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
     more = ["train.max_consecutive_skips=3", "hydra.run.dir=stopped"]
@@ -162,7 +211,8 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model):
     sizes = [o for o in TINY if o.startswith(("model.n_layers", "batch", "tracker", "train"))]
     shape = ["model.n_heads=2", "model.d_model=16", "model.d_ff=24"]
     shape += ["model.n_kv_heads=1"] if model == "llama_100m" else []
-    settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null", "train.max_epochs=0.1",
+    settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null",
+    "train.max_epochs=0.1",
                 "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]  # fmt: skip
     runs = []
     for name, compiled in (("eager", "false"), ("compiled", "true")):
@@ -172,12 +222,14 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model):
         runs.append(run)
     eager, compiled_run = runs
     assert eager.json("run.json")["tail_sequences"] > 0
-    # One graph with gradients, and one without for evaluation, compiled when it is first needed; no other.
+    # One graph with gradients, and one without for evaluation, compiled when it is first needed; no
+    # other.
     assert compiled_run.err.count("Recompiling function") == 1, compiled_run.err
     assert "grad_mode" in compiled_run.err
     for a, b in zip(eager.rows(), compiled_run.rows(), strict=True):
-        # fp32 in another order of operations: 6 roundoffs sqrt(192) as in test_invariance, and Adam's first steps
-        # move entries at the noise level by lr; 1e-4 covers a handful of steps of 1e-3.
+        # fp32 in another order of operations: 6 roundoffs sqrt(192) as in test_invariance, and
+        # Adam's first steps move entries at the noise level by lr; 1e-4 covers a handful of steps
+        # of 1e-3.
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
         assert a["target_tokens"] == b["target_tokens"]
 
@@ -213,7 +265,8 @@ def test_the_run_can_be_repeated_from_its_folder_alone(tmp_path):
         (result.folder / name).unlink()
     subprocess.run(["rm", "-r", str(result.folder / "checkpoints")], check=True)
     again = subprocess.run(
-        [sys.executable, "-m", "llmexp.train", "run"], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)),
+        [sys.executable, "-m", "llmexp.train", "run"], cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
@@ -221,14 +274,22 @@ def test_the_run_can_be_repeated_from_its_folder_alone(tmp_path):
 
 
 def test_evaluation_masks_what_training_masks(tmp_path):
-    """Half of the ids are padding: neither loss counts them, and without any target left there is no figure."""
+    """Half of the ids are padding: neither loss counts them, and without any target left there is
+    no figure."""
     stream = np.tile(np.array([5, 63], dtype=np.uint16), 2000)
     np.save(tmp_path / "t.npy", stream)
-    settings = ["data=tokens", "data.train_files=[t.npy]", "data.val_ratio=0.2", "train.max_steps=2"]
+    settings = [
+        "data=tokens",
+        "data.train_files=[t.npy]",
+        "data.val_ratio=0.2",
+        "train.max_steps=2",
+    ]
     masked = train(tmp_path, "masked", *settings, "data.ignore_id=63", "optimizer.lr=1e-9")
     row = masked.rows()[-1]
     assert row["target_tokens"] == 8 * 6
-    assert row["val/loss"] == pytest.approx(row["train/loss"], rel=0.02)  # the only target is 5, after 63
+    assert row["val/loss"] == pytest.approx(
+        row["train/loss"], rel=0.02
+    )  # the only target is 5, after 63
     assert "val/bits_per_byte" not in row  # what made these ids is not known
     whole = train(tmp_path, "whole", *settings, "optimizer.lr=1e-9").rows()[-1]
     assert abs(whole["val/loss"] - row["val/loss"]) > 1e-5
@@ -249,7 +310,8 @@ def test_a_step_is_saved_once(tmp_path):
         "        if context.step == 4:\n"
         "            os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    result = llmexp("train", *TINY, *SYNTHETIC, "--allow", "sig", "hooks=[sig.watch]", "checkpoint.every=2",
+    result = llmexp("train", *TINY, *SYNTHETIC, "--allow", "sig", "hooks=[sig.watch]",
+    "checkpoint.every=2",
                     "hydra.run.dir=run", cwd=tmp_path)  # fmt: skip
     assert result.code == 75, result.err
     assert result.out.count("SAVED 4") == 1

@@ -16,9 +16,12 @@ from tests.test_cli import wait_for
 from tests.test_invariance import weights
 
 SETTINGS = [
-    "data=synthetic", "data.n_tokens=5000", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2",
-    "train.max_steps=4", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null", "checkpoint.every=2",
-    "checkpoint.keep=null", "checkpoint.save_initial=true", "train.data_digest=true", "precision=fp64",
+    "data=synthetic", "data.n_tokens=5000", "batch.micro_batch_size=4",
+    "batch.gradient_accumulation_steps=2",
+    "train.max_steps=4", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null",
+    "checkpoint.every=2",
+    "checkpoint.keep=null", "checkpoint.save_initial=true", "train.data_digest=true",
+    "precision=fp64",
     "optimizer.lr=0.01", "train.twin=1",
 ]  # fmt: skip
 
@@ -33,7 +36,10 @@ def test_a_twin_is_one_unit_in_the_last_place_away(dtype):
     precision.nudge(model, 7, 1)
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in model.named_parameters():
-        up, down = (torch.nextafter(before[name], torch.tensor(s, dtype=dtype)) for s in (torch.inf, -torch.inf))
+        up, down = (
+            torch.nextafter(before[name], torch.tensor(s, dtype=dtype))
+            for s in (torch.inf, -torch.inf)
+        )
         shares = [float((p == w).double().mean()) for w in (up, before[name], down)]
         assert sum(shares) == 1
         assert min(shares) > (0.3 if p.numel() > 1000 else 0.1), (name, shares)
@@ -64,7 +70,8 @@ def test_a_twin_is_the_same_on_any_layout_and_after_a_resume(tmp_path):
     assert all(torch.equal(w, weights(twin, 4)[name]) for name, w in weights(cut, 4).items())
 
 
-POINTS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null", "precision=fp32",
+POINTS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.eval_every=null",
+"precision=fp32",
           "batch.micro_batch_size=2"]  # fmt: skip
 
 
@@ -83,18 +90,32 @@ def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):
     before = ledger_of(tmp_path / "s")
     assert list(before) == ["lr_1e-05", "lr_0.01", "lr_0.01+twin_1", "lr_0.01+twin_2"]
     assert set(before.values()) == {("finished", 1)}
-    read = [yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "s").glob("[0-9]-*/config.yaml"))]
+    read = [
+        yaml.safe_load(path.read_text())
+        for path in sorted((tmp_path / "s").glob("[0-9]-*/config.yaml"))
+    ]
     assert [c["train"]["twin"] for c in read] == [0, 0, 1, 2]
     read[1]["train"]["twin"] = 1
     assert read[1] == read[2]
-    # Twins that are done are not done again, whatever else is; where another setting leads, it gets its own.
+    # Twins that are done are not done again, whatever else is; where another setting leads, it gets
+    # its own.
     assert llmexp("resume", "s", cwd=tmp_path).code == 0
     assert ledger_of(tmp_path / "s") == before
     wider = llmexp(
-        "train", "-m", *TINY, *POINTS, "optimizer.lr=1e-5,2e-2", "sweep.twins=1", "sweep.resume=s", cwd=tmp_path
+        "train",
+        "-m",
+        *TINY,
+        *POINTS,
+        "optimizer.lr=1e-5,2e-2",
+        "sweep.twins=1",
+        "sweep.resume=s",
+        cwd=tmp_path,
     )
     assert wider.code == 0, wider.err + wider.out
-    assert "4 lr=0.02, where another setting led before, leads; 1 twin of it will show what rounding makes" in wider.out
+    assert (
+        "4 lr=0.02, where another setting led before, leads; 1 twin of it will show what rounding "
+        "makes" in wider.out
+    )
     after = ledger_of(tmp_path / "s")
     assert list(after)[4:] == ["lr_0.02", "lr_0.02+twin_1"]
     assert {label: after[label] for label in before} == before
@@ -105,13 +126,16 @@ def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
     (tmp_path / "own.py").write_text(
         "import os, sys, time\nfrom llmexp.child import STOP\n\n"
         "def wait(event, context):\n"
-        "    here = event == 'step_start' and context.step == 3 and sys.argv[-1].endswith('twin_2')\n"
+        "    here = event == 'step_start' and context.step == 3 and "
+        "sys.argv[-1].endswith('twin_2')\n"
         "    while here and not (STOP.requested or os.path.exists('go')):\n"
         "        open('there', 'w').close()\n        time.sleep(0.02)\n"
     )
     halving = ["optimizer.lr=1e-5,1e-2", "sweep.halving=0.5", "sweep.twins=2", "hydra.sweep.dir=s"]
     hook = ["--allow", "own", "hooks=[own.wait]"]
-    process = start("train", "-m", *TINY, *POINTS, *halving, *hook, "train.log_every=1", cwd=tmp_path)
+    process = start(
+        "train", "-m", *TINY, *POINTS, *halving, *hook, "train.log_every=1", cwd=tmp_path
+    )
     wait_for(lambda: (tmp_path / "there").exists(), process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -129,7 +153,11 @@ def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
 
 def test_a_search_has_no_twins(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    refused = llmexp("train", *TINY, "experiment=lr_optuna", "sweep.twins=1", "hydra.sweep.dir=s", cwd=tmp_path)
+    refused = llmexp(
+        "train", *TINY, "experiment=lr_optuna", "sweep.twins=1", "hydra.sweep.dir=s", cwd=tmp_path
+    )
     assert refused.code == 2
-    assert "sweep.twins=1: needs a grid; OptunaSweeper chooses its points while it runs" in refused.err
+    assert (
+        "sweep.twins=1: needs a grid; OptunaSweeper chooses its points while it runs" in refused.err
+    )
     assert not (tmp_path / "s").exists()

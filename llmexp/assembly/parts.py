@@ -1,4 +1,5 @@
-"""The parts that the open sections of a config name: tokenizer, data, model and optimizers, each checked when built."""
+"""The parts that the open sections of a config name: tokenizer, data, model and optimizers, each
+checked when built."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer
 
 T = TypeVar("T")
-DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every data source that the loop reads, not the source
-RATE_RULE = ("lr_rule", "reference_batch")  # knobs of every optimizer that `solve_rates` reads, not the optimizer
+DATA_COMMON = (
+    "shuffle",
+    "ignore_id",
+)  # knobs of every data source that the loop reads, not the source
+RATE_RULE = (
+    "lr_rule",
+    "reference_batch",
+)  # knobs of every optimizer that `solve_rates` reads, not the optimizer
 
 
 class Shared:
-    """What configs that are assembled one after the other have in common, such as the points of a sweep."""
+    """What configs that are assembled one after the other have in common, such as the points of a
+    sweep."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -38,28 +46,36 @@ class Shared:
 
 
 def filled(config: Config) -> Config:
-    """The config with the values of the variables that its open sections name, which is what the functions below take.
-    The one place where they are filled in. Raises ConfigError."""
-    return dataclasses.replace(config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS})
+    """Return the config with the values of the variables that its open sections name, which is what
+    the functions below take. The one place where they are filled in. Raises ConfigError."""
+    return dataclasses.replace(
+        config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
+    )
 
 
 def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a filled config, and the model section with the vocabulary that follows where it is null."""
+    """Return the tokenizer of a filled config, and the model section with the vocabulary that
+    follows where it is null."""
     found = bind("tokenizer", config.tokenizer, {})()
     try:
         tokenizer = as_tokenizer(found)
     except Exception as error:  # of the user's code
         dotted = config.tokenizer["_target_"]
         text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
-        raise refuse("tokenizer._target_", dotted, f"{text}{place_of(config.tokenizer, 'tokenizer')}") from error
+        raise refuse(
+            "tokenizer._target_", dotted, f"{text}{place_of(config.tokenizer, 'tokenizer')}"
+        ) from error
     model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
-        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64  # a multiple of 64 suits the kernels
+        model_config["vocab_size"] = (
+            -(-tokenizer.n_vocab // 64) * 64
+        )  # a multiple of 64 suits the kernels
     return tokenizer, model_config
 
 
 def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool) -> Corpus:
-    """The data of a filled config, checked against the vocabulary; prepared with `write`. Raises ConfigError."""
+    """Return the data of a filled config, checked against the vocabulary; prepared with `write`.
+    Raises ConfigError."""
     data = config.data
     _check_common_data(data, vocab_size)
     offered = {
@@ -76,9 +92,12 @@ def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write
         raise ConfigError(f"{error}{place_of(data, 'data')}") from None
 
 
-def build_model(make: Callable[[], Any], section: dict[str, Any], kind: str, train: Train) -> nn.Module:
-    """Return what `make` makes of the model section, in the type of its parameters for the precision `kind`, with the
-    weights of this run's seed and twin. Raise ConfigError for what cannot be trained."""
+def build_model(
+    make: Callable[[], Any], section: dict[str, Any], kind: str, train: Train
+) -> nn.Module:
+    """Return what `make` makes of the model section, in the type of its parameters for the
+    precision `kind`, with the weights of this run's seed and twin. Raise ConfigError for what
+    cannot be trained."""
     torch.manual_seed(train.seed)
     model = make()
     dotted = section["_target_"]
@@ -86,7 +105,9 @@ def build_model(make: Callable[[], Any], section: dict[str, Any], kind: str, tra
         text = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise refuse("model._target_", dotted, f"{text}{place_of(section, 'model')}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise refuse("model._target_", dotted, f"has no parameters to train{place_of(section, 'model')}")
+        raise refuse(
+            "model._target_", dotted, f"has no parameters to train{place_of(section, 'model')}"
+        )
     model = model.to(precision.parameter_dtype(kind))
     precision.nudge(model, train.seed, train.twin)
     return model
@@ -110,7 +131,9 @@ def _check_common_data(data: dict[str, Any], ids: int) -> None:
     shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
     if not isinstance(shuffle, bool):
         raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids):
+    if ignore is not None and (
+        isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids
+    ):
         raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)
 
 
@@ -118,8 +141,14 @@ def label_of(model: dict[str, Any]) -> str:
     """Return the model section in a few words."""
     name = str(model["_target_"]).rpartition(".")[2]
     layers = "layer" if model.get("n_layers") == 1 else "layers"
-    sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model"))) if v]
+    sizes = [
+        f"{v} {k}"
+        for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model")))
+        if v
+    ]
     width, inner = model.get("d_model"), model.get("d_ff")
-    if isinstance(width, int) and isinstance(inner, int) and width:  # a new width alone leaves the MLP as it was
+    if (
+        isinstance(width, int) and isinstance(inner, int) and width
+    ):  # a new width alone leaves the MLP as it was
         sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
     return ", ".join([name, *sizes])

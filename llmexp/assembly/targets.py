@@ -1,7 +1,8 @@
-"""`_target_`: from a dotted name in a config to a function, and its arguments checked against its signature.
+"""`_target_`: from a dotted name in a config to a function, and its arguments checked against its
+signature.
 
-Only our own parts and callables under packages that the user named with --allow or LLMEXP_ALLOW are found: a config
-file alone cannot run arbitrary code.
+Only our own parts and callables under packages that the user named with --allow or LLMEXP_ALLOW are
+found: a config file alone cannot run arbitrary code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, cast
 from llmexp.config import ConfigError, nearest, refuse
 from llmexp.values import hint
 
-# Where our own parts of a section are. Not all of llmexp: it has functions that write files and start processes.
+# Where our own parts of a section are. Not all of llmexp: it has functions that write files and
+# start processes.
 OWN = {
     "model": "llmexp.models",
     "data": "llmexp.data.sources",
@@ -30,11 +32,18 @@ OWN = {
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
 EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
-RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's words for calling functions
+RESERVED = (
+    "_target_",
+    "_partial_",
+    "_args_",
+    "_recursive_",
+    "_convert_",
+)  # Hydra's words for calling functions
 
 
 def allowed_packages(section: str) -> list[str]:
-    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated; --allow adds to it)."""
+    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated;
+    --allow adds to it)."""
     extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
     return [name for name in (OWN.get(section, ""), *extra) if name]
 
@@ -44,20 +53,26 @@ def _inside(module: str, packages: list[str]) -> bool:
 
 
 def inside_allowed(module: str) -> bool:
-    """Whether a module is in a package that the user allowed."""
+    """Return whether a module is in a package that the user allowed."""
     return _inside(module, allowed_packages(""))
 
 
 def _defined_in(found: Any) -> str:
-    """The module that a function or class is really from, whatever it says of itself; empty for anything else.
+    """Return the module that a function or class is really from, whatever it says of itself; empty
+    for anything else.
 
-    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be found again in the
-    module that it names. Builtins, bound methods and other objects that can be called have none.
+    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be
+    found again in the module that it names. Builtins, bound methods and other objects that can be
+    called have none.
     """
     while True:
         if isinstance(found, functools.partial):
             found = found.func
-        elif callable(found) and getattr(found, "__wrapped__", None) is not None and not isinstance(found, type):
+        elif (
+            callable(found)
+            and getattr(found, "__wrapped__", None) is not None
+            and not isinstance(found, type)
+        ):
             found = found.__wrapped__
         else:
             break
@@ -73,7 +88,8 @@ def _defined_in(found: Any) -> str:
 
 
 def locate(key: str, dotted: Any) -> Callable[..., Any]:
-    """The callable that `dotted` names. Raises ConfigError for anything outside the allowed packages."""
+    """Return the callable that `dotted` names. Raises ConfigError for anything outside the allowed
+    packages."""
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
         raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
     packages = allowed_packages(key.partition(".")[0])
@@ -81,8 +97,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     not_allowed = refuse(
         key,
         dotted,
-        f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your own is allowed by its "
-        "name on the command line: --allow mypackage",
+        f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your own "
+        "is allowed by its name on the command line: --allow mypackage",
     )
     if not _inside(module_name, packages):
         raise not_allowed
@@ -93,7 +109,9 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
             text = f"there is no module {absent} on the path (looked in the current folder too)"
             raise refuse(key, dotted, text) from None
-        raise ConfigError(f"{key}={dotted}: importing {module_name} failed: {described(error)}") from error
+        raise ConfigError(
+            f"{key}={dotted}: importing {module_name} failed: {described(error)}"
+        ) from error
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
         raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
@@ -105,8 +123,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception of the user's code in words, and below them the lines of the user's own files that led to
-    it, the last one last."""
+    """Return an exception of the user's code in words, and below them the lines of the user's own
+    files that led to it, the last one last."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:  # it has no frame in the file
         return f"{text}\n" + "".join(traceback.format_exception_only(error)[:-1]).rstrip("\n")
@@ -115,14 +133,15 @@ def described(error: BaseException) -> str:
 
 
 def own_line(error: BaseException, *, or_any: bool = True) -> str:
-    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in it, of any code,
-    or without `or_any` the empty string."""
+    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in
+    it, of any code, or without `or_any` the empty string."""
     frames = _own_frames(error) or (traceback.extract_tb(error.__traceback__) if or_any else [])
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _own_frames(error: BaseException) -> traceback.StackSummary:
-    """Return the frames of an exception, and of the one that it was raised from, that are in allowed packages."""
+    """Return the frames of an exception, and of the one that it was raised from, that are in
+    allowed packages."""
     frames = [
         pair for pair in traceback.walk_tb(error.__traceback__)
         if inside_allowed(str(pair[0].f_globals.get("__name__")))
@@ -133,7 +152,8 @@ def _own_frames(error: BaseException) -> traceback.StackSummary:
 
 
 def place(found: Any) -> str:
-    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is not known."""
+    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is
+    not known."""
     found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     try:
         file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
@@ -143,23 +163,30 @@ def place(found: Any) -> str:
 
 
 def refuse_calls(key: str, value: Any) -> None:
-    """Raises ConfigError for a section inside `value` that would have Hydra call something."""
-    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    """Raise ConfigError for a section inside `value` that would have Hydra call something."""
+    children = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, child in children:
         if name in RESERVED:
             raise ConfigError(
-                f"{key}.{name}={child}: nothing is called from inside a section; give plain values, and call what you "
-                "need in your own function"
+                f"{key}.{name}={child}: nothing is called from inside a section; give plain "
+                "values, and call what you need in your own function"
             )
         refuse_calls(f"{key}.{name}", child)
 
 
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of further arguments, bound to the section's knobs and to those of `offered` that it accepts.
+    """Return a function of further arguments, bound to the section's knobs and to those of
+    `offered` that it accepts.
 
-    Variables of the environment are filled in before (`llmexp.assembly.parts.filled`).
-    Raise ConfigError for knobs that the signature does not have (with the nearest one) or that are missing; and, when
-    it is called, for an exception of the user's own code (`described`).
+    Variables of the environment are filled in before (`llmexp.assembly.parts.filled`). Raise
+    ConfigError for knobs that the signature does not have (with the nearest one) or that are
+    missing; and, when it is called, for an exception of the user's own code (`described`).
     """
     target, knobs = resolve(section, values, tuple(offered))
     signature = inspect.signature(target)
@@ -181,7 +208,9 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
             if isinstance(error, ValueError) and (f"{section}." in text or f"{section}=" in text):
                 raise ConfigError(text) from error
             if inside_allowed(_defined_in(target)) or _own_frames(error):
-                raise ConfigError(f"{section}: {values['_target_']} failed: {described(error)}") from error
+                raise ConfigError(
+                    f"{section}: {values['_target_']} failed: {described(error)}"
+                ) from error
             if isinstance(error, ValueError):
                 raise ConfigError(f"{section}: {error}") from error
             raise
@@ -192,8 +221,8 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
 def resolve(
     section: str, values: Mapping[str, Any], offered: tuple[str, ...]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it does not have, with
-    the nearest one; `offered` are arguments that are not knobs."""
+    """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it
+    does not have, with the nearest one; `offered` are arguments that are not knobs."""
     if "_target_" not in values:
         raise ConfigError(
             f"{section}._target_: this key is missing; it names the function, for example "
@@ -207,13 +236,15 @@ def resolve(
     for name in knobs:
         if name not in parameters and not takes_any:
             names = [n for n in parameters if n not in offered]
-            raise ConfigError(f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}")
+            raise ConfigError(
+                f"{section}.{name}: {values['_target_']} has no such argument.{hint(name, names)}"
+            )
     return target, knobs
 
 
 def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
-    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function of (event, context).
-    Raise ConfigError."""
+    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function
+    of (event, context). Raise ConfigError."""
     key = f"hooks.{number}"
     if isinstance(entry, Mapping):
         found, knobs = resolve(key, entry, ("event", "context"))
@@ -224,7 +255,8 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
         inspect.signature(found).bind("step_start", None, **knobs)
     except TypeError as error:
         raise ConfigError(
-            f"hooks={name}: cannot be called as (event, context{''.join(f', {k}=...' for k in knobs)}): "
+            f"hooks={name}: cannot be called as (event, "
+            f"context{''.join(f', {k}=...' for k in knobs)}): "
             f"{error}{place(found)}"
         ) from None
     return name, functools.partial(found, **knobs) if knobs else found

@@ -1,4 +1,5 @@
-"""One forward pass of a model of one's own before training: without data, and without memory where that goes."""
+"""One forward pass of a model of one's own before training: without data, and without memory where
+that goes."""
 
 from __future__ import annotations
 
@@ -27,25 +28,30 @@ def try_model(
 ) -> None:
     """Run a model of the user's once, on tokens below `ids`, and refuse what it must not return.
 
-    With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in a process that
-    trains nothing, since what the user's code keeps from call to call, such as positions, would stay on that device.
-    Else, and where that fails, `build` one on the `device` and run it on a tiny batch.
-    Raise ConfigError, with the line of the user's file, for a pass that fails, and for anything but floating-point
-    logits (batch, time, vocabulary), of `wanted` ids or, where it is None, of at least `ids`.
+    With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in
+    a process that trains nothing, since what the user's code keeps from call to call, such as
+    positions, would stay on that device. Else, and where that fails, `build` one on the `device`
+    and run it on a tiny batch. Raise ConfigError, with the line of the user's file, for a pass that
+    fails, and for anything but floating-point logits (batch, time, vocabulary), of `wanted` ids or,
+    where it is None, of at least `ids`.
     """
     done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
     if not done:
         try:
             wrong = _on_device(dotted, build, length, ids, wanted, device)
         finally:
-            if device.type == "cuda":  # the process may live on beside the runs, as that which checks a sweep does
+            if (
+                device.type == "cuda"
+            ):  # the process may live on beside the runs, as that which checks a sweep does
                 gc.collect()
                 torch.cuda.empty_cache()
     if wrong is not None:
         raise ConfigError(f"model: {dotted}: {wrong}{_place(model, dotted)}")
 
 
-def _on_meta(model: nn.Module, length: int, ids: int, wanted: int | None) -> tuple[bool, str | None]:
+def _on_meta(
+    model: nn.Module, length: int, ids: int, wanted: int | None
+) -> tuple[bool, str | None]:
     """Return whether the meta device can run the model, and what is wrong with what it returns."""
     try:
         tokens = torch.zeros(ROWS, length, dtype=torch.int64, device="meta")
@@ -56,9 +62,15 @@ def _on_meta(model: nn.Module, length: int, ids: int, wanted: int | None) -> tup
 
 
 def _on_device(
-    dotted: str, build: Callable[[], nn.Module], length: int, ids: int, wanted: int | None, device: torch.device
+    dotted: str,
+    build: Callable[[], nn.Module],
+    length: int,
+    ids: int,
+    wanted: int | None,
+    device: torch.device,
 ) -> str | None:
-    """Return what is wrong with what a real model makes of a tiny batch. Raise ConfigError where it fails."""
+    """Return what is wrong with what a real model makes of a tiny batch. Raise ConfigError where it
+    fails."""
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
         with torch.random.fork_rng(devices=[]):
@@ -68,7 +80,9 @@ def _on_device(
     except (MemoryError, torch.OutOfMemoryError):
         return None  # the run itself says what would fit
     except Exception as error:
-        raise ConfigError(f"model: {dotted} failed on tokens {_shape(tokens)}: {described(error)}") from error
+        raise ConfigError(
+            f"model: {dotted} failed on tokens {_shape(tokens)}: {described(error)}"
+        ) from error
 
 
 def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
@@ -81,24 +95,37 @@ def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None
     if not isinstance(hidden, Tensor) or hidden.shape != (*tokens.shape, head.shape[1]):
         what = _shape(hidden) if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         needed = f"({tokens.shape[0]}, {tokens.shape[1]}, {head.shape[1]})"
-        return f"features(tokens) returned {what}, where {needed} = (batch, time, width of head_weight) is needed"
+        return (
+            f"features(tokens) returned {what}, where {needed} = (batch, time, width of "
+            "head_weight) is needed"
+        )
     return None
 
 
 def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
-    """Return what is wrong with the output of a model, which should be logits; None where nothing is."""
+    """Return what is wrong with the output of a model, which should be logits; None where nothing
+    is."""
     rows, length = tokens.shape
-    needed = f"a tensor of logits ({rows}, {length}, {wanted or ids}) = (batch, time, vocabulary) is needed"
+    needed = (
+        f"a tensor of logits ({rows}, {length}, {wanted or ids}) = (batch, time, vocabulary) "
+        "is needed"
+    )
     if not isinstance(found, Tensor):
         hint = "; return its .logits" if isinstance(getattr(found, "logits", None), Tensor) else ""
-        what = f"a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple | list) else ''}"
+        what = f"a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple | list) else ''}"  # noqa: E501
         return f"returned {what}, where {needed}{hint}"
     if found.ndim != 3 or found.shape[:2] != tokens.shape:
         return f"returned a tensor {_shape(found)}, where {needed}"
     if found.shape[2] < ids or (wanted is not None and found.shape[2] != wanted):
-        return f"returned logits over {found.shape[2]:,} ids, where the vocabulary has {wanted or ids:,}: {needed}"
+        return (
+            f"returned logits over {found.shape[2]:,} ids, where the vocabulary has "
+            f"{wanted or ids:,}: {needed}"
+        )
     if not found.dtype.is_floating_point:
-        return f"returned {str(found.dtype).removeprefix('torch.')} values, where floating-point logits are needed"
+        return (
+            f"returned {str(found.dtype).removeprefix('torch.')} values, where floating-point "
+            "logits are needed"
+        )
     if not found.requires_grad:
         return "its logits depend on no parameter; is the pass inside no_grad, or detached?"
     return None
@@ -109,7 +136,8 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _place(model: nn.Module, dotted: str) -> str:
-    """Return " (FILE:LINE)" of the forward pass, or of what made the model where the pass is not the user's."""
+    """Return " (FILE:LINE)" of the forward pass, or of what made the model where the pass is not
+    the user's."""
     forward = type(model).forward
     package = dotted.partition(".")[0]
     if str(getattr(forward, "__module__", "")).partition(".")[0] == package:

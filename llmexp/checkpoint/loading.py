@@ -1,4 +1,5 @@
-"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling, under any layout of ranks.
+"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling, under any
+layout of ranks.
 
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
@@ -6,11 +7,11 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
               manifest.json          format version, step, geometry, digest of the tensors, size and sha256 of each
                                      file; written last
 
-Where tensors are sharded, every rank writes the pieces that it holds (model-00002-of-00004.safetensors). A piece is a
-box of a full tensor; the header of its file tells the full shape and the box's offset, so a reader takes from each
-file what lies in its own boxes, whatever the layouts of saving and loading. The writing half
-is saving.py.
-"""
+Where tensors are sharded, every rank writes the pieces that it holds
+(model-00002-of-00004.safetensors). A piece is a box of a full tensor; the header of its file tells
+the full shape and the box's offset, so a reader takes from each file what lies in its own boxes,
+whatever the layouts of saving and loading. The writing half is saving.py.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ MAX_MANIFEST, MAX_HEADER, MAX_STATE = 16 * 2**20, 100 * 2**20, 2**30  # bytes
 DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
-        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+        torch.float8_e5m2,
         torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
@@ -54,7 +56,8 @@ class CheckpointError(ValueError):
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for an older one."""
+    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for
+    an older one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was found whole. `model` and `optimizer`: the pieces of each tensor, by its name."""
+    """A checkpoint that was found whole. `model` and `optimizer`: the pieces of each tensor, by its
+    name."""
 
     path: Path
     step: int
@@ -81,9 +85,11 @@ class Loaded:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its first name.
+    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its
+    first name.
 
-    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state dict never.
+    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state
+    dict never.
     """
     distinct: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -91,16 +97,20 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
-    """The clean name of each tensor by its id(). Raises ValueError for optimizers of other tensors."""
+    """Return the clean name of each tensor by its id(). Raises ValueError for optimizers of other
+    tensors."""
     names = {id(t): name for name, t in named_tensors(model).items()}
     for number, optimizer in enumerate(optimizers):
         if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(f"optimizer {number} holds parameters that are not in the model's state dict")
+            raise ValueError(
+                f"optimizer {number} holds parameters that are not in the model's state dict"
+            )
     return names
 
 
 def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
-    """This rank's part of a tensor, sharing its memory, and the part's offset and size in the full tensor.
+    """Return this rank's part of a tensor, sharing its memory, and the part's offset and size in
+    the full tensor.
 
     Raises ValueError for a DTensor whose part is not the box that its placements say.
     """
@@ -110,9 +120,12 @@ def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
     sharded: Any = tensor.detach()
     mesh = sharded.device_mesh
     cuts = zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True)
-    # torch cuts a dimension mesh axis by mesh axis, from left to right; but FSDP, whose axis comes first, cuts what
-    # tensor parallelism has left. Its placement then has a split factor, and the cut is in truth the last one.
-    for placement, ranks, coordinate in sorted(cuts, key=lambda cut: hasattr(cut[0], "split_factor")):
+    # torch cuts a dimension mesh axis by mesh axis, from left to right; but FSDP, whose axis comes
+    # first, cuts what tensor parallelism has left. Its placement then has a split factor, and the
+    # cut is in truth the last one.
+    for placement, ranks, coordinate in sorted(
+        cuts, key=lambda cut: hasattr(cut[0], "split_factor")
+    ):
         if placement.is_replicate():
             continue
         length = size[placement.dim]
@@ -122,17 +135,20 @@ def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
         size[placement.dim] = min(chunk, length - start)
     local = sharded.to_local()
     if tuple(local.shape) != tuple(size):
-        raise ValueError(f"a part of shape {tuple(local.shape)} where {sharded.placements} gives {tuple(size)}")
+        raise ValueError(
+            f"a part of shape {tuple(local.shape)} where {sharded.placements} gives {tuple(size)}"
+        )
     return local, tuple(offset), tuple(size)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Told by an attribute: importing the class costs the start of every run half a second or more."""
+    """Told by an attribute: importing the class costs the start of every run half a second or
+    more."""
     return hasattr(tensor, "device_mesh")
 
 
 def steps(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, oldest first."""
+    """Return the checkpoint folders under `root`, oldest first."""
     return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
 
 
@@ -142,11 +158,12 @@ def latest(
     agree: Callable[[bool], bool] = lambda bad: bad,
     part: tuple[int, int] = (0, 1),
 ) -> Loaded | None:
-    """The newest checkpoint whose manifest and hashes hold; each damaged one before it is named in a warning.
+    """Return the newest checkpoint whose manifest and hashes hold; each damaged one before it is
+    named in a warning.
 
-    On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells whether its argument is
-    true on any rank. Ranks that know the damage name it.
-    None when there is no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
+    On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
+    whether its argument is true on any rank. Ranks that know the damage name it. None when there is
+    no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
     NewerFormat for one of a newer format version, on all ranks.
     """
     found = steps(root)
@@ -164,24 +181,27 @@ def latest(
             warn(f"checkpoint {path.name} is damaged, as another rank found, and not used")
     if found:
         raise CheckpointError(
-            f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over them: put a whole copy "
-            "of one in its place, or move this folder away to begin anew"
+            f"{root}: all {len(found)} checkpoints are damaged; not starting from scratch over "
+            "them: put a whole copy of one in its place, or move this folder away to begin anew"
         )
     return None
 
 
 def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
-    """Checks one checkpoint (of the hashes every part[1]-th) and reads all of it but the tensors, on the CPU.
+    """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
+    the CPU.
 
-    Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of its files
-    are checked, and nothing is unpickled.
+    Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of
+    its files are checked, and nothing is unpickled.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
     for number, (name, expected) in enumerate(files):
         file = path / name
         if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint")
+            raise CheckpointError(
+                f"{path / MANIFEST} names {name[:100]!r}, which is no file of a checkpoint"
+            )
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         try:
@@ -207,20 +227,28 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest with a step and plain file names in it. Raises CheckpointError, NewerFormat."""
+    """Return the manifest with a step and plain file names in it. Raises CheckpointError,
+    NewerFormat."""
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_MANIFEST:
             raise ValueError(f"larger than {MAX_MANIFEST} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        if not _is_count(version := manifest["format_version"]):  # before the keys, which may be others
+        if not _is_count(
+            version := manifest["format_version"]
+        ):  # before the keys, which may be others
             raise ValueError("no version")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
     if version > FORMAT_VERSION:
-        raise NewerFormat(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: update it")
+        raise NewerFormat(
+            f"{path}: format version {version}, this program reads version {FORMAT_VERSION}: "
+            "update it"
+        )
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format version {version}, this program reads version {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{path}: format version {version}, this program reads version {FORMAT_VERSION}"
+        )
     if not (_is_count(manifest.get("step")) and isinstance(manifest.get("files"), dict)):
         raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
@@ -231,17 +259,22 @@ def _is_count(value: Any) -> bool:
 
 
 def _refuse_packed(file: Path) -> None:
-    """Raises ValueError for an archive that could grow when it is read: torch stores entries as they are."""
+    """Raise ValueError for an archive that could grow when it is read: torch stores entries as they
+    are."""
     if (size := file.stat().st_size) > MAX_STATE:
         raise ValueError(f"{file.name} is larger than {MAX_STATE} bytes")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
-    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+    if (
+        any(e.compress_type != zipfile.ZIP_STORED for e in entries)
+        or sum(e.file_size for e in entries) > size
+    ):
         raise ValueError(f"{file.name} is packed, which no checkpoint is")
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises ValueError where it is larger than the file or than any real one."""
+    """Return the header of a safetensors file. Raises ValueError where it is larger than the file
+    or than any real one."""
     size = file.stat().st_size
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -254,23 +287,32 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, list) or len(value) > 16 or not all(_is_count(n) and n < 2**63 for n in value):
+    if (
+        not isinstance(value, list)
+        or len(value) > 16
+        or not all(_is_count(n) and n < 2**63 for n in value)
+    ):
         raise ValueError(f"{str(value)[:60]} is no shape")
     return tuple(value)
 
 
 def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
-    """The pieces of each tensor in the files. Raises ValueError where they do not add up to the tensor."""
+    """Return the pieces of each tensor in the files. Raises ValueError where they do not add up to
+    the tensor."""
     found: dict[str, list[Stored]] = {}
     for file in files:
         header = _header(file)
         metadata = header.pop("__metadata__")
         if metadata["step"] != str(step):
             raise ValueError(f"{file.name} is of step {metadata['step']}")
-        with safe_open(file, framework="pt"):  # checks that the tensors lie inside the file, side by side
+        with safe_open(
+            file, framework="pt"
+        ):  # checks that the tensors lie inside the file, side by side
             for name, at in json.loads(metadata["pieces"]).items():
                 if at["dtype"] not in DTYPES:
-                    raise ValueError(f"{file.name}: {str(at['dtype'])[:60]!r} of {name} is no dtype")
+                    raise ValueError(
+                        f"{file.name}: {str(at['dtype'])[:60]!r} of {name} is no dtype"
+                    )
                 size, dtype = _shape(header[name]["shape"]), DTYPES[at["dtype"]]
                 piece = Stored(file, _shape(at["shape"]), _shape(at["offset"]), size, dtype)
                 found.setdefault(name, []).append(piece)
@@ -279,16 +321,20 @@ def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
     for name, pieces in found.items():
         full = pieces[0].shape
         inside = all(
-            p.shape == full and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True)) for p in pieces
+            p.shape == full
+            and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True))
+            for p in pieces
         )
-        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(full)  # so none is larger than its files
+        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(
+            full
+        )  # so none is larger than its files
         if not whole or len({p.dtype for p in pieces}) > 1 or _overlapping(pieces):
             raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
     return found
 
 
 def restore_model(loaded: Loaded, model: nn.Module) -> None:
-    """Copies the checkpoint's tensors into the model; dtypes and devices stay.
+    """Copy the checkpoint's tensors into the model; dtypes and devices stay.
 
     Raises CheckpointError listing the names or shapes that differ, before anything is changed.
     """
@@ -300,11 +346,12 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
 
 
 def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Puts the checkpoint's states and the values of the parameter groups into the optimizers.
+    """Put the checkpoint's states and the values of the parameter groups into the optimizers.
 
-    A group takes the values that its first parameter had: the split into groups may have been another one. torch's
-    load_state_dict is not used because it wants whole tensors and casts them to the parameters' dtype.
-    Raises CheckpointError listing the parameters that differ, before anything is changed.
+    A group takes the values that its first parameter had: the split into groups may have been
+    another one. torch's load_state_dict is not used because it wants whole tensors and casts them
+    to the parameters' dtype. Raises CheckpointError listing the parameters that differ, before
+    anything is changed.
     """
     _refuse_other_model(loaded, named_tensors(model))
     names = names_by_id(model, optimizers)
@@ -322,7 +369,9 @@ def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimi
         for name in group["params"]
     }
     if differing := sorted(own.keys() ^ saved.keys()):
-        raise CheckpointError(f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}")
+        raise CheckpointError(
+            f"{loaded.path} has other optimizers; differing: {', '.join(differing[:8])}"
+        )
 
     for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
         for group in optimizer.param_groups:
@@ -341,9 +390,12 @@ def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimi
 
 
 def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
-    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on every rank."""
+    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on
+    every rank."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return torch.empty(piece.shape, dtype=piece.dtype)  # torch's other kernels want the count on the host
+        return torch.empty(
+            piece.shape, dtype=piece.dtype
+        )  # torch's other kernels want the count on the host
     if piece.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=piece.dtype)
     return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)
@@ -356,11 +408,14 @@ def _refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
         if loaded.model[name][0].shape != tuple(t.shape)
     ]
     if differing:
-        raise CheckpointError(f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}")
+        raise CheckpointError(
+            f"the checkpoint has another model shape; differing: {', '.join(differing[:8])}"
+        )
 
 
 def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
-    """Fills this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files open."""
+    """Fill this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files
+    open."""
     local, offset, size = box(target)
     for piece in pieces:
         low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
@@ -376,14 +431,16 @@ def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, An
             if piece.file not in opened:
                 opened[piece.file] = safe_open(piece.file, framework="pt")
             file = opened[piece.file]
-            part = file.get_slice(name)[there] if there else file.get_tensor(name)  # a 0-dim tensor has no slices
+            part = (
+                file.get_slice(name)[there] if there else file.get_tensor(name)
+            )  # a 0-dim tensor has no slices
         except Exception as error:
             raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
         local[here].copy_(part)
 
 
 def _overlapping(pieces: list[Stored]) -> bool:
-    """Whether two of the boxes share an element."""
+    """Return whether two of the boxes share an element."""
     boxes = [(p.offset, p.size) for p in pieces if math.prod(p.size)]
     if len(boxes) < 2:
         return False
@@ -393,7 +450,9 @@ def _overlapping(pieces: list[Stored]) -> bool:
         for b, m in itertools.islice(boxes, number, None):
             if b[cut] >= a[cut] + n[cut]:
                 break  # and so do all that follow
-            if all(max(i, j) < min(i + k, j + size) for i, j, k, size in zip(a, b, n, m, strict=True)):
+            if all(
+                max(i, j) < min(i + k, j + size) for i, j, k, size in zip(a, b, n, m, strict=True)
+            ):
                 return True
     return False
 
@@ -401,4 +460,7 @@ def _overlapping(pieces: list[Stored]) -> bool:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
     with open(path, "rb") as f:
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+        return {
+            "size": os.fstat(f.fileno()).st_size,
+            "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
+        }

@@ -1,7 +1,8 @@
-"""Saving: every rank takes a snapshot and writes its files, then rank 0 commits them as one checkpoint.
+"""Saving: every rank takes a snapshot and writes its files, then rank 0 commits them as one
+checkpoint.
 
-The format is in llmexp/checkpoint.py. Nothing here waits for another rank: that all have written before `commit` is
-the caller's business.
+The format is in llmexp/checkpoint.py. Nothing here waits for another rank: that all have written
+before `commit` is the caller's business.
 """
 
 from __future__ import annotations
@@ -44,19 +45,25 @@ from llmexp.checkpoint.loading import (
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one rank writes: by file and tensor name the local part, the full shape, the part's offset."""
+    """What one rank writes: by file and tensor name the local part, the full shape, the part's
+    offset."""
 
     rank: int
     world: int
     files: dict[str, dict[str, tuple[Tensor, Shape, Shape]]]
-    optimizers: list[dict[str, Any]]  # parameter groups and states that are no tensors, for state.pt
+    optimizers: list[
+        dict[str, Any]
+    ]  # parameter groups and states that are no tensors, for state.pt
 
 
-def snapshot(model: nn.Module, optimizers: list[Optimizer], rank: int, world: int, copy: bool) -> Pieces:
-    """This rank's pieces of the model and the optimizers.
+def snapshot(
+    model: nn.Module, optimizers: list[Optimizer], rank: int, world: int, copy: bool
+) -> Pieces:
+    """Return this rank's pieces of the model and the optimizers.
 
-    With `copy` they are cloned to host memory, with one wait for the device, and training may go on; without it they
-    are the live tensors. Raises ValueError for an optimizer of parameters that the model does not have.
+    With `copy` they are cloned to host memory, with one wait for the device, and training may go
+    on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
+    the model does not have.
     """
     tensors = {"model": named_tensors(model), "optimizer": dict[str, Tensor]()}
     names = names_by_id(model, optimizers)
@@ -70,8 +77,12 @@ def snapshot(model: nn.Module, optimizers: list[Optimizer], rank: int, world: in
         plain: dict[str, dict[str, Any]] = {}
         for parameter, states in optimizer.state.items():
             name = names[id(parameter)]
-            plain[name] = {k: copying.deepcopy(v) for k, v in states.items() if not isinstance(v, Tensor)}
-            tensors["optimizer"] |= {f"{number}/{name}/{k}": v for k, v in states.items() if isinstance(v, Tensor)}
+            plain[name] = {
+                k: copying.deepcopy(v) for k, v in states.items() if not isinstance(v, Tensor)
+            }
+            tensors["optimizer"] |= {
+                f"{number}/{name}/{k}": v for k, v in states.items() if isinstance(v, Tensor)
+            }
         described.append({"groups": groups, "state": plain})
 
     spread = world > 1 and any(is_dtensor(t) for named in tensors.values() for t in named.values())
@@ -86,7 +97,9 @@ def snapshot(model: nn.Module, optimizers: list[Optimizer], rank: int, world: in
                     own[name] = (_to_host(local) if copy else local, tuple(tensor.shape), offset)
     if copy and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(rank, world, {name: own for name, own in files.items() if own or rank == 0}, described)
+    return Pieces(
+        rank, world, {name: own for name, own in files.items() if own or rank == 0}, described
+    )
 
 
 def _to_host(local: Tensor) -> Tensor:
@@ -94,9 +107,11 @@ def _to_host(local: Tensor) -> Tensor:
 
 
 def write(root: Path, step: int, pieces: Pieces) -> None:
-    """Writes and flushes this rank's files into the folder of the save, and a note with their fingerprints.
+    """Write and flushes this rank's files into the folder of the save, and a note with their
+    fingerprints.
 
-    Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other ranks may be at it.
+    Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other
+    ranks may be at it.
     """
     temporary = _temporary(root, step)
 
@@ -115,7 +130,11 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
         written: dict[str, Any] = {}
         for name, own in pieces.files.items():
             boxes = {
-                key: {"shape": shape, "offset": offset, "dtype": str(local.dtype).removeprefix("torch.")}
+                key: {
+                    "shape": shape,
+                    "offset": offset,
+                    "dtype": str(local.dtype).removeprefix("torch."),
+                }
                 for key, (local, shape, offset) in own.items()
             }
             save_file(
@@ -130,11 +149,13 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
 
 
 def weighted_sum(pieces: dict[str, tuple[Tensor, Shape, Shape]]) -> int:
-    """Return the pieces' part of the digest of a state: the sum of all parts modulo 2**64 is the digest.
+    """Return the pieces' part of the digest of a state: the sum of all parts modulo 2**64 is the
+    digest.
 
-    Every 4-byte word of a tensor (the whole element where it is smaller) is multiplied by an odd weight of its place in
-    the full tensor; the sum over a tensor by one of its name, dtype and shape. So the digest is the same however the
-    tensors are cut over ranks, and one changed word always changes it. It finds accidents, not forgeries.
+    Every 4-byte word of a tensor (the whole element where it is smaller) is multiplied by an odd
+    weight of its place in the full tensor; the sum over a tensor by one of its name, dtype and
+    shape. So the digest is the same however the tensors are cut over ranks, and one changed word
+    always changes it. It finds accidents, not forgeries.
     """
     total = 0
     for name, (local, shape, offset) in pieces.items():
@@ -160,7 +181,8 @@ def weighted_sum(pieces: dict[str, tuple[Tensor, Shape, Shape]]) -> int:
 
 
 def _box_sum(words: Tensor, offset: Shape) -> int:
-    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo 2**64."""
+    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo
+    2**64."""
     for dim in reversed(range(words.ndim)):
         words = (words * _weights(dim, offset[dim], words.shape[dim]).to(words.device)).sum(-1)
     return int(words) % 2**64
@@ -168,7 +190,8 @@ def _box_sum(words: Tensor, offset: Shape) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _weights(dim: int, start: int, count: int) -> Tensor:
-    """Return odd int64 weights of the places start, start + 1, ... of a dimension (splitmix64, Steele et al. 2014)."""
+    """Return odd int64 weights of the places start, start + 1, ... of a dimension (splitmix64,
+    Steele et al. 2014)."""
     x = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -177,7 +200,8 @@ def _weights(dim: int, start: int, count: int) -> Tensor:
 
 
 def _order_header(path: Path) -> None:
-    """Put the metadata of a safetensors file, which are in a random order, into that of their names, in place."""
+    """Put the metadata of a safetensors file, which are in a random order, into that of their
+    names, in place."""
     with open(path, "r+b") as f:
         length = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(length))
@@ -197,12 +221,14 @@ def commit(
     keep: int | None,
     whole: Sequence[int] = (),
 ) -> Path:
-    """Makes what all ranks have written checkpoint `step`, then removes those older than the newest `keep` of it and
-    `whole`: the steps of those that this process has loaded or committed. Another on the disk may be damaged.
+    """Make what all ranks have written checkpoint `step`, then remove those older than the newest
+    `keep` of it and `whole`: the steps of those that this process has loaded or committed. Another
+    on the disk may be damaged.
 
-    For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain containers) becomes state.pt,
-    with the pieces' optimizers under "optimizers"; `meta` (JSON) goes into the manifest. Raises OSError; the files of
-    this save are then removed and what was there before is untouched.
+    For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain
+    containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
+    into the manifest. Raises OSError; the files of this save are then removed and what was there
+    before is untouched.
     """
     final, temporary = root / f"step_{step:08d}", _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
@@ -216,13 +242,23 @@ def commit(
             kind = "model" if name.startswith("model") else "optimizer"
             digest[kind] = (digest[kind] + expected.pop("sum")) % 2**64
             if (temporary / name).stat().st_size != expected["size"]:
-                raise OSError(f"{temporary / name} does not have the size that its rank has written")
+                raise OSError(
+                    f"{temporary / name} does not have the size that its rank has written"
+                )
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
-        torch.load(temporary / STATE, weights_only=True)  # what cannot be read again must not look saved
+        torch.load(
+            temporary / STATE, weights_only=True
+        )  # what cannot be read again must not look saved
         files[STATE] = fingerprint(temporary / STATE)
         _sync(temporary / STATE)
         digests = {kind: f"{total:016x}" for kind, total in digest.items()}
-        about = {"format_version": FORMAT_VERSION, "step": step, **meta, "digest": digests, "files": files}
+        about = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            **meta,
+            "digest": digests,
+            "files": files,
+        }
         _write_json(temporary / MANIFEST, about)
         _sync(temporary)
         old = root / f".{final.name}.old.tmp"
@@ -242,7 +278,8 @@ def commit(
 
 
 def clean(root: Path) -> None:
-    """Removes what killed or failed saves have left. For rank 0, under the run's lock, while no rank saves."""
+    """Remove what killed or failed saves have left. For rank 0, under the run's lock, while no rank
+    saves."""
     for leftover in root.glob(".step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -255,7 +292,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def start(self, function: Callable[[], object]) -> None:
-        """Calls the function in the background, after the one before; raises what that one raised."""
+        """Call the function in the background, after the one before; raise what that one raised."""
         self.wait()
 
         def work() -> None:
@@ -268,11 +305,11 @@ class Writer:
         self._thread.start()
 
     def busy(self) -> bool:
-        """Whether the function has not returned yet."""
+        """Return whether the function has not returned yet."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits for the function and raises, once, what it raised."""
+        """Wait for the function and raise, once, what it raised."""
         if self._thread is not None:
             self._thread.join()
         error, self._thread, self._error = self._error, None, None
@@ -281,17 +318,19 @@ class Writer:
 
 
 def _is_writer(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank, of those that hold the same piece, is the one that writes it.
+    """Return whether this rank, of those that hold the same piece, is the one that writes it.
 
-    FSDP shards what tensor parallelism leaves whole over a part of the ranks, once in each such part: the part with
-    rank 0 writes. Rank 0 also writes what is not sharded at all.
+    FSDP shards what tensor parallelism leaves whole over a part of the ranks, once in each such
+    part: the part with rank 0 writes. Rank 0 also writes what is not sharded at all.
     """
     if not is_dtensor(tensor):
         return rank == 0
     sharded: Any = tensor
     mesh = sharded.device_mesh
     axes = zip(sharded.placements, mesh.get_coordinate(), strict=True)
-    return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool((mesh.mesh == 0).any())
+    return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool(
+        (mesh.mesh == 0).any()
+    )
 
 
 @contextlib.contextmanager
@@ -301,7 +340,9 @@ def _undone_on_failure(what: str, undo: Callable[[], None]) -> Iterator[None]:
     except BaseException as error:
         undo()
         if isinstance(error, Exception) and not isinstance(error, OSError):
-            raise OSError(f"saving {what} failed: {error}") from error  # torch and safetensors hide the errno
+            raise OSError(
+                f"saving {what} failed: {error}"
+            ) from error  # torch and safetensors hide the errno
         raise
 
 
@@ -321,7 +362,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
+    """Flush a file or a folder to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

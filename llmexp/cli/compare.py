@@ -30,23 +30,38 @@ def run(arguments: list[str]) -> int:
             continue
         if target != "-" and not target.lower().endswith(suffix):
             if name in _PICTURES or not (os.path.lexists(target) or glob.glob(target)):
-                raise ConfigError(f"--{name} {target}: the file's name must end in {suffix}; for example table{suffix}")
-            paths.append(target)  # `--csv PATH`: what follows is no file to write, and must not be overwritten
+                raise ConfigError(
+                    f"--{name} {target}: the file's name must end in {suffix}; for example "
+                    f"table{suffix}"
+                )
+            paths.append(
+                target
+            )  # `--csv PATH`: what follows is no file to write, and must not be overwritten
             target = "-"
         if target != "-":
             _check_target(name, Path(target))
         wanted[name] = target
     if sum(target == "-" for target in wanted.values()) > 1:
-        raise ConfigError("only one of --json, --csv and --markdown can go to standard output; name a file for others")
+        raise ConfigError(
+            "only one of --json, --csv and --markdown can go to standard output; name a file for "
+            "others"
+        )
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
     comparison = compare(
-        paths or ["outputs"], align=args.align, sort=args.sort, whole="html" in wanted, negligible=args.negligible
+        paths or ["outputs"],
+        align=args.align,
+        sort=args.sort,
+        whole="html" in wanted,
+        negligible=args.negligible,
     )
     for problem in comparison.problems:
         print(f"llmexp: {problem}", file=sys.stderr)
     if not comparison.entries:
-        print("llmexp: there is no run to show; for example llmexp compare outputs/default", file=sys.stderr)
+        print(
+            "llmexp: there is no run to show; for example llmexp compare outputs/default",
+            file=sys.stderr,
+        )
         return REFUSED
     for name, target in wanted.items():
         if name == "png":
@@ -73,14 +88,21 @@ def _text(name: str, comparison: Any) -> str:
         return page(comparison)
     from llmexp.compare import table
 
-    return {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}[name](comparison)
+    return {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}[name](
+        comparison
+    )
 
 
 def _check_target(name: str, path: Path) -> None:
     if not path.parent.is_dir():
-        raise ConfigError(f"--{name} {path}: there is no folder {path.parent}; for example --{name} /tmp/{path.name}")
+        raise ConfigError(
+            f"--{name} {path}: there is no folder {path.parent}; for example --{name} "
+            f"/tmp/{path.name}"
+        )
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}")
+        raise ConfigError(
+            f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}"
+        )
 
 
 def _size(text: str) -> float:
@@ -89,7 +111,9 @@ def _size(text: str) -> float:
     except ValueError:
         size = -1.0
     if not 0 <= size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text}: a size in nats, 0 or more, is needed; for example 0.002")
+        raise argparse.ArgumentTypeError(
+            f"{text}: a size in nats, 0 or more, is needed; for example 0.002"
+        )
     return size
 
 
@@ -100,11 +124,20 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         epilog="Runs that are training are compared as far as they are. See docs/compare.md.",
     )
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="runs, sweeps, folders of them, globs (default: outputs)"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="runs, sweeps, folders of them, globs (default: outputs)",
     )
-    parser.add_argument("--align", default="tokens", help=f"what runs must have had alike: {', '.join(ALIGNMENTS)}")
-    parser.add_argument("--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec")
-    parser.add_argument("--why", action="store_true", help="also what the result rests on, and notes on the runs")
+    parser.add_argument(
+        "--align", default="tokens", help=f"what runs must have had alike: {', '.join(ALIGNMENTS)}"
+    )
+    parser.add_argument(
+        "--sort", metavar="KEY", help="figure that orders the table, such as tokens_per_sec"
+    )
+    parser.add_argument(
+        "--why", action="store_true", help="also what the result rests on, and notes on the runs"
+    )
     parser.add_argument(
         "--negligible", type=_size, metavar="NATS",
         help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",

@@ -1,5 +1,5 @@
-"""What is worked out from the knobs: each number of a run with its meaning, its sources, and its formula in words.
-Standard library only; the numbers themselves are computed in `run`."""
+"""What is worked out from the knobs: each number of a run with its meaning, its sources, and its
+formula in words. Standard library only; the numbers themselves are computed in `run`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Derived:
-    """`sources`: the keys, or derived numbers, that it follows from; `formula` is filled with the numbers of a run."""
+    """`sources`: the keys, or derived numbers, that it follows from; `formula` is filled with the
+    numbers of a run."""
 
     meaning: str
     sources: tuple[str, ...]
     formula: str = ""
 
 
-_BATCH = ("batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.real_batch_size", "dp_size")
-_EQUATION = (
-    "micro_batch_size {micro_batch_size} x gradient_accumulation_steps {gradient_accumulation_steps} "
-    "x dp_size {dp_size} = real_batch_size {real_batch_size}"
+_BATCH = (
+    "batch.micro_batch_size",
+    "batch.gradient_accumulation_steps",
+    "batch.real_batch_size",
+    "dp_size",
 )
-_BUDGET = ("train.max_steps", "train.max_epochs", "train.max_tokens", "real_batch_size", "batch.sequence_length")
+_EQUATION = (
+    "micro_batch_size {micro_batch_size} x gradient_accumulation_steps "
+    "{gradient_accumulation_steps} x dp_size {dp_size} = real_batch_size {real_batch_size}"
+)
+_BUDGET = (
+    "train.max_steps",
+    "train.max_epochs",
+    "train.max_tokens",
+    "real_batch_size",
+    "batch.sequence_length",
+)
 _DATA = ("data", "tokenizer")
 _RANKS = ("parallelism.kind", "parallelism.nproc_per_node", "parallelism.nnodes")
 _TEXT = (
-    "{max_steps} optimizer steps = {max_tokens} tokens = {max_epochs} epochs; real_batch_size {real_batch_size} x "
-    "sequence_length {sequence_length} = {tokens_per_step} tokens per step"
+    "{max_steps} optimizer steps = {max_tokens} tokens = {max_epochs} epochs; real_batch_size "
+    "{real_batch_size} x sequence_length {sequence_length} = {tokens_per_step} tokens per step"
 )
 
 DERIVED = {
     "micro_batch_size": Derived("sequences in one forward/backward on one rank", _BATCH, _EQUATION),
-    "gradient_accumulation_steps": Derived("micro-batches per rank per optimizer step", _BATCH, _EQUATION),
+    "gradient_accumulation_steps": Derived(
+        "micro-batches per rank per optimizer step", _BATCH, _EQUATION
+    ),
     "real_batch_size": Derived("sequences per optimizer step over all ranks", _BATCH, _EQUATION),
     "sequence_length": Derived("tokens per sequence", ("batch.sequence_length",)),
     "tokens_per_step": Derived(
@@ -40,10 +54,18 @@ DERIVED = {
     ),
     "max_steps": Derived("optimizer steps of the whole run", (*_BUDGET, "train.tail"), _TEXT),
     "max_tokens": Derived("target tokens of the whole run", (*_BUDGET, "train.tail"), _TEXT),
-    "max_epochs": Derived("passes over the training sequences", (*_BUDGET, "train_sequences"), _TEXT),
-    "total_sequences": Derived("sequences of the whole run, all epochs", (*_BUDGET, "train.tail"), _TEXT),
-    "tail_sequences": Derived("sequences in the last window where it is short, else 0", (*_BUDGET, "train.tail")),
-    "dropped_sequences": Derived("sequences of the budget that fill no window", (*_BUDGET, "train.tail")),
+    "max_epochs": Derived(
+        "passes over the training sequences", (*_BUDGET, "train_sequences"), _TEXT
+    ),
+    "total_sequences": Derived(
+        "sequences of the whole run, all epochs", (*_BUDGET, "train.tail"), _TEXT
+    ),
+    "tail_sequences": Derived(
+        "sequences in the last window where it is short, else 0", (*_BUDGET, "train.tail")
+    ),
+    "dropped_sequences": Derived(
+        "sequences of the budget that fill no window", (*_BUDGET, "train.tail")
+    ),
     "train_sequences": Derived(
         "sequences in the training data",
         ("train_tokens", "batch.sequence_length"),
@@ -55,10 +77,13 @@ DERIVED = {
         "(val_tokens {val_tokens} - 1) / sequence_length {sequence_length}, rounded down",
     ),
     "eval_sequences": Derived(
-        "sequences of one evaluation", ("val_sequences", "train.eval_tokens", "batch.sequence_length")
+        "sequences of one evaluation",
+        ("val_sequences", "train.eval_tokens", "batch.sequence_length"),
     ),
     "warmup_updates": Derived(
-        "updates of warm-up", ("schedule.warmup_steps", "schedule.warmup_ratio", "max_steps"), "of {max_steps} updates"
+        "updates of warm-up",
+        ("schedule.warmup_steps", "schedule.warmup_ratio", "max_steps"),
+        "of {max_steps} updates",
     ),
     "total_flops": Derived(
         "floating-point operations of the whole run",
@@ -70,7 +95,9 @@ DERIVED = {
         (*_RANKS, "parallelism.tensor_parallel_size"),
         "world_size {world_size} / tensor_parallel_size {tensor_parallel_size}",
     ),
-    "world_size": Derived("ranks on all hosts", _RANKS, "nnodes {nnodes} x nproc_per_node {nproc_per_node}"),
+    "world_size": Derived(
+        "ranks on all hosts", _RANKS, "nnodes {nnodes} x nproc_per_node {nproc_per_node}"
+    ),
     "nnodes": Derived("hosts", ("parallelism.nnodes",)),
     "nproc_per_node": Derived("ranks on each host", ("parallelism.nproc_per_node", "train.device")),
     "replicate_size": Derived(
@@ -87,7 +114,9 @@ DERIVED = {
     "data": Derived("the data in words", _DATA),
     "model": Derived("the model in words", ("model",)),
     "parameters": Derived("parameters of the model, each once", ("model", "vocab_size")),
-    "max_position_embeddings": Derived("tokens; the longest sequence allowed", ("model.max_position_embeddings",)),
+    "max_position_embeddings": Derived(
+        "tokens; the longest sequence allowed", ("model.max_position_embeddings",)
+    ),
     "flops_per_token": Derived(
         "floating-point operations per target token, forward and backward",
         ("model", "batch.sequence_length"),
@@ -104,13 +133,17 @@ DERIVED = {
     ),
     "device": Derived("where the run computes", ("train.device",)),
     "device_name": Derived("the device's own name", ("train.device",)),
-    "precision": Derived("arithmetic of the forward and backward pass", ("precision.kind", "device")),
+    "precision": Derived(
+        "arithmetic of the forward and backward pass", ("precision.kind", "device")
+    ),
     "precision_reason": Derived("why this arithmetic", ("precision.kind", "device")),
     "rates": Derived(
         "how the rates follow the real batch",
         ("optimizer.lr", "optimizer.lr_rule", "optimizer.reference_batch", "real_batch_size"),
     ),
-    "single_rank_rate": Derived("tokens per second of one rank, as measured", ("metrics.single_rank_rates",)),
+    "single_rank_rate": Derived(
+        "tokens per second of one rank, as measured", ("metrics.single_rank_rates",)
+    ),
     "warnings": Derived("what the start warns of", ()),
     "versions": Derived("versions of Python and packages", ()),
     "commit": Derived("commit of llmexp", ()),
@@ -118,7 +151,8 @@ DERIVED = {
 
 
 def used_by(key: str) -> list[str]:
-    """The derived numbers that follow directly from a key, or from another derived number."""
+    """Return the derived numbers that follow directly from a key, or from another derived
+    number."""
     name = key.rpartition(".")[2]
     section = key.partition(".")[0]
     there = {key, name} if name in DERIVED and key.startswith("batch.") else {key}

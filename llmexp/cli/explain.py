@@ -1,4 +1,5 @@
-"""`llmexp explain KEY [overrides]`: a knob, a number or a group on one screen: value, who set it, what it changes."""
+"""`llmexp explain KEY [overrides]`: a knob, a number or a group on one screen: value, who set it,
+what it changes."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ set it and what that replaced, what it is worked out from, where it acts, what i
   llmexp explain batch.real_batch_size batch.gradient_accumulation_steps=4
   llmexp explain clip.max_norm experiment=shakespeare_nanogpt_cpu clip.max_norm=0.5
   llmexp explain optimizer optimizer=muon
-"""
+"""  # noqa: E501
 
 
 def run(arguments: list[str]) -> int:
-    """Prints the explanation. Raises ConfigError for a key that there is not."""
+    """Print the explanation. Raises ConfigError for a key that there is not."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0
@@ -64,33 +65,59 @@ def run(arguments: list[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """(the key, the rest). The key is the first word that is neither a flag, nor a flag's value, nor an override."""
+    """Return (the key, the rest). The key is the first word that is neither a flag, nor a flag's
+    value, nor an override."""
     rest, before = list(arguments), ""
     for place, word in enumerate(rest):
         bare = word.rstrip("=")  # as a shell completes it
-        if not word.startswith("-") and "=" not in bare and before not in ("--config-dir", "-cd", "--allow"):
+        if (
+            not word.startswith("-")
+            and "=" not in bare
+            and before not in ("--config-dir", "-cd", "--allow")
+        ):
             return bare.lstrip("+~"), rest[:place] + rest[place + 1 :]
         before = word
     raise ConfigError("explain: a key is needed; for example llmexp explain batch.real_batch_size")
 
 
 def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
-    """All that is known of a key, as plain values. Raises ConfigError."""
-    key = next((full for full, short in ALIASES.items() if short == key), key) if key not in DERIVED else key
+    """Return all that is known of a key, as plain values. Raises ConfigError."""
+    key = (
+        next((full for full, short in ALIASES.items() if short == key), key)
+        if key not in DERIVED
+        else key
+    )
     given = [str(o) for o in cfg.hydra.overrides.task]
     every = layers(loader, CONFIG_NAME, given)
     flat = flatten(plain(config)) | {f"sweep.{k}": v for k, v in cfg.sweep.items()}
-    tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"]))
+    tree: Any = OmegaConf.to_container(
+        OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
+    )
     if key in cfg.hydra.runtime.choices and key not in flat:
         return group(loader, cfg, every, flat, key)
     if key in DERIVED:
-        return {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key), "used_by": used_by(key)}
+        return {
+            "key": key,
+            "meaning": DERIVED[key].meaning,
+            **solved(config, key),
+            "used_by": used_by(key),
+        }
     if key not in flat:
         known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
-        raise ConfigError(f"{key}: there is no such key, group or number of a run.{nearest_key(key, known)}")
-    history = [{"value": layer.values[key], "from": layer.source} for layer in every if key in layer.values]
+        raise ConfigError(
+            f"{key}: there is no such key, group or number of a run.{nearest_key(key, known)}"
+        )
+    history = [
+        {"value": layer.values[key], "from": layer.source} for layer in every if key in layer.values
+    ]
     budgets = [o for o in given if budgets_in([o])]
-    if key in BUDGETS and budgets and flat[key] is None and history and history[-1]["value"] is not None:
+    if (
+        key in BUDGETS
+        and budgets
+        and flat[key] is None
+        and history
+        and history[-1]["value"] is not None
+    ):
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
     found = {
         "key": key,
@@ -104,7 +131,10 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     swept = (cfg.hydra.sweeper.get("params") or {}).get(key)
     if swept is not None:
         found["swept"] = swept
-    rate = re.fullmatch(r"optimizer\.(\w+_)?lr", key) and flat.get("optimizer.lr_rule", "none") != "none"
+    rate = (
+        re.fullmatch(r"optimizer\.(\w+_)?lr", key)
+        and flat.get("optimizer.lr_rule", "none") != "none"
+    )
     if (flat[key] in (None, "auto") or rate) and not key.startswith("sweep."):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
@@ -112,7 +142,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:
-    """What the run makes of a number, or of a knob that was left open; nothing where it does not follow."""
+    """Return what the run makes of a number, or of a knob that was left open; nothing where it does
+    not follow."""
     from llmexp.assembly.assemble import assemble
 
     name = key.rpartition(".")[2]
@@ -131,38 +162,75 @@ def solved(config: Config, key: str) -> dict[str, Any]:
                 "formula": numbers["rates"],
                 "from": list(DERIVED["rates"].sources),
             }
-        return {"value": value, "derived": value} if value not in (None, "auto") else {"value": value}
-    fitting = {k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in numbers.items() if v is not None}
-    formula = d.formula.format_map(fitting) if all(w in fitting for w in re.findall(r"{(\w+)}", d.formula)) else ""
-    return {"value": numbers[name], "derived": numbers[name], "formula": formula, "from": list(d.sources)}
+        return (
+            {"value": value, "derived": value} if value not in (None, "auto") else {"value": value}
+        )
+    fitting = {
+        k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in numbers.items() if v is not None
+    }
+    formula = (
+        d.formula.format_map(fitting)
+        if all(w in fitting for w in re.findall(r"{(\w+)}", d.formula))
+        else ""
+    )
+    return {
+        "value": numbers[name],
+        "derived": numbers[name],
+        "formula": formula,
+        "from": list(d.sources),
+    }
 
 
-def group(loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str) -> dict[str, Any]:
-    """A group: its option, who chose it, the options there are, and its knobs with their values."""
+def group(
+    loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """Return a group: its option, who chose it, the options there are, and its knobs with their
+    values."""
     choice = cfg.hydra.runtime.choices[name]
     by = "conf/config.yaml"
     experiment = cfg.hydra.runtime.choices.get("experiment")
     if experiment and name != "experiment":
         defaults = loader.repository.load_config(f"experiment/{experiment}").defaults_list or []
-        if any(getattr(d, "override", False) and str(d.group).lstrip("/") == name for d in defaults):
-            by = next((layer.source for layer in every if f"experiment/{experiment}" in layer.source), by)
+        if any(
+            getattr(d, "override", False) and str(d.group).lstrip("/") == name for d in defaults
+        ):
+            by = next(
+                (layer.source for layer in every if f"experiment/{experiment}" in layer.source), by
+            )
     if any(str(o).lstrip("+").startswith(f"{name}=") for o in cfg.hydra.overrides.task):
         by = COMMAND_LINE
     knobs = []
     for key in (k for k in flat if k.startswith(f"{name}.") and not k.endswith("._target_")):
         sources = [layer.source for layer in every if key in layer.values]
         if sources:
-            knobs.append({"key": key, "value": flat[key], "from": sources[-1], "meaning": meaning(key, every)})
+            knobs.append(
+                {
+                    "key": key,
+                    "value": flat[key],
+                    "from": sources[-1],
+                    "meaning": meaning(key, every),
+                }
+            )
     options = loader.get_group_options(name)
     return {"key": name, "value": choice, "chosen_by": by, "options": options, "knobs": knobs}
 
 
 def meaning(key: str, every: list[Layer]) -> str:
-    """The documentation of a knob with its range: that of the typed section, else the comment in its YAML."""
-    meta: Any = fields().get(key) or Sweep.__dataclass_fields__.get(key.removeprefix("sweep."), None)
+    """Return the documentation of a knob with its range: that of the typed section, else the
+    comment in its YAML."""
+    meta: Any = fields().get(key) or Sweep.__dataclass_fields__.get(
+        key.removeprefix("sweep."), None
+    )
     meta = getattr(meta, "metadata", meta)
     if not meta:
-        return next((text for layer in reversed(every) if key in layer.values and (text := comment(layer, key))), "")
+        return next(
+            (
+                text
+                for layer in reversed(every)
+                if key in layer.values and (text := comment(layer, key))
+            ),
+            "",
+        )
     limits = [" | ".join(meta["choices"])] if meta["choices"] else []
     for name, word in (("at_least", "from {:g}"), ("above", "above {:g}"), ("at_most", "to {:g}")):
         limits += [word.format(meta[name])] if meta[name] is not None else []
@@ -170,9 +238,13 @@ def meaning(key: str, every: list[Layer]) -> str:
 
 
 def comment(layer: Layer, key: str) -> str:
-    """The comment beside a key in its file."""
+    """Return the comment beside a key in its file."""
     file = Path(layer.source)
-    file = conf_dir().parent / file if layer.source.startswith("conf/") and not file.is_file() else file
+    file = (
+        conf_dir().parent / file
+        if layer.source.startswith("conf/") and not file.is_file()
+        else file
+    )
     name = re.escape(key.rpartition(".")[2])
     if not file.is_file():
         return ""
@@ -181,7 +253,7 @@ def comment(layer: Layer, key: str) -> str:
 
 
 def changes(key: str) -> str:
-    """What another value changes."""
+    """Return what another value changes."""
     if key.startswith("sweep."):
         return "how the points of a sweep are run, and no result of a run"
     if key in SOMETIMES:
@@ -201,7 +273,7 @@ def where_it_acts(key: str) -> str:
 
 
 def written(found: dict[str, Any]) -> list[str]:
-    """The lines of one screen."""
+    """Return the lines of one screen."""
     lines = [f"{found['key']} = {text(found['value'])}"]
 
     def say(name: str, words: str) -> None:
@@ -215,13 +287,21 @@ def written(found: dict[str, Any]) -> list[str]:
         say("options", ", ".join(found["options"]))
         for knob in found["knobs"]:
             row = f"  {knob['key']} = {text(knob['value'])}"
-            lines.append(textwrap.shorten(f"{row:<38} {knob['meaning']}".replace(" ", "\0"), 10**6).replace("\0", " "))
+            lines.append(
+                textwrap.shorten(f"{row:<38} {knob['meaning']}".replace(" ", "\0"), 10**6).replace(
+                    "\0", " "
+                )
+            )
         return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
     history = found.get("history", [])
     if history:
         say("set by", history[-1]["from"])
         if history[-1]["value"] != found["value"] and "derived" not in found:
-            say("becomes", f"{text(history[-1]['value'])} there, {text(found['value'])} once the command line is read")
+            say(
+                "becomes",
+                f"{text(history[-1]['value'])} there, {text(found['value'])} once the command line "
+                "is read",
+            )
         for earlier in reversed(history[:-1]):
             say("replaced", f"{text(earlier['value'])} from {earlier['from']}")
     elif "history" in found:
@@ -245,7 +325,7 @@ def written(found: dict[str, Any]) -> list[str]:
 
 
 def text(value: Any) -> str:
-    """A value as an override would have it."""
+    """Return a value as an override would have it."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return json.dumps(value) if isinstance(value, (list, dict)) else shown(value)

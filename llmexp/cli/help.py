@@ -1,4 +1,5 @@
-"""`llmexp train --help`: the groups with their options, then the most used knobs with units. No torch, no Hydra."""
+"""`llmexp train --help`: the groups with their options, then the most used knobs with units. No
+torch, no Hydra."""
 
 from __future__ import annotations
 
@@ -13,10 +14,29 @@ from llmexp import config
 from llmexp.config import conf_dir
 
 MOST_USED = {
-    "batch": ("micro_batch_size", "gradient_accumulation_steps", "real_batch_size", "sequence_length"),
-    "train": ("max_steps", "max_epochs", "max_tokens", "seed", "log_every", "eval_every", "compile"),
+    "batch": (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "real_batch_size",
+        "sequence_length",
+    ),
+    "train": (
+        "max_steps",
+        "max_epochs",
+        "max_tokens",
+        "seed",
+        "log_every",
+        "eval_every",
+        "compile",
+    ),
     "clip": ("max_norm",),
-    "parallelism": ("nproc_per_node", "nnodes", "tensor_parallel_size", "activation_checkpointing", "max_restarts"),
+    "parallelism": (
+        "nproc_per_node",
+        "nnodes",
+        "tensor_parallel_size",
+        "activation_checkpointing",
+        "max_restarts",
+    ),
     "checkpoint": ("every", "async", "resume"),
     "tracker": ("project", "name", "tags", "mode"),
 }
@@ -44,7 +64,7 @@ def groups(extra: str | None) -> dict[str, list[str]]:
 
 
 def comments(group: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(key=value, comment) of the knobs as the group's default option documents them."""
+    """Return (key=value, comment) of the knobs as the group's default option documents them."""
     files = sorted((conf_dir() / group).glob("*.yaml"))
     found: dict[str, tuple[str, str]] = {}
     for file in files:
@@ -61,7 +81,10 @@ def print_help(command: str, arguments: list[str]) -> None:
     for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
     sweeps = "" if command == "prepare" else "[-m] "
-    usage = f"usage: llmexp {command} {sweeps}[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]"
+    usage = (
+        f"usage: llmexp {command} {sweeps}[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION "
+        "...] [KEY=VALUE ...]"
+    )
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
     print("GROUPS (one option each)")
     for name, options in groups(extra).items():
@@ -79,11 +102,20 @@ def print_help(command: str, arguments: list[str]) -> None:
     print("\nFLAGS")
     for flag, text in (
         ("-m, --multirun", "a sweep: every combination of comma-separated values"),
-        ("--queue", "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ..."),
-        ("--cfg job", "print the composed config and stop (--resolve: with interpolations resolved)"),
+        (
+            "--queue",
+            "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
+        ),
+        (
+            "--cfg job",
+            "print the composed config and stop (--resolve: with interpolations resolved)",
+        ),
         ("--info", "where the config comes from: all, defaults, searchpath, ..."),
         ("--config-dir DIR", "your own config files: DIR/model/mine.yaml becomes model=mine"),
-        ("--allow PACKAGE", "allow _target_ and hooks in your package (looked for in this folder too)"),
+        (
+            "--allow PACKAGE",
+            "allow _target_ and hooks in your package (looked for in this folder too)",
+        ),
         ("--hydra-help", "Hydra's own flags"),
     ):
         table(flag, text, 38, width)
@@ -94,7 +126,8 @@ def print_help(command: str, arguments: list[str]) -> None:
 
 
 def table(name: str, text: str, column: int, width: int) -> None:
-    """A name, and its text from `column` on; under the name where the terminal is too narrow for that."""
+    """Print a name, and its text from `column` on; under the name where the terminal is too narrow
+    for that."""
     narrow = width - column < 40
     column = 4 if narrow else column
     lines = textwrap.wrap(text, width - column - 2) or [""]

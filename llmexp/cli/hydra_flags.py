@@ -1,4 +1,5 @@
-"""Hydra's own flags, which print something and start nothing: --cfg, --info, --hydra-help, --shell-completion."""
+"""Hydra's own flags, which print something and start nothing: --cfg, --info, --hydra-help,
+--shell-completion."""
 
 from __future__ import annotations
 
@@ -18,17 +19,23 @@ from llmexp.sweep.points import expand
 
 
 def asked(args: Any) -> bool:
-    """Return whether one of the flags was given. Raise ConfigError for flags that only act beside one of them."""
+    """Return whether one of the flags was given. Raise ConfigError for flags that only act beside
+    one of them."""
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve: acts beside --cfg only; for example --cfg job --resolve")
     if args.package is not None and not args.cfg:
-        raise ConfigError(f"--package {args.package}: acts beside --cfg only; for example --cfg job --package train")
+        raise ConfigError(
+            f"--package {args.package}: acts beside --cfg only; for example --cfg job --package "
+            "train"
+        )
     return bool(args.cfg or args.info is not None or args.hydra_help or args.shell_completion)
 
 
 def answer(args: Any) -> int:
     """Print what the flag asks for; return the exit code. Raise ConfigError."""
-    logging.raiseExceptions = False  # Hydra answers through logging, which would trace a closed pipe line by line
+    logging.raiseExceptions = (
+        False  # Hydra answers through logging, which would trace a closed pipe line by line
+    )
     with (
         app.hydra_app(args.config_dir) as hydra,
         errors.user_errors(hydra.config_loader, args.overrides),
@@ -38,15 +45,21 @@ def answer(args: Any) -> int:
             check_completion(args.overrides)
             hydra.shell_completion(origin.CONFIG_NAME, args.overrides)
             return 0
-        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)  # refuses what would run code
+        cfg, multirun = app.compose(
+            hydra, args.overrides, args.multirun
+        )  # refuses what would run code
         own = [str(k) for k in cfg if k != "hydra"]
         refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, own)))
         if args.cfg and multirun:
             for overrides in expand(hydra, cfg, args.overrides):
                 child.say(f"# {' '.join(overrides)}")
-                hydra.show_cfg(origin.CONFIG_NAME, one_budget(overrides), args.cfg, args.package, args.resolve)
+                hydra.show_cfg(
+                    origin.CONFIG_NAME, one_budget(overrides), args.cfg, args.package, args.resolve
+                )
         elif args.cfg:
-            hydra.show_cfg(origin.CONFIG_NAME, one_budget(args.overrides), args.cfg, args.package, args.resolve)
+            hydra.show_cfg(
+                origin.CONFIG_NAME, one_budget(args.overrides), args.cfg, args.package, args.resolve
+            )
         elif args.info is not None:
             hydra.show_info(args.info, origin.CONFIG_NAME, args.overrides)
         else:
@@ -57,7 +70,8 @@ def answer(args: Any) -> int:
 
 
 def one_budget(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, and those by which a budget takes the place of another one (`run.replace_budgets`)."""
+    """Return the overrides, and those by which a budget takes the place of another one
+    (`run.replace_budgets`)."""
     given = budgets_in(overrides)
     return [*overrides, *(f"{key}=null" for key in BUDGETS if given and key not in given)]
 
@@ -66,6 +80,7 @@ def check_completion(words: Sequence[str]) -> None:
     """Raise ConfigError unless --shell-completion is told what to do."""
     if sum(word.partition("=")[0] in ("install", "uninstall", "query") for word in words) != 1:
         raise ConfigError(
-            "--shell-completion: one of install=SHELL and uninstall=SHELL is needed, with bash, zsh or fish; "
+            "--shell-completion: one of install=SHELL and uninstall=SHELL is needed, with bash, "
+            "zsh or fish; "
             'for example eval "$(llmexp -sc install=bash)"'
         )

@@ -1,4 +1,5 @@
-"""`llmexp plan`: check everything, print the banner of the run (-m: a row a point), start nothing."""
+"""`llmexp plan`: check everything, print the banner of the run (-m: a row a point), start
+nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from llmexp.sweep.points import duplicates, expand, is_grid, load_points
 
 
 def plan(arguments: list[str]) -> int:
-    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is written."""
+    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is
+    written."""
     from llmexp.sweep.main import settings_of
     from llmexp.sweep.planning import plan_sweep
 
@@ -23,7 +25,8 @@ def plan(arguments: list[str]) -> int:
         origin.refuse_unused(args.overrides, multirun)
         if multirun and not is_grid(cfg):
             raise ConfigError(
-                "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be planned"
+                "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be "
+                "planned"
             )
         if multirun:
             settings, where = settings_of(cfg)

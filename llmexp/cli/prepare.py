@@ -19,7 +19,12 @@ def prepare(arguments: list[str]) -> int:
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
     tokenizer, model_config = build_tokenizer(config)
-    corpus = build_corpus(config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True)
+    corpus = build_corpus(
+        config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True
+    )
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
-    print(f"train {len(corpus.train):,} tokens, validation {len(corpus.val) if corpus.val is not None else 0:,} tokens")
+    print(
+        f"train {len(corpus.train):,} tokens, validation "
+        f"{len(corpus.val) if corpus.val is not None else 0:,} tokens"
+    )
     return 0

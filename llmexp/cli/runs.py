@@ -1,4 +1,5 @@
-"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; clearing up."""
+"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; clearing
+up."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ from llmexp.redact import clean
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
 INCOMPLETE = 1
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
-_STYLES = {"finished": "green", "running": "cyan", "failed": "red", "cut": "red", "preempted": "yellow"}
+_STYLES = {
+    "finished": "green",
+    "running": "cyan",
+    "failed": "red",
+    "cut": "red",
+    "preempted": "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,13 @@ class Line:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises ConfigError."""
+    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises
+    ConfigError."""
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
-        raise ConfigError(f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed")
+        raise ConfigError(
+            f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed"
+        )
     if args.yes and not args.remove_checkpoints:
         raise ConfigError("--yes: belongs to --remove-checkpoints")
     if hasattr(sys.stdout, "reconfigure"):
@@ -67,12 +77,19 @@ def run(arguments: list[str]) -> int:
     lines = [_line(path, sweep) for path, sweep in found]
     lines = [
         line for line in lines
-        if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name, args.name))
+        if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name,
+        args.name))
     ]  # fmt: skip
     if args.remove_checkpoints:
         return _remove_checkpoints(lines, args.yes)
     if args.json:
-        print(json.dumps({"runs": [_plain(line) for line in lines], "problems": problems}, indent=2, allow_nan=False))
+        print(
+            json.dumps(
+                {"runs": [_plain(line) for line in lines], "problems": problems},
+                indent=2,
+                allow_nan=False,
+            )
+        )
     elif lines:
         _show(lines)
     else:
@@ -91,7 +108,9 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
     step = number(row.get("step"))
     most = number(facts.get("max_steps"))
     losses = (summary.get("final val/loss"), row.get("val/loss"), row.get("train/loss"))
-    times = [t for t in (number(status.get("updated")), _changed(path / rundir.METRICS)) if t is not None]
+    times = [
+        t for t in (number(status.get("updated")), _changed(path / rundir.METRICS)) if t is not None
+    ]
     return Line(
         path=path,
         sweep=sweep.path if sweep else None,
@@ -114,7 +133,7 @@ def _changed(path: Path) -> float | None:
 
 
 def disk_size(path: Path) -> int:
-    """Bytes that the files below take on disk; links are not followed."""
+    """Return bytes that the files below take on disk; links are not followed."""
     total = 0
     for root, _, files in os.walk(path):
         for name in files:
@@ -168,18 +187,27 @@ def _show(lines: Sequence[Line]) -> None:
             counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
             head = f"{clean(group)}\n{counts}" if line.sweep else clean(group)
             table.add_row("sweep" if line.sweep else "", Text(head, style="bold"))
-        done = "" if line.step is None else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
+        done = (
+            ""
+            if line.step is None
+            else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
+        )
         about = f"\n{line.error[:200]}" if line.error else ""
         loss = f"{line.loss:#.5g}" if line.loss is not None else ""
         cells = (done, loss, readable_age(line.age_s), readable_size(line.size))
         state = Text(line.state, style=_STYLES.get(line.state, ""))
-        table.add_row(state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2])
+        table.add_row(
+            state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2]
+        )
     console.print(table)
-    console.print(f"\n{plural(len(lines), 'run')}, {readable_size(sum(line.size for line in lines))}")
+    console.print(
+        f"\n{plural(len(lines), 'run')}, {readable_size(sum(line.size for line in lines))}"
+    )
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
-    """All checkpoints of finished runs but the newest whole one; without `yes` only says which."""
+    """Return all checkpoints of finished runs but the newest whole one; without `yes` only says
+    which."""
     freed, count = 0, 0
     failed: list[Path] = []
     for line in lines:
@@ -191,22 +219,32 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
                 if read_status(line.path).get("state") != "finished":
                     continue
                 for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
-                    print(f"{'removed' if yes else 'would remove'} {clean(old)} ({readable_size(size)})")
+                    print(
+                        f"{'removed' if yes else 'would remove'} {clean(old)} "
+                        f"({readable_size(size)})"
+                    )
                     freed, count = freed + size, count + 1
         except ConfigError:
             continue  # it is in training
         except OSError as error:
-            print(f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there", file=sys.stderr)
+            print(
+                f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there",
+                file=sys.stderr,
+            )
             failed.append(line.path)
     tail = "freed" if yes else "would be freed; --yes removes them"
     if count or not failed:
-        print(f"{count} checkpoints, {readable_size(freed)} {tail}" if count else "there is nothing to remove")
+        print(
+            f"{count} checkpoints, {readable_size(freed)} {tail}"
+            if count
+            else "there is nothing to remove"
+        )
     return INCOMPLETE if failed else DONE
 
 
 def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
-    """The checkpoints that are not needed, with their size on disk; removed with `yes`, what cannot be goes into
-    `failed`. The caller holds the lock."""
+    """Yield the checkpoints that are not needed, with their size on disk; removed with `yes`, what
+    cannot be goes into `failed`. The caller holds the lock."""
     if not where.is_dir():
         return
     steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
@@ -215,7 +253,9 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
         return
     kept = next((p for p in steps if _is_whole(p)), None)
     if kept is None:
-        print(f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr)
+        print(
+            f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr
+        )
     for old in reversed(steps if kept else []):
         if old == kept:
             continue
@@ -237,7 +277,9 @@ def _is_whole(checkpoint: Path) -> bool:
         named = {name: (about["size"], about["sha256"]) for name, about in files.items()}
         there = [checkpoint / name for name in named if Path(name).name == name]
         sizes = {file.name: file.stat().st_size for file in there if file.is_file()}
-        if not named or sizes != {name: size for name, (size, _) in named.items()}:  # before anything is read
+        if not named or sizes != {
+            name: size for name, (size, _) in named.items()
+        }:  # before anything is read
             return False
         return all(_sha256(file) == named[file.name][1] for file in there)
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -250,13 +292,26 @@ def _sha256(path: Path) -> str:
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="llmexp runs", description="List runs and sweeps; clear up.")
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="runs, sweeps, folders of them (default: outputs)")
+    parser = argparse.ArgumentParser(
+        prog="llmexp runs", description="List runs and sweeps; clear up."
+    )
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help="runs, sweeps, folders of them (default: outputs)",
+    )
     parser.add_argument("--state", help=f"only those in this state: {', '.join(STATES)}")
-    parser.add_argument("--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'")
+    parser.add_argument(
+        "--name", metavar="GLOB", help="only those of such a name, such as '*max_norm_0.5*'"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(
-        "--remove-checkpoints", action="store_true", help="of finished runs, all but the newest whole one"
+        "--remove-checkpoints",
+        action="store_true",
+        help="of finished runs, all but the newest whole one",
     )
-    parser.add_argument("--yes", action="store_true", help="do remove; else it is only listed what would be")
+    parser.add_argument(
+        "--yes", action="store_true", help="do remove; else it is only listed what would be"
+    )
     return parser.parse_args(arguments)

@@ -15,18 +15,28 @@ from llmexp.config import ConfigError
 def sample(arguments: list[str]) -> int:
     """`llmexp sample RUN_DIR --prompt TEXT`: text from the newest checkpoint of a run."""
     parser = argparse.ArgumentParser(
-        prog="llmexp sample", description="Generate text from a run.", epilog=command_line.ALLOW_HELP
+        prog="llmexp sample",
+        description="Generate text from a run.",
+        epilog=command_line.ALLOW_HELP,
     )
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    parser.add_argument(
+        "--prompt", default="", help="text to go on from (default: the start of a document)"
+    )
     parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     args = parser.parse_args(command_line.take_allowed(arguments))
     for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
         if not getattr(args, name) >= low:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}"
+            )
     rundir.check_plain(args.run_dir)
     config = rundir.built_config(args.run_dir)
     from llmexp.assembly.parts import filled
@@ -35,7 +45,9 @@ def sample(arguments: list[str]) -> int:
     from llmexp.train.sampling import sample as sample_text
 
     try:
-        loaded = loading.latest(args.run_dir / rundir.CHECKPOINTS, lambda text: print(text, file=sys.stderr))
+        loaded = loading.latest(
+            args.run_dir / rundir.CHECKPOINTS, lambda text: print(text, file=sys.stderr)
+        )
         if loaded is None:
             raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
         tokenizer, model = load_for_sampling(filled(config), loaded)
@@ -47,5 +59,9 @@ def sample(arguments: list[str]) -> int:
         text = sample_text(tokenizer, model, length, kind, args.prompt, args.tokens, **knobs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    print(re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text) if sys.stdout.isatty() else text)
+    print(
+        re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
+        if sys.stdout.isatty()
+        else text
+    )
     return 0

@@ -10,7 +10,15 @@ from llmexp import rundir
 from llmexp.child import say
 from llmexp.cli import hydra_flags
 from llmexp.cli.worker import Worker
-from llmexp.compose.app import chosen_folder, compose, fixed_folder, hydra_app, refuse_hosts, typed, visible
+from llmexp.compose.app import (
+    chosen_folder,
+    compose,
+    fixed_folder,
+    hydra_app,
+    refuse_hosts,
+    typed,
+    visible,
+)
 from llmexp.compose.command_line import parse
 from llmexp.compose.guard import fill_tracker, refuse_secrets
 from llmexp.compose.origin import refuse_unused
@@ -18,9 +26,13 @@ from llmexp.config import ConfigError, plain, refuse
 
 
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:
-    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all points."""
+    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all
+    points."""
     if points and cfg.tracker.kind != "none" and (run_id := os.environ.get("WANDB_RUN_ID")):
-        text = "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: its command has no -m)"
+        text = (
+            "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "
+            "its command has no -m)"
+        )
         raise refuse("WANDB_RUN_ID", run_id, text)
     for line in fill_tracker({"tracker": OmegaConf.to_container(cfg.tracker)}):
         say(line)
@@ -40,7 +52,9 @@ def train(arguments: list[str]) -> int:
             refuse_unused(args.overrides, multirun)
             if multirun:
                 if args.queue:
-                    raise ConfigError("--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm")
+                    raise ConfigError(
+                        "--queue: makes the folder of one run; for a sweep use hydra/launcher=slurm"
+                    )
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.discard()
                     worker = None

@@ -1,4 +1,5 @@
-"""Start the process that trains while the command still composes, hand it the run, and wait for it."""
+"""Start the process that trains while the command still composes, hand it the run, and wait for
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Worker:
         os.close(self._child_end)
 
     def discard(self) -> None:
-        """Ends a worker that got nothing to do."""
+        """End a worker that got nothing to do."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -41,10 +42,14 @@ class Worker:
         os.close(self._report)
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
-        """Sends the request and waits; (exit code, run folder if one was made). Signals are passed on."""
+        """Send the request and wait; (exit code, run folder if one was made). Signals are passed
+        on."""
         assert self._process.stdin is not None
         with handling(PASSED_ON, self._forward, stay=lambda: self.stopped):
-            with suppress(BrokenPipeError), self._process.stdin as pipe:  # a dead worker's exit code says why
+            with (
+                suppress(BrokenPipeError),
+                self._process.stdin as pipe,
+            ):  # a dead worker's exit code says why
                 json.dump({**request, "report_fd": self._child_end}, pipe)
             code = self._process.wait()
         with os.fdopen(self._report, encoding="utf-8", errors="surrogateescape") as report:
@@ -61,7 +66,7 @@ class Worker:
             self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _died(self, code: int, path: Path | None) -> int:
-        """Says and records a death that the worker could not record itself."""
+        """Say and record a death that the worker could not record itself."""
         text = how_it_died(code, self.stopped)
         if path is None:
             print(f"llmexp: {text} before the run started", file=sys.stderr)

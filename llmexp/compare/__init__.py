@@ -1,1 +1,2 @@
-"""Runs in, an answer out: reading run folders, statistics, tables, pictures and a page. No torch, no Hydra."""
+"""Runs in, an answer out: reading run folders, statistics, tables, pictures and a page. No torch,
+no Hydra."""

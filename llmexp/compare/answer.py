@@ -1,4 +1,5 @@
-"""The result of a comparison in one line. The words follow from the verdicts (judging.py); nothing is judged here."""
+"""The result of a comparison in one line. The words follow from the verdicts (judging.py); nothing
+is judged here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def headline(c: Comparison, f: Findings) -> str:
     if not f.ranked:
         return _nothing_to_rank(f)
     if f.tasks > 1:
-        return f"No ranking: the runs have {f.tasks} different validation texts, so their losses do not compare."
+        return (
+            f"No ranking: the runs have {f.tasks} different validation texts, so their losses "
+            "do not compare."
+        )
     if len(f.budgets) > 1:
         return _unequal(c, f)
     if len(f.ranked) == 1:
@@ -54,12 +58,21 @@ def _alone(c: Comparison, f: Findings) -> str:
     entry = f.ranked[0]
     out = [e for e in c.entries if e is not entry and any(r.rung is not None for r in e.runs)]
     if out:
-        ended = "won the successive halving" if entry.state == "finished" else "is left in the successive halving"
+        ended = (
+            "won the successive halving"
+            if entry.state == "finished"
+            else "is left in the successive halving"
+        )
         shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
         many = f"{plural(len(out), 'other')} {'was' if len(out) == 1 else 'were'} left out"
         when = " and ".join(f"{s:.3g}" for s in shares)
-        return f"{entry.label} {ended}: {f.loss} {figure(entry, f)}; {many} after {when} % of the steps."
-    only = ", the only run with an evaluation there" if f.without else ", the only run that takes part"
+        return (
+            f"{entry.label} {ended}: {f.loss} {figure(entry, f)}; {many} after {when} % of the "
+            "steps."
+        )
+    only = (
+        ", the only run with an evaluation there" if f.without else ", the only run that takes part"
+    )
     return f"{entry.label}: {_seeds_of(entry, f)}{only if len(f.seeds[entry.name]) == 1 else ''}."
 
 
@@ -71,8 +84,8 @@ def _seeds_of(entry: Entry, f: Findings) -> str:
         low_end, high_end = entry.intervals[f.metric.key]
         mean = with_interval(entry.figures[f.metric.key], (high_end - low_end) / 2, f.metric.digits)
         return (
-            f"{f.loss} {mean} over {len(values)} seeds (standard deviation {np.std(values, ddof=1):.2g}, "
-            f"range {low} to {high})"
+            f"{f.loss} {mean} over {len(values)} seeds (standard deviation "
+            f"{np.std(values, ddof=1):.2g}, range {low} to {high})"
         )
     if len(values) == 2:
         more = "the sweep plans more" if planned([entry]) else f"add {_more_seeds(entry)}"
@@ -87,7 +100,8 @@ def _more_seeds(entry: Entry) -> str:
 
 
 def planned(entries: Sequence[Entry]) -> dict[Path, int]:
-    """Return how many seeds of these entries each sweep has still to train, for the sweeps that have."""
+    """Return how many seeds of these entries each sweep has still to train, for the sweeps that
+    have."""
     found: Counter[Path] = Counter()
     for e in entries:
         found.update({r.sweep: r.planned for r in e.runs if r.sweep})
@@ -96,24 +110,30 @@ def planned(entries: Sequence[Entry]) -> dict[Path, int]:
 
 def _one_computation(f: Findings) -> str:
     """Describe cuts of one batch, twins and repeats, which nothing but rounding sets apart."""
-    first, last = (extreme(f.ranked, key=lambda e: e.figures[f.metric.key]) for extreme in (min, max))
+    first, last = (
+        extreme(f.ranked, key=lambda e: e.figures[f.metric.key]) for extreme in (min, max)
+    )
     if any(len(seeds) > 1 for seeds in f.seeds.values()):
         start = f"One computation, run {len(f.ranked)} ways: {_seeds_of(f.ranked[0], f)}"
         return start + (f"; rounding makes {f.floor.size:.2g} of it." if f.floor else ".")
     start = f"One computation, run {len(f.ranked)} ways: {f.loss} {figure(first, f)}"
     if f.floor is None:
-        return f"{start} to {figure(last, f)}, each with another seed, so seeds and rounding both make the spread."
+        return (
+            f"{start} to {figure(last, f)}, each with another seed, so seeds and rounding both "
+            "make the spread."
+        )
     if not f.floor.size:
         return f"{start}, the same to the last bit."
     return f"{start} to {figure(last, f)}. The spread of {f.floor.size:.2g} is what rounding makes."
 
 
 def _unequal(c: Comparison, f: Findings) -> str:
-    """Give both readings of runs with unequal budgets: where all have come, and at each run's own end."""
+    """Give both readings of runs with unequal budgets: where all have come, and at each run's own
+    end."""
     if budgets.equal(round(p.planned) for p in f.places.values()):
         return (
-            f"No ranking at equal {c.align}: the runs stand at other parts of their schedules there. --align tokens "
-            "reads them at their ends."
+            f"No ranking at equal {c.align}: the runs stand at other parts of their schedules "
+            "there. --align tokens reads them at their ends."
         )
     first, start = f.ranked[0], "No ranking, the budgets differ. Lowest"
     if f.metric.key != "val/loss":
@@ -137,7 +157,9 @@ def _one_seed(f: Findings) -> str:
     if f.floor is not None:
         rounding = f" (rounding alone makes {f.floor.size:.2g})" if f.floor.size else ""
         seeds = _at_least(f.floor, lead, len(f.ranked))
-    start = f"Undecided, one seed each: {best.label} has the {_extreme(f)} {f.loss}, {figure(best, f)}"
+    start = (
+        f"Undecided, one seed each: {best.label} has the {_extreme(f)} {f.loss}, {figure(best, f)}"
+    )
     return f"{start}, {apart}{rounding}; {seeds}."
 
 
@@ -151,13 +173,19 @@ def _at_least(floor: Floor, size: float, count: int) -> str:
 
 def _by_seeds(f: Findings) -> str:
     best = f.ranked[0]
-    verdict = {name: j.verdict for name, j in f.judged.items() if j.verdict != Verdict.ROUNDING}  # no other setting
+    verdict = {
+        name: j.verdict for name, j in f.judged.items() if j.verdict != Verdict.ROUNDING
+    }  # no other setting
     others = [e for e in f.ranked if e.name in verdict]
     worse = [e for e in others if verdict[e.name] == Verdict.WORSE]
     undecided = [e for e in others if verdict[e.name] in (Verdict.UNDECIDED, Verdict.BETTER)]
     few = [e for e in others if verdict[e.name] == Verdict.FEW_SEEDS]
     alike = [e for e in others if verdict[e.name] in SETTLED]
-    rest = f" {len(worse)} of the {len(others)} others {'is' if len(worse) == 1 else 'are'} worse." if worse else ""
+    rest = (
+        f" {len(worse)} of the {len(others)} others {'is' if len(worse) == 1 else 'are'} worse."
+        if worse
+        else ""
+    )
     if few:
         rest += f" Too few seeds to judge {listed([e.label for e in few])}."
     if undecided:
@@ -167,14 +195,23 @@ def _by_seeds(f: Findings) -> str:
         d = f.judged[nearest.name].difference
         assert d is not None
         is_best = "is best" if not few else "leads those with seeds"
-        text = f"{best.label} {is_best}: {f.loss} {figure(best, f)}, {d.text} {_side(f)} {nearest.label} ({d.basis})."
+        text = (
+            f"{best.label} {is_best}: {f.loss} {figure(best, f)}, {d.text} {_side(f)} "
+            f"{nearest.label} ({d.basis})."
+        )
         return text + (rest if few else "")
     if alike:
         names = listed([best.label, *(e.label for e in alike)])
         lead = "are best" if worse and not few else "lead" if few else "are alike"
-        return f"{names} {lead}, {f.loss} {figure(best, f)}: they differ by nothing that matters.{rest}"
+        return (
+            f"{names} {lead}, {f.loss} {figure(best, f)}: they differ by nothing that "
+            f"matters.{rest}"
+        )
     counts = ", ".join(f"{e.label} {len(f.seeds[e.name])}" for e in f.ranked[:4])
-    start = f"Undecided: {best.label} has the {_extreme(f)} {f.loss} of those with most seeds, {figure(best, f)}"
+    start = (
+        f"Undecided: {best.label} has the {_extreme(f)} {f.loss} of those with most seeds, "
+        f"{figure(best, f)}"
+    )
     return f"{start}, but too few seeds are shared ({counts})."
 
 
@@ -186,7 +223,10 @@ def _between(best: Entry, other: Entry, f: Findings) -> str:
     if other.figures[f.metric.key] * f.metric.sign < best.figures[f.metric.key] * f.metric.sign:
         start = f"Undecided: {best.label} leads over common seeds, {f.loss} {figure(best, f)}"
     side = _side(f, other=(j.size or 0.0) * f.metric.sign < 0)
-    return f"{start}, {j.difference.text} {side} {other.label} ({j.difference.basis}); {_seeds_to_go(j)}"
+    return (
+        f"{start}, {j.difference.text} {side} {other.label} ({j.difference.basis}); "
+        f"{_seeds_to_go(j)}"
+    )
 
 
 def _seeds_to_go(j: Judgement) -> str:

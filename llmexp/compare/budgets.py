@@ -1,4 +1,5 @@
-"""Whether the points of a sweep train on as many tokens as each other, and the budget that would make them comparable.
+"""Whether the points of a sweep train on as many tokens as each other, and the budget that would
+make them comparable.
 
 Plain figures in, plain text out.
 """
@@ -14,7 +15,8 @@ from typing import Any
 from llmexp.labels import label
 from llmexp.run import BUDGETS
 
-CLOSE = 0.01  # share by which budgets and schedules may differ, such as by a last window that is left out
+# share by which budgets and schedules may differ, such as by a last window that is left out
+CLOSE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ def equal(tokens: Iterable[int]) -> bool:
 
 
 def by_cause(points: Sequence[Spent]) -> dict[str, int]:
-    """Return the tokens by the values that decide them: {"accum=1": 307_200, "accum=2": 614_400}."""
+    """Return the tokens by the values that decide them: {"accum=1": 307_200, "accum=2":
+    614_400}."""
     keys = list(dict.fromkeys(key for point in points for key in point.values))
     for size in range(1, len(keys) + 1):
         for some in combinations(keys, size):
@@ -47,7 +50,8 @@ def by_cause(points: Sequence[Spent]) -> dict[str, int]:
 
 
 def common(points: Sequence[Spent]) -> int:
-    """Return the budget in tokens that suits all points: the smallest one, in whole steps of all where that is near."""
+    """Return the budget in tokens that suits all points: the smallest one, in whole steps of all
+    where that is near."""
     smallest = min(point.tokens for point in points)
     whole = math.lcm(*(max(1, round(point.tokens / point.steps)) for point in points))
     return smallest // whole * whole if smallest % whole <= smallest / 10 else smallest
@@ -65,7 +69,10 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
         groups.setdefault(tuple(str(point.values.get(key)) for key in BUDGETS), []).append(point)
     if all(equal(p.tokens for p in group) for group in groups.values()):
         low, high = min(p.tokens for p in points), max(p.tokens for p in points)
-        return [f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone lowers a loss"]
+        return [
+            f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone "
+            "lowers a loss"
+        ]
     causes = by_cause(points)
     shown = [f"{name}: {tokens:,}" for name, tokens in list(causes.items())[:6]]
     more = f" and {len(causes) - 6} more" if len(causes) > 6 else ""

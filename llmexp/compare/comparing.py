@@ -1,6 +1,7 @@
 """Runs in, a comparison out: what differs, what came of it, in which order, and what can be said.
 
-records -> left out | entries -> figures at one position -> budgets, verdicts, floor -> headline, notes, why
+records -> left out | entries -> figures at one position -> budgets, verdicts, floor -> headline,
+notes, why
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ def compare(
 ) -> Comparison:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
-    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read. `sort` names a
-    figure; default: the val loss, else the train loss, and bits per byte where tokenizers differ. `whole` reads every
-    column at once, which is quicker where all will be needed. `negligible`: nats below which a difference does not
-    matter; default: that of the runs' sweep, else 0.002.
-    Raises ConfigError for an `align` or `sort` that there is not; what cannot be read is among `problems`.
+    `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
+    `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
+    tokenizers differ. `whole` reads every column at once, which is quicker where all will be
+    needed. `negligible`: nats below which a difference does not matter; default: that of the runs'
+    sweep, else 0.002. Raises ConfigError for an `align` or `sort` that there is not; what cannot be
+    read is among `problems`.
     """
     if align not in ALIGNMENTS:
-        raise ConfigError(f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps")
+        raise ConfigError(
+            f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
+        )
     found, problems = find(paths)
     records = read(found, whole)
     return compare_records(records, problems, align=align, sort=sort, negligible=negligible)
@@ -69,7 +73,10 @@ def compare_records(
     groups = settings.folded(records, out)
     differing = settings.differing_keys([group[0] for group in groups])
     mixed = len({t for r in taking_part if (t := _tokenizer(r))}) > 1
-    entries = [settings.entry_of(g, differing, measured, out, _tokenizer_note(g[0]) if mixed else "") for g in groups]
+    entries = [
+        settings.entry_of(g, differing, measured, out, _tokenizer_note(g[0]) if mixed else "")
+        for g in groups
+    ]
     metric = _metric(entries, sort, mixed)
     family = [e for e in entries if not e.standing.mark]
     if len(family) < 2:
@@ -84,22 +91,41 @@ def compare_records(
         align=align,
         align_at=position,
         batch=_batch(taking_part),
-        problems=(*problems, *(f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems)),
+        problems=(
+            *problems,
+            *(f"{r.name}: {p}" if r.name not in p else p for r in records for p in r.problems),
+        ),
         factors=factors,
     )
-    f = find_out(c, next(col for col in (*c.columns, metric) if col.key == metric.key), out, negligible, mixed)
+    f = find_out(
+        c,
+        next(col for col in (*c.columns, metric) if col.key == metric.key),
+        out,
+        negligible,
+        mixed,
+    )
     return dataclasses.replace(
-        c, entries=_standings(c, f), headline=headline(c, f), notes=notes(c, f), why=why(c, f, limiting)
+        c,
+        entries=_standings(c, f),
+        headline=headline(c, f),
+        notes=notes(c, f),
+        why=why(c, f, limiting),
     )
 
 
 def _standings(c: Comparison, f: Findings) -> tuple[Entry, ...]:
-    """Mark each entry: best, same, worse, undecided, or why it is left out. Those of one budget stand together."""
+    """Mark each entry: best, same, worse, undecided, or why it is left out. Those of one budget
+    stand together."""
     first = f.ranked[0].name if len(f.ranked) > 1 else None
     extreme = "lowest" if f.metric.sign > 0 else "highest"
     leading = Counter(lead.name for lead in f.leads.values())
     verdicts = {j.verdict for j in f.judged.values()}
-    decided = Verdict.WORSE in verdicts and verdicts <= {*SETTLED, Verdict.WORSE} and f.comparable and not f.without
+    decided = (
+        Verdict.WORSE in verdicts
+        and verdicts <= {*SETTLED, Verdict.WORSE}
+        and f.comparable
+        and not f.without
+    )
     missing = {e.name for e in f.without} if f.ranked else set()
     found = []
     for e in c.entries:
@@ -130,7 +156,9 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
                 f"Known: {', '.join(columns)}; for example --sort val/loss"
             )
         return columns[key]
-    order = ("val/bits_per_byte", "train/loss") if mixed else ("val/loss", "train/loss")  # read at one position
+    order = (
+        ("val/bits_per_byte", "train/loss") if mixed else ("val/loss", "train/loss")
+    )  # read at one position
     live = [e for e in entries if not e.standing.mark] or list(entries)
     return columns[next((key for key in order if any(key in e.figures for e in live)), order[0])]
 
@@ -145,14 +173,20 @@ def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry
         value = original.figures.get(metric.key)
         if metric.key not in entry.figures or (mixed and metric.key.endswith("/loss")):
             value = None  # losses per token of several tokenizers have no order
-        return bool(entry.standing.mark) or value is None, math.inf if value is None else metric.sign * value, twin
+        return (
+            bool(entry.standing.mark) or value is None,
+            math.inf if value is None else metric.sign * value,
+            twin,
+        )
 
     return sorted(entries, key=place)
 
 
-def _columns(entries: Sequence[Entry], metric: Column, at: float | None, align: str) -> tuple[Column, ...]:
-    """Return the columns of which an entry has a figure, the loss at the common position only where it is not the
-    final one."""
+def _columns(
+    entries: Sequence[Entry], metric: Column, at: float | None, align: str
+) -> tuple[Column, ...]:
+    """Return the columns of which an entry has a figure, the loss at the common position only where
+    it is not the final one."""
     known = {key for e in entries for key in e.figures}
     alive = [e for e in entries if not e.standing.mark]
     moved = any(e.figures.get("val/loss") != e.figures.get("final val/loss") for e in alive)
@@ -160,15 +194,23 @@ def _columns(entries: Sequence[Entry], metric: Column, at: float | None, align: 
     if not moved:
         same = "final val/loss" if metric.key != "final val/loss" else "val/loss"
         plain = {"val/loss", "final val/loss"} - {same}
-        found = [dataclasses.replace(c, title="val loss") if c.key in plain else c for c in found if c.key != same]
+        found = [
+            dataclasses.replace(c, title="val loss") if c.key in plain else c
+            for c in found
+            if c.key != same
+        ]
     elif at is not None:
         where = f"{rounded(at)} {'s' if align == 'time' else align}"
-        found = [dataclasses.replace(c, title=f"val loss at {where}") if c.key == "val/loss" else c for c in found]
+        found = [
+            dataclasses.replace(c, title=f"val loss at {where}") if c.key == "val/loss" else c
+            for c in found
+        ]
     return tuple(sorted(found, key=lambda c: c.key != metric.key))
 
 
 def _batch(records: Sequence[Record]) -> str:
-    """iso-batch: one real batch, cut in several ways. scaling: the real batch varies. mixed: both."""
+    """iso-batch: one real batch, cut in several ways. scaling: the real batch varies. mixed:
+    both."""
     known = [r for r in records if isinstance(settings.fact(r, "real_batch_size"), int)]
     cuts: dict[int, set[str]] = {}
     for r in known:
@@ -189,4 +231,6 @@ def _tokenizer(record: Record) -> str:
 
 def _tokenizer_note(record: Record) -> str:
     name, print_ = str(record.facts.get("tokenizer") or "unknown"), _tokenizer(record)
-    return f"tokenizer {name}: losses per token compare with no other ({print_[:8]})" if print_ else ""
+    return (
+        f"tokenizer {name}: losses per token compare with no other ({print_[:8]})" if print_ else ""
+    )

@@ -1,4 +1,5 @@
-"""One quantity over training of the runs that differ in the seed alone: its rows, smoothed, and fewer of them."""
+"""One quantity over training of the runs that differ in the seed alone: its rows, smoothed, and
+fewer of them."""
 
 from __future__ import annotations
 
@@ -41,30 +42,40 @@ def curve(entry: Entry, key: str) -> Curve | None:
 
 
 def smooth(y: np.ndarray, share: float) -> np.ndarray:
-    """Return the centred means over that share of the rows: without lag, and of fewer rows near the ends."""
+    """Return the centred means over that share of the rows: without lag, and of fewer rows near the
+    ends."""
     rows = y.shape[-1]
     reach = int(share * rows) // 2
-    first, last = np.maximum(np.arange(rows) - reach, 0), np.minimum(np.arange(rows) + reach + 1, rows)
+    first, last = (
+        np.maximum(np.arange(rows) - reach, 0),
+        np.minimum(np.arange(rows) + reach + 1, rows),
+    )
     sums = np.cumsum(np.insert(y, 0, 0.0, axis=-1), axis=-1)
     return np.asarray((sums[..., last] - sums[..., first]) / (last - first)) if reach else y
 
 
 def downsample(y: np.ndarray, limit: int) -> np.ndarray:
-    """Return ascending indices of at most `limit` (>= 4) known values with which a curve looks as before.
+    """Return ascending indices of at most `limit` (>= 4) known values with which a curve looks as
+    before.
 
-    The known values are cut into runs of equal length; of each its lowest and its highest value stay, and the first
-    and the last value of all. So every spike stays visible, at the place where it was. What is not finite is left out.
-    Raises ValueError for a smaller limit.
+    The known values are cut into runs of equal length; of each its lowest and its highest value
+    stay, and the first and the last value of all. So every spike stays visible, at the place where
+    it was. What is not finite is left out. Raises ValueError for a smaller limit.
     """
     if limit < 4:
-        raise ValueError(f"limit={limit}: at least 4 points are needed for the two ends and the two extremes")
+        raise ValueError(
+            f"limit={limit}: at least 4 points are needed for the two ends and the two extremes"
+        )
     known = np.flatnonzero(np.isfinite(y))
     if len(known) <= limit:
         return known
     inner = known[1:-1]
     width = -(-len(inner) // ((limit - 2) // 2))
-    # The last bucket is filled up with its own last value, which changes neither its minimum nor its maximum.
-    buckets = inner[np.minimum(np.arange(-(-len(inner) // width) * width), len(inner) - 1)].reshape(-1, width)
+    # The last bucket is filled up with its own last value, which changes neither its minimum nor
+    # its maximum.
+    buckets = inner[np.minimum(np.arange(-(-len(inner) // width) * width), len(inner) - 1)].reshape(
+        -1, width
+    )
     values = y[buckets]
     rows = np.arange(len(buckets))
     lowest, highest = buckets[rows, values.argmin(axis=1)], buckets[rows, values.argmax(axis=1)]

@@ -52,7 +52,8 @@ def number(value: Any) -> float | None:
 
 
 def rounded(number: float) -> str:
-    """Return a large number with three digits and a letter, as for the head of a column: 81.9k, 1.64M."""
+    """Return a large number with three digits and a letter, as for the head of a column: 81.9k,
+    1.64M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
@@ -63,13 +64,17 @@ def shown(value: float, digits: int) -> str:
     """Return a number with so many significant digits; large ones whole, with separators."""
     if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
+    return (
+        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
+    )
 
 
 def with_interval(value: float, half: float | None, digits: int) -> str:
-    """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals; `1,500` alone where the
-    half width is less than can be seen in it."""
-    place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12  # decimals that the value shows
+    """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals;
+    `1,500` alone where the half width is less than can be seen in it."""
+    place = (
+        digits - 1 - math.floor(math.log10(abs(value))) if value else 12
+    )  # decimals that the value shows
     if half is None or not math.isfinite(half) or half < 0.5 * 10.0**-place:
         return shown(value, digits)
     decimals = min(1 - math.floor(math.log10(half)), place + 1)
@@ -79,7 +84,8 @@ def with_interval(value: float, half: float | None, digits: int) -> str:
 
 
 def figure(entry: Entry, column: Column) -> str:
-    """Return a figure as text, a loss with the half width of its interval; empty where it is not known."""
+    """Return a figure as text, a loss with the half width of its interval; empty where it is not
+    known."""
     value = entry.figures.get(column.key)
     return "" if value is None else with_interval(value, half_width(entry, column), column.digits)
 
@@ -94,17 +100,21 @@ def difference(entry: Entry) -> str:
 
 
 def half_width(entry: Entry, column: Column) -> float | None:
-    """Return the half width of a loss's interval over seeds; None where there is none, as of rates and times."""
+    """Return the half width of a loss's interval over seeds; None where there is none, as of rates
+    and times."""
     low, high = entry.intervals.get(column.key, (0.0, 0.0)) if column.key in LOSSES else (0.0, 0.0)
     return (high - low) / 2 or None
 
 
 def positions(record: Record, align: str) -> np.ndarray:
-    """Return the position of each row in target tokens, steps, or seconds of training; empty where not known."""
+    """Return the position of each row in target tokens, steps, or seconds of training; empty where
+    not known."""
     if align == "time":
         seconds = elapsed(record.columns)
         return np.zeros(0) if seconds is None else seconds
-    return np.asarray(record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0)))
+    return np.asarray(
+        record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
+    )
 
 
 def rows_until(where: np.ndarray, at: float) -> int:
@@ -113,19 +123,30 @@ def rows_until(where: np.ndarray, at: float) -> int:
 
 
 def counts(record: Record) -> bool:
-    """Tell whether the run has a say in how far all have come: not broken off, left out or short of rows."""
-    return record.state not in DEAD and record.rung is None and not record.lost and len(record.columns["step"]) > 0
+    """Tell whether the run has a say in how far all have come: not broken off, left out or short of
+    rows."""
+    return (
+        record.state not in DEAD
+        and record.rung is None
+        and not record.lost
+        and len(record.columns["step"]) > 0
+    )
 
 
 def common_position(records: Sequence[Record], align: str) -> tuple[float, Record] | None:
-    """Return the last position that all runs that count have reached, and the run that came no further."""
-    ends = [(float(np.nanmax(x)), r) for r in records if counts(r) and len(x := positions(r, align)) and x[-1] > 0]
+    """Return the last position that all runs that count have reached, and the run that came no
+    further."""
+    ends = [
+        (float(np.nanmax(x)), r)
+        for r in records
+        if counts(r) and len(x := positions(r, align)) and x[-1] > 0
+    ]
     return min(ends, key=lambda end: end[0], default=None)
 
 
 def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
-    """Return all figures known of the run. Losses are those at or before the position `at`, never interpolated; a run
-    that has not come so far has no `val/loss`."""
+    """Return all figures known of the run. Losses are those at or before the position `at`, never
+    interpolated; a run that has not come so far has no `val/loss`."""
     found: dict[str, float | None] = {}
     columns, place = record.columns, positions(record, align)
     upto = len(columns["step"])
@@ -163,5 +184,6 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
 
 
 def _at_hand(columns: dict[str, np.ndarray]) -> list[str]:
-    """Return the keys that can be had without reading the whole file, which holds all losses in the usual form."""
+    """Return the keys that can be had without reading the whole file, which holds all losses in the
+    usual form."""
     return list(dict.keys(columns))

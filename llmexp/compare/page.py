@@ -37,19 +37,26 @@ def write_beside(comparison: Comparison, where: Path) -> Path:
 
 
 def page(comparison: Comparison, inline: bool = True) -> str:
-    """Return the page with everything inside; without `inline` it names the library's file, which must lie beside it.
+    """Return the page with everything inside; without `inline` it names the library's file, which
+    must lie beside it.
 
-    What comes from runs is escaped; besides, the page forbids every request and every script but its own, by their
-    SHA-256 (Content Security Policy level 3), so that a label could not do anything if it were not.
+    What comes from runs is escaped; besides, the page forbids every request and every script but
+    its own, by their SHA-256 (Content Security Policy level 3), so that a label could not do
+    anything if it were not.
     """
     over_time = losses(comparison)
-    settings = [*over_keys(comparison), *maps(comparison), *(p for p in [parallel(comparison)] if p)]
+    settings = [
+        *over_keys(comparison),
+        *maps(comparison),
+        *(p for p in [parallel(comparison)] if p),
+    ]
     more = others(comparison)
     plots = [plot for plot in (over_time, *settings, more) if plot]
     drawn = "".join(map(_figure, settings))
     sections = [
         _section("losses", "Losses", _figure(over_time) if over_time else ""),
-        _section("settings", "Over the settings", f'<div class="grid">{drawn}</div>' if drawn else ""),
+        _section("settings", "Over the settings",
+        f'<div class="grid">{drawn}</div>' if drawn else ""),
         _section("table", "Runs", pagetables.run_table(comparison)),
         _folded("other-curves", "Other curves", _figure(more) if more else ""),
         _folded("clip", "Gradient clipping", pagetables.clip_table(comparison)),
@@ -63,8 +70,9 @@ def page(comparison: Comparison, inline: bool = True) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{title}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
-        f'<header>\n<h1>{title}</h1>\n<p class="muted">{escape(_about(comparison))}</p>\n</header>\n'
-        f"<main>\n{_answer(comparison)}{''.join(sections)}</main>\n{_scripts(plots, inline)}</body>\n</html>\n"
+        f"<header>\n<h1>{title}</h1>\n<p "
+        f'class="muted">{escape(_about(comparison))}</p>\n</header>\n'
+        f"<main>\n{_answer(comparison)}{''.join(sections)}</main>\n{_scripts(plots, inline)}</body>\n</html>\n"  # noqa: E501
     )
 
 
@@ -74,21 +82,29 @@ def _asset(name: str) -> str:
 
 def _policy(inline: bool) -> str:
     scripts = [_asset("page.js"), *([str(get_plotlyjs())] if inline else [])]
-    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts]
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'"
+        for s in scripts
+    ]
     beside = [] if inline else ["'self'", "file:"]  # a file beside it, opened from a disk or served
     allowed = " ".join([*hashes, *beside])
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: "
+        "blob:; base-uri 'none'; form-action 'none'"
     )
 
 
 def _scripts(plots: Iterable[Plot], inline: bool) -> str:
     figures = ",".join(f"{json.dumps(plot.name)}:{plot.as_json()}" for plot in plots)
-    data = f'{{"templates":{json.dumps(templates())},"figures":{{{figures}}}}}'.replace("<", "\\u003c")
-    library = f"<script>{get_plotlyjs()}</script>" if inline else f'<script src="{LIBRARY}"></script>'
+    data = f'{{"templates":{json.dumps(templates())},"figures":{{{figures}}}}}'.replace(
+        "<", "\\u003c"
+    )
+    library = (
+        f"<script>{get_plotlyjs()}</script>" if inline else f'<script src="{LIBRARY}"></script>'
+    )
     return (
-        f'<script type="application/json" id="data">{data}</script>\n{library}\n<script>{_asset("page.js")}</script>\n'
+        '<script type="application/json" '
+        f'id="data">{data}</script>\n{library}\n<script>{_asset("page.js")}</script>\n'
     )
 
 
@@ -102,7 +118,11 @@ def _title(comparison: Comparison) -> str:
 
 def _about(comparison: Comparison) -> str:
     at = comparison.align_at
-    where = "each run at its own end" if at is None else f"compared at {at:,.10g} {UNITS.get(comparison.align, '')}"
+    where = (
+        "each run at its own end"
+        if at is None
+        else f"compared at {at:,.10g} {UNITS.get(comparison.align, '')}"
+    )
     total, entries = sum(len(entry.runs) for entry in comparison.entries), len(comparison.entries)
     folded = [f"{plural(entries, 'setting')}, seeds folded"] if entries != total else []
     words = " · ".join([*folded, f"ordered by {comparison.metric}", where])
@@ -110,10 +130,14 @@ def _about(comparison: Comparison) -> str:
 
 
 def _answer(comparison: Comparison) -> str:
-    """Return the words of the comparison: the result, what must be known beside it, and folded what both rest on."""
+    """Return the words of the comparison: the result, what must be known beside it, and folded what
+    both rest on."""
     if not comparison.sentences:
         return ""
-    beside, below = ("".join(f"<p>{escape(t)}</p>\n" for t in lines) for lines in (comparison.notes, comparison.why))
+    beside, below = (
+        "".join(f"<p>{escape(t)}</p>\n" for t in lines)
+        for lines in (comparison.notes, comparison.why)
+    )
     folded = f"<details>\n<summary>Why</summary>\n{below}</details>\n" if below else ""
     headline = f'<p class="headline">{escape(comparison.headline)}</p>\n'
     return f'<section class="answer">\n{headline}{beside}{folded}</section>\n'
@@ -129,14 +153,20 @@ def _section(key: str, title: str, body: str) -> str:
 
 
 def _folded(key: str, title: str, body: str) -> str:
-    return f'<details class="part" id="{key}">\n<summary><h2>{title}</h2></summary>\n{body}</details>\n' if body else ""
+    return (
+        '<details class="part" '
+        f'id="{key}">\n<summary><h2>{title}</h2></summary>\n{body}</details>\n'
+        if body
+        else ""
+    )
 
 
 def _figure(plot: Plot) -> str:
     controls = "".join(_control(name, choice) for name, choice in plot.choices.items())
     title = escape(plot.title)
     return (
-        f'<figure data-plot="{escape(plot.name)}">\n<h3>{title}</h3>\n<div class="controls">{controls}</div>\n'
+        f'<figure data-plot="{escape(plot.name)}">\n<h3>{title}</h3>\n<div '
+        f'class="controls">{controls}</div>\n'
         f'<div class="plot" role="img" aria-label="{title}"><p>{MISSING}</p></div>\n'
         f"<figcaption>{escape(plot.caption)}</figcaption>\n</figure>\n"
     )
@@ -146,7 +176,10 @@ def _control(name: str, choice: Choice) -> str:
     title, words = escape(choice.title), [escape(word) for word, _ in choice.options]
     if choice.slider:
         spoken = f'<output data-words="{escape(json.dumps(words))}">{words[choice.chosen]}</output>'
-        slider = f'<input type="range" name="{name}" max="{len(words) - 1}" value="{choice.chosen}" autocomplete="off">'
+        slider = (
+            f'<input type="range" name="{name}" max="{len(words) - 1}" '
+            f'value="{choice.chosen}" autocomplete="off">'
+        )
         return f"<label>{title} {slider}{spoken}</label>\n"
     options = "".join(
         f'<option value="{i}"{" selected" if i == choice.chosen else ""}>{word}</option>'

@@ -18,14 +18,17 @@ _POINTS = 2000  # of a curve
 
 
 def write_png(comparison: Comparison, path: Path) -> None:
-    """Val and train loss over the axis of the comparison, and a heat map where exactly two keys were swept."""
+    """Val and train loss over the axis of the comparison, and a heat map where exactly two keys
+    were swept."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     panels = [
-        key for key in ("val/loss", "train/loss") if any(key in r.columns for e in comparison.entries for r in e.runs)
+        key
+        for key in ("val/loss", "train/loss")
+        if any(key in r.columns for e in comparison.entries for r in e.runs)
     ]
     grid = _grid(comparison)
     count = max(1, len(panels) + (grid is not None))
@@ -47,7 +50,9 @@ def write_png(comparison: Comparison, path: Path) -> None:
     if panels:
         handles, labels = axes[0].get_legend_handles_labels()
         labels = [label.replace("$", r"\$") for label in labels]
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(2, len(labels)) or 1, fontsize=7)
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(2, len(labels)) or 1, fontsize=7
+        )
     if grid is not None:
         _heat(figure, axes[len(panels)], comparison, *grid)
     out = io.BytesIO()
@@ -64,33 +69,48 @@ def _draw(axis: Any, c: Comparison, entry: Entry, key: str, colour: Any, label: 
         known = known[:: max(1, len(known) // _POINTS)]
         marker = "o" if len(known) <= 40 and key == "val/loss" else None
         thin = 1.4 if key == "val/loss" else 0.8
-        axis.plot(x[known], y[known], color=colour, linewidth=thin, marker=marker, markersize=3, label=label)
+        axis.plot(
+            x[known],
+            y[known],
+            color=colour,
+            linewidth=thin,
+            marker=marker,
+            markersize=3,
+            label=label,
+        )
         label = None
 
 
 def _grid(c: Comparison) -> tuple[list[Any], list[Any], np.ndarray] | None:
-    """The metric over the two swept keys."""
+    """Return the metric over the two swept keys."""
     entries = [e for e in c.entries if e.values]
     if len(c.factors) != 2 or len(entries) < 4:
         return None
     rows, columns = (sorted({_order(e.values[k]) for e in entries}) for k in c.factors)
     values = np.full((len(rows), len(columns)), np.nan)
     for e in entries:
-        at = rows.index(_order(e.values[c.factors[0]])), columns.index(_order(e.values[c.factors[1]]))
+        at = (
+            rows.index(_order(e.values[c.factors[0]])),
+            columns.index(_order(e.values[c.factors[1]])),
+        )
         if np.isnan(values[at]):  # the best one first, and it stays
             values[at] = e.figures.get(c.metric, np.nan)
     return (rows, columns, values) if np.isfinite(values).any() else None
 
 
 def _order(value: Any) -> tuple[bool, float, str]:
-    """Numbers by size, then texts."""
+    """Return numbers by size, then texts."""
     numeric = isinstance(value, (int, float))
     return (not numeric, float(value) if numeric else 0.0, str(value))
 
 
-def _heat(figure: Any, axis: Any, c: Comparison, rows: list[Any], columns: list[Any], values: np.ndarray) -> None:
+def _heat(
+    figure: Any, axis: Any, c: Comparison, rows: list[Any], columns: list[Any], values: np.ndarray
+) -> None:
     column = next(column for column in (*c.columns, *COLUMNS) if column.key == c.metric)
-    image = axis.imshow(values, aspect="auto", cmap="viridis" if column.better == "higher" else "viridis_r")
+    image = axis.imshow(
+        values, aspect="auto", cmap="viridis" if column.better == "higher" else "viridis_r"
+    )
     axis.set_xticks(range(len(columns)), [v[2] for v in columns])
     axis.set_yticks(range(len(rows)), [v[2] for v in rows])
     axis.set_xlabel(c.factors[1])
@@ -101,5 +121,7 @@ def _heat(figure: Any, axis: Any, c: Comparison, rows: list[Any], columns: list[
         for i, j in np.argwhere(np.isfinite(values)):
             dark = (values[i, j] < middle) == (column.better == "higher")
             text = f"{values[i, j]:.{column.digits}g}"
-            axis.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+            axis.text(
+                j, i, text, ha="center", va="center", fontsize=8, color="white" if dark else "black"
+            )
     figure.colorbar(image, ax=axis, shrink=0.8)

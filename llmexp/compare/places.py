@@ -1,4 +1,5 @@
-"""Find the places of runs where their losses are read: tokens, and how far their schedules have come."""
+"""Find the places of runs where their losses are read: tokens, and how far their schedules have
+come."""
 
 from __future__ import annotations
 
@@ -28,14 +29,20 @@ class Place:
 
 
 def place_of(record: Record, align: str, at: float | None, metric: str) -> Place | None:
-    """Return where the run stands at the common position `at` (None: at its own end), in the row that the metric is
-    read from: for a validation loss the last evaluation up to there. None where that is not known."""
+    """Return where the run stands at the common position `at` (None: at its own end), in the row
+    that the metric is read from: for a validation loss the last evaluation up to there. None where
+    that is not known."""
     tokens = np.asarray(record.columns.get("tokens_seen", np.zeros(0)))
     where = positions(record, align)
-    planned, grain = number(record.facts.get("max_tokens")), number(record.facts.get("tokens_per_step"))
+    planned, grain = (
+        number(record.facts.get("max_tokens")),
+        number(record.facts.get("tokens_per_step")),
+    )
     if not len(tokens) or len(where) != len(tokens):
         return None
-    decays = planned is not None and not str(record.config.get("schedule._target_", "")).endswith(".constant")
+    decays = planned is not None and not str(record.config.get("schedule._target_", "")).endswith(
+        ".constant"
+    )
     row = len(tokens) if at is None else rows_until(where, at)
     if not row:  # it has no row yet where losses are read
         if align != "tokens":
@@ -49,13 +56,17 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
 
 
 def alike(a: Place, b: Place) -> bool:
-    """Tell whether losses at these places may be compared: equal tokens, to a step, and equally far schedules."""
+    """Tell whether losses at these places may be compared: equal tokens, to a step, and equally far
+    schedules."""
     if abs(a.tokens - b.tokens) > max(a.grain, b.grain):
         return False
     if a.decays and b.decays:
         return abs(a.progress - b.progress) <= CLOSE + max(p.grain / p.planned for p in (a, b))
     decaying = [p for p in (a, b) if p.decays]
-    return all(p.progress > 1 - CLOSE or abs(a.planned - b.planned) <= max(a.grain, b.grain) for p in decaying)
+    return all(
+        p.progress > 1 - CLOSE or abs(a.planned - b.planned) <= max(a.grain, b.grain)
+        for p in decaying
+    )
 
 
 def groups(entries: Sequence[Entry], places: dict[str, Place]) -> list[list[Entry]]:

@@ -1,4 +1,5 @@
-"""The figures over what was swept: the loss over each key, over pairs of keys, and over all of them."""
+"""The figures over what was swept: the loss over each key, over pairs of keys, and over all of
+them."""
 
 from __future__ import annotations
 
@@ -33,20 +34,28 @@ class Scale:
     labels: tuple[str, ...]
 
     def index(self, value: Any) -> int:
-        return [repr(level) for level in self.levels].index(repr(value))  # 1 and True are two values
+        return [repr(level) for level in self.levels].index(
+            repr(value)
+        )  # 1 and True are two values
 
     def share(self, value: Any) -> float:
         """Return where the value lies between the first and the last one, from 0 to 1."""
         category = self.kind == "category"
-        ends = [float(self.index(v) if category else v) for v in (self.levels[0], self.levels[-1], value)]
+        ends = [
+            float(self.index(v) if category else v)
+            for v in (self.levels[0], self.levels[-1], value)
+        ]
         first, last, at = np.log(ends) if self.kind == "log" else ends
         return float((at - first) / (last - first)) if last > first else 0.5
 
 
 def scale(entries: Sequence[Entry], key: str) -> Scale:
-    """Return the axis of a key: logarithmic for rates, and where their steps are alike as factors."""
+    """Return the axis of a key: logarithmic for rates, and where their steps are alike as
+    factors."""
     distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
-    levels = sorted(distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, setting(v)))
+    levels = sorted(
+        distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, setting(v))
+    )
     labels = [setting(v) for v in levels]
     labels = labels if len(set(labels)) == len(labels) else [repr(v) for v in levels]
     if any(number(v) is None for v in levels):
@@ -65,30 +74,44 @@ def _geometric(values: np.ndarray) -> bool:
 
 
 def _described(entry: Entry, column: Column) -> str:
-    """The entry and its figure, for the label over its point."""
+    """Return the entry and its figure, for the label over its point."""
     return f"<b>{text(entry.label)}</b><br>{text(column.title)} {figure(entry, column)}"
 
 
 def _swept(c: Comparison) -> list[Entry]:
-    """The entries that have a value of every swept key and are of the same task and length."""
-    return [e for e in c.entries if all(k in e.values for k in c.factors) and e.standing.mark not in APART]
+    """Return the entries that have a value of every swept key and are of the same task and
+    length."""
+    return [
+        e
+        for e in c.entries
+        if all(k in e.values for k in c.factors) and e.standing.mark not in APART
+    ]
 
 
 def over_keys(c: Comparison) -> list[Plot]:
-    """The figure that orders the table over each swept numeric key, with its interval where there are seeds."""
+    """Return the figure that orders the table over each swept numeric key, with its interval where
+    there are seeds."""
     column = metric(c)
     entries = [e for e in _swept(c) if c.metric in e.figures and e.standing.mark in _COMPARED]
     if column is None or not entries:
         return []
     scales = {key: scale(entries, key) for key in c.factors}
-    numeric = {key: along for key, along in scales.items() if len(along.levels) > 1 and along.kind != "category"}
+    numeric = {
+        key: along
+        for key, along in scales.items()
+        if len(along.levels) > 1 and along.kind != "category"
+    }
     return [_over_key(c, key, along, column, entries) for key, along in numeric.items()]
 
 
-def _over_key(c: Comparison, key: str, along: Scale, column: Column, entries: Sequence[Entry]) -> Plot:
+def _over_key(
+    c: Comparison, key: str, along: Scale, column: Column, entries: Sequence[Entry]
+) -> Plot:
     groups: dict[str, list[Entry]] = {}
     for e in sorted(entries, key=lambda e: float(e.values[key])):
-        groups.setdefault(label({k: e.values[k] for k in c.factors if k in e.values and k != key}), []).append(e)
+        groups.setdefault(
+            label({k: e.values[k] for k in c.factors if k in e.values and k != key}), []
+        ).append(e)
     few = len(groups) <= NAMED
     lead = {id(e) for e, look in zip(c.entries, looks(c), strict=True) if look.lead}
     traces = []
@@ -97,34 +120,50 @@ def _over_key(c: Comparison, key: str, along: Scale, column: Column, entries: Se
     ):
         halves = [half_width(e, column) for e in group]
         marker = {
-            "color": colour, "opacity": 1, "line": {"width": 0}, "size": [15 if id(e) in lead else 7 for e in group],
+            "color": colour, "opacity": 1, "line": {"width": 0},
+            "size": [15 if id(e) in lead else 7 for e in group],
             "symbol": ["star" if id(e) in lead else "circle" for e in group],
         }  # fmt: skip
         traces.append(
             go.Scatter(
-                x=[e.values[key] for e in group], y=[e.figures[column.key] for e in group], name=text(title, 40),
-                mode="lines+markers", line={"color": colour, "width": 1.6 if few else 0.7}, marker=marker,
-                error_y=dict(array=halves, thickness=1.2, width=4, color=colour, visible=any(halves)),
+                x=[e.values[key] for e in group], y=[e.figures[column.key] for e in group],
+                name=text(title, 40),
+                mode="lines+markers", line={"color": colour, "width": 1.6 if few else 0.7},
+                marker=marker,
+                error_y=dict(array=halves, thickness=1.2, width=4, color=colour,
+                visible=any(halves)),
                 text=[_described(e, column) for e in group], hovertemplate="%{text}<extra></extra>",
                 showlegend=few and len(groups) > 1,
             )
         )  # fmt: skip
     layout = {
-        "height": 340, "xaxis.title.text": text(key), "xaxis.type": along.kind, "yaxis.title.text": text(column.title),
+        "height": 340, "xaxis.title.text": text(key), "xaxis.type": along.kind,
+        "yaxis.title.text": text(column.title),
         "yaxis.range": _span(entries, column), "margin.t": 30 if few and len(groups) > 1 else 10,
         "legend": dict(orientation="h", x=0, y=1.02, yanchor="bottom"),
     }  # fmt: skip
     if len(along.levels) <= 12:
-        layout |= {"xaxis.tickvals": along.levels, "xaxis.ticktext": [text(words, 16) for words in along.labels]}
+        layout |= {
+            "xaxis.tickvals": along.levels,
+            "xaxis.ticktext": [text(words, 16) for words in along.labels],
+        }
     seeds = any(half_width(e, column) for e in entries)
-    caption = "The bars are 95 % intervals over the seeds." if seeds else "One seed each, so there are no intervals."
+    caption = (
+        "The bars are 95 % intervals over the seeds."
+        if seeds
+        else "One seed each, so there are no intervals."
+    )
     return Plot(
-        f"over {key}", f"{column.title[:1].upper()}{column.title[1:]} over {key}", traces, layout, caption=caption
+        f"over {key}",
+        f"{column.title[:1].upper()}{column.title[1:]} over {key}",
+        traces,
+        layout,
+        caption=caption,
     )
 
 
 def _span(entries: Sequence[Entry], column: Column) -> list[float]:
-    """The figures with their intervals, as far as these do not press the figures flat."""
+    """Return the figures with their intervals, as far as these do not press the figures flat."""
     values = [e.figures[column.key] for e in entries]
     spread = max(values) - min(values) or 0.02 * abs(values[0]) or 1.0
     ends = [end for e in entries for end in e.intervals.get(column.key, ())]
@@ -134,7 +173,8 @@ def _span(entries: Sequence[Entry], column: Column) -> list[float]:
 
 
 def maps(c: Comparison) -> list[Plot]:
-    """A map for each pair of swept keys of which a third of the cells at least are known: a random search has none."""
+    """Return a map for each pair of swept keys of which a third of the cells at least are known: a
+    random search has none."""
     scales = {key: scale(_swept(c), key) for key in c.factors}
     plots = []
     for pair in itertools.combinations(c.factors, 2):
@@ -156,28 +196,53 @@ def _map(c: Comparison, scales: dict[str, Scale], cells: dict[tuple[int, int], i
 
     options: list[tuple[str, list[Any]]] = []
     for column in c.columns:
-        values = {i: e.figures[column.key] for i, e in enumerate(c.entries) if column.key in e.figures}
+        values = {
+            i: e.figures[column.key] for i, e in enumerate(c.entries) if column.key in e.figures
+        }
         words = grid(
-            {i: _in_cell(c, e, look.lead, column) for i, (e, look) in enumerate(zip(c.entries, looks(c), strict=True))}
+            {
+                i: _in_cell(c, e, look.lead, column)
+                for i, (e, look) in enumerate(zip(c.entries, looks(c), strict=True))
+            }
         )
         change = {"z": [grid(values)], "text": [[[word or "" for word in row] for row in words]]}
-        options.append((column.title, [change, {"coloraxis.reversescale": column.better == "lower"}, [0]]))
+        options.append(
+            (column.title, [change, {"coloraxis.reversescale": column.better == "lower"}, [0]])
+        )
     keys = [column.key for column in c.columns]
     chosen = keys.index(c.metric) if c.metric in keys else 0
     first, reverse, _ = options[chosen][1]
     trace = go.Heatmap(
-        z=first["z"][0], text=first["text"][0], customdata=grid({i: text(e.label) for i, e in enumerate(c.entries)}),
-        texttemplate="%{text}", hovertemplate="<b>%{customdata}</b><br>%{text}<extra></extra>", hoverongaps=False,
+        z=first["z"][0], text=first["text"][0], customdata=grid({i: text(e.label) for i,
+        e in enumerate(c.entries)}),
+        texttemplate="%{text}", hovertemplate="<b>%{customdata}</b><br>%{text}<extra></extra>",
+        hoverongaps=False,
         coloraxis="coloraxis", xgap=3, ygap=3,
     )  # fmt: skip
-    layout = {"height": 100 + 46 * min(len(rows), 12), "coloraxis": {"reversescale": reverse["coloraxis.reversescale"]}}
+    layout = {
+        "height": 100 + 46 * min(len(rows), 12),
+        "coloraxis": {"reversescale": reverse["coloraxis.reversescale"]},
+    }
     for axis, (key, along) in zip(("xaxis", "yaxis"), scales.items(), strict=True):
-        ticks = dict(tickvals=list(range(len(along.levels))), ticktext=[text(words, 16) for words in along.labels])
-        layout[axis] = dict(title={"text": text(short_keys(c.factors)[key])}, showgrid=False, **ticks)
+        ticks = dict(
+            tickvals=list(range(len(along.levels))),
+            ticktext=[text(words, 16) for words in along.labels],
+        )
+        layout[axis] = dict(
+            title={"text": text(short_keys(c.factors)[key])}, showgrid=False, **ticks
+        )
     caption = "The stronger the colour, the better, where one direction is better."
     caption += " Each cell shows the best of its runs." if len(c.factors) > 2 else ""
     title = " and ".join(scales)
-    return Plot(f"map {title}", title, [trace], layout, {}, {"figure": Choice("show", options, chosen)}, caption)
+    return Plot(
+        f"map {title}",
+        title,
+        [trace],
+        layout,
+        {},
+        {"figure": Choice("show", options, chosen)},
+        caption,
+    )
 
 
 def _in_cell(c: Comparison, entry: Entry, lead: bool, column: Column) -> str:
@@ -187,8 +252,8 @@ def _in_cell(c: Comparison, entry: Entry, lead: bool, column: Column) -> str:
 
 
 def parallel(c: Comparison) -> Plot | None:
-    """From three keys on: a line for each entry, from its settings down to its figure. The axes lie, so that they have
-    room on a phone."""
+    """From three keys on: a line for each entry, from its settings down to its figure. The axes
+    lie, so that they have room on a phone."""
     column = metric(c)
     compared = [id(e) for e in _swept(c) if c.metric in e.figures and e.standing.mark in _COMPARED]
     drawn = [(e, look) for e, look in zip(c.entries, looks(c), strict=True) if id(e) in compared]
@@ -200,17 +265,25 @@ def parallel(c: Comparison) -> Plot | None:
     span = max(figures) - low
     traces = [
         go.Scatter(
-            x=[*(s.share(e.values.get(k)) for k, s in scales.items()), (figure - low) / (span or 1.0)],
+            x=[*(s.share(e.values.get(k)) for k, s in scales.items()),
+            (figure - low) / (span or 1.0)],
             y=list(range(last + 1)), mode="lines+markers", showlegend=False, zorder=int(look.lead),
-            line={"color": look.colour, "width": 4 if look.lead else 1.5}, hovertemplate="%{text}<extra></extra>",
-            marker={"size": 14 if look.lead else 5, "symbol": "star" if look.lead else "circle", "color": look.colour},
+            line={"color": look.colour, "width": 4 if look.lead else 1.5},
+            hovertemplate="%{text}<extra></extra>",
+            marker={"size": 14 if look.lead else 5, "symbol": "star" if look.lead else "circle",
+            "color": look.colour},
             text=_described(e, column),
         )
         for (e, look), figure in zip(drawn, figures, strict=True)
     ]  # fmt: skip
     marks = [(row, s.share(v), t) for row, s in enumerate(scales.values()) for v, t in _few(s)]
-    marks += [(last, i / 4, shown(low + span * i / 4, column.digits)) for i in range(5 if span else 1)]
-    notes = [{"x": at, "y": row, "yanchor": "top", "yshift": -6, "text": text(words, 16)} for row, at, words in marks]
+    marks += [
+        (last, i / 4, shown(low + span * i / 4, column.digits)) for i in range(5 if span else 1)
+    ]
+    notes = [
+        {"x": at, "y": row, "yanchor": "top", "yshift": -6, "text": text(words, 16)}
+        for row, at, words in marks
+    ]
     for row, title in enumerate([*scales, column.title]):
         place = {"x": 0, "xanchor": "left", "y": row, "yanchor": "bottom", "yshift": 8}
         notes.append({**place, "text": f"<b>{text(title)}</b>"})
@@ -218,7 +291,8 @@ def parallel(c: Comparison) -> Plot | None:
         "height": 80 + 84 * last, "annotations": notes,
         "xaxis": {"visible": False, "range": [-0.06, 1.06], "fixedrange": True},
         "yaxis": {"visible": False, "range": [last + 0.5, -0.6], "fixedrange": True},
-        "shapes": [{"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y, "layer": "below"} for y in range(last + 1)],
+        "shapes": [{"type": "line", "x0": 0, "x1": 1, "y0": y, "y1": y,
+        "layer": "below"} for y in range(last + 1)],
     }  # fmt: skip
     caption = "Each line is a run, from its settings down to its figure."
     return Plot("parallel", "All swept keys", traces, layout, caption=caption)

@@ -14,7 +14,9 @@ from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 
 POINTS = 600  # of a curve at most: about one per pixel
-POINTS_OF_ALL = 40_000  # of one quantity over all entries, so that 200 runs stay a page that can be mailed
+POINTS_OF_ALL = (
+    40_000  # of one quantity over all entries, so that 200 runs stay a page that can be mailed
+)
 MANY = 40  # entries at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # entries at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
@@ -32,7 +34,8 @@ Options = list[tuple[str, list[Any]]]
 
 @dataclass(frozen=True)
 class Line:
-    """A trace with what the controls change: where it lies on each axis, and how at each level of smoothing."""
+    """A trace with what the controls change: where it lies on each axis, and how at each level of
+    smoothing."""
 
     trace: dict[str, Any]
     x: dict[str, np.ndarray]
@@ -44,24 +47,46 @@ class Line:
 
 
 def losses(c: Comparison) -> Plot | None:
-    """Train and validation loss of every entry; the rows themselves stand pale behind what is smoothed."""
-    lines = [line for e, look in zip(c.entries, looks(c), strict=True) for line in _lines(c, e, look)]
+    """Train and validation loss of every entry; the rows themselves stand pale behind what is
+    smoothed."""
+    lines = [
+        line for e, look in zip(c.entries, looks(c), strict=True) for line in _lines(c, e, look)
+    ]
     if not lines:
         return None
     axes = [axis for axis in AXES if any(axis in line.x for line in lines)]
     axis = c.align if c.align in axes else axes[0]
-    every, smoothed = list(range(len(lines))), [i for i, line in enumerate(lines) if len(line.y) > 1]
+    every, smoothed = (
+        list(range(len(lines))),
+        [i for i, line in enumerate(lines) if len(line.y) > 1],
+    )
     over: Options = [
-        (AXES[a], [{"x": [packed(line.x.get(a, np.zeros(0))) for line in lines]}, _axis(c, a), every]) for a in axes
+        (
+            AXES[a],
+            [{"x": [packed(line.x.get(a, np.zeros(0))) for line in lines]}, _axis(c, a), every],
+        )
+        for a in axes
     ]
     words = [f"{share:.0%} of the rows" if share else "none" for share in SMOOTHING]
     levels: Options = [
-        (word, [{"y": [packed(lines[i].y[k]) for i in smoothed]}, {}, smoothed]) for k, word in enumerate(words)
+        (word, [{"y": [packed(lines[i].y[k]) for i in smoothed]}, {}, smoothed])
+        for k, word in enumerate(words)
     ]
     later = _later(lines)
-    kinds = (("from a tenth of the steps on", "linear", later), ("all", "linear", None), ("logarithmic", "log", None))
+    kinds = (
+        ("from a tenth of the steps on", "linear", later),
+        ("all", "linear", None),
+        ("logarithmic", "log", None),
+    )
     ranges: Options = [
-        (word, [{}, {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}, [0]])
+        (
+            word,
+            [
+                {},
+                {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span},
+                [0],
+            ],
+        )
         for word, kind, span in kinds
     ]
     choices = {
@@ -69,13 +94,23 @@ def losses(c: Comparison) -> Plot | None:
         "smoothing": Choice("smoothing", levels, USUAL, slider=True),
         "range": Choice("losses", ranges),
     }
-    traces = [go.Scatter(x=packed(line.x.get(axis, np.zeros(0))), y=packed(line.usual), **line.trace) for line in lines]
+    traces = [
+        go.Scatter(x=packed(line.x.get(axis, np.zeros(0))), y=packed(line.usual), **line.trace)
+        for line in lines
+    ]
     layout = _layout(c, axis, "Loss (nats per token)")
     layout["yaxis.range"] = later
     layout["hoverdistance"] = max(20, 600 // min(len(line.y[0]) for line in lines))
-    caption = "A click on a name hides its curves, a double click shows them alone." if len(c.entries) > 1 else ""
+    caption = (
+        "A click on a name hides its curves, a double click shows them alone."
+        if len(c.entries) > 1
+        else ""
+    )
     if any(len(e.runs) > 1 for e in c.entries):
-        caption = f"A band spans the seeds, from the lowest to the highest; the line is their mean. {caption}"
+        caption = (
+            "A band spans the seeds, from the lowest to the highest; the line is their "
+            f"mean. {caption}"
+        )
     traces += _keys(c, lines)
     return Plot("losses", "Losses over training", traces, layout, _small(c), choices, caption)
 
@@ -87,24 +122,36 @@ def points(c: Comparison) -> int:
 def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
     train, val = curve(entry, "train/loss"), curve(entry, "val/loss")
     few = len(c.entries) <= MANY
-    group = dict(legendgroup=entry.name, showlegend=False, name=look.title, zorder=2 if look.lead else 1)
+    group = dict(
+        legendgroup=entry.name, showlegend=False, name=look.title, zorder=2 if look.lead else 1
+    )
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
     band = {**behind, "line": {"width": 0}, "fill": "toself", "fillcolor": look.colour + "2e"}
     lines = []
 
-    def with_band(kept: np.ndarray, x: dict[str, np.ndarray], levels: list[np.ndarray], trace: dict[str, Any]) -> None:
+    def with_band(
+        kept: np.ndarray, x: dict[str, np.ndarray], levels: list[np.ndarray], trace: dict[str, Any]
+    ) -> None:
         x = {axis: values[kept] for axis, values in x.items()}
         levels = [level[:, kept] for level in levels]
         if len(levels[0]) > 1:
             around = {axis: np.concatenate([values, values[::-1]]) for axis, values in x.items()}
-            lines.append(Line(band, around, [np.concatenate([y.max(0), y.min(0)[::-1]]) for y in levels]))
+            lines.append(
+                Line(band, around, [np.concatenate([y.max(0), y.min(0)[::-1]]) for y in levels])
+            )
         lines.append(Line(trace, x, [level.mean(axis=0) for level in levels]))
 
     if train is not None:
         kept = downsample(train.y.mean(axis=0), points(c))
         if few:
             pale = {**behind, "line": {"color": look.colour, "width": 1}, "opacity": 0.22}
-            lines.append(Line(pale, {axis: x[kept] for axis, x in train.x.items()}, [train.y[:, kept].mean(axis=0)]))
+            lines.append(
+                Line(
+                    pale,
+                    {axis: x[kept] for axis, x in train.x.items()},
+                    [train.y[:, kept].mean(axis=0)],
+                )
+            )
         there = [""] * len(kept)
         if val is not None:  # the last evaluation at or before the row: nothing is interpolated
             at = np.searchsorted(val.x["steps"], train.x["steps"][kept], side="right") - 1
@@ -116,17 +163,27 @@ def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
     if val is not None:
         kept = downsample(val.y.mean(axis=0), POINTS)
         stroke = {"color": look.colour, "width": 2.8 if look.lead else 1.6, "dash": "dash"}
-        marker = {"color": look.colour, "size": 8 if look.lead else 5, "symbol": "star" if look.lead else "circle"}
+        marker = {
+            "color": look.colour,
+            "size": 8 if look.lead else 5,
+            "symbol": "star" if look.lead else "circle",
+        }
         mode = "lines+markers" if few and len(kept) <= 60 else "lines"
         silent = {"hoverinfo": "skip"} if train is not None else {"hovertemplate": "val %{y:.4f}"}
-        with_band(kept, val.x, [val.y], {**group, "mode": mode, "line": stroke, "marker": marker, **silent})
+        with_band(
+            kept,
+            val.x,
+            [val.y],
+            {**group, "mode": mode, "line": stroke, "marker": marker, **silent},
+        )
     return lines
 
 
 def _keys(c: Comparison, lines: Sequence[Line]) -> list[go.Scatter]:
-    """The legends: what the strokes mean, and a colour for each entry."""
+    """Return the legends: what the strokes mean, and a colour for each entry."""
     strokes = {
-        "validation": any(line.trace["line"].get("dash") for line in lines) and {"line.dash": "dash"},
+        "validation": any(line.trace["line"].get("dash") for line in lines)
+        and {"line.dash": "dash"},
         "train, smoothed": any(len(line.y) > 1 for line in lines) and {"line.dash": "solid"},
         "train, each row": any(line.trace.get("opacity") for line in lines) and {"opacity": 0.35},
         "compared here": bool(_here(c)) and {"line.dash": "dot", "line.width": 1},
@@ -161,24 +218,38 @@ def _small(c: Comparison) -> dict[str, Any]:
     """On a phone the names stand below, and the figure becomes as high as they ask for."""
     longest = max((len(look.title) for look in looks(c)), default=0)
     rows = -(-len(c.entries) // (2 if longest <= 14 else 1)) if len(c.entries) > 1 else 0
-    legend = dict(orientation="h", x=0, y=-0.24, yanchor="top", traceorder="normal", maxheight=19 * rows + 20)
-    return {"height": 350 + 19 * rows, "legend": legend, "margin": dict(l=8, r=8, t=50, b=50 + 19 * rows)}
+    legend = dict(
+        orientation="h", x=0, y=-0.24, yanchor="top", traceorder="normal", maxheight=19 * rows + 20
+    )
+    return {
+        "height": 350 + 19 * rows,
+        "legend": legend,
+        "margin": dict(l=8, r=8, t=50, b=50 + 19 * rows),
+    }
 
 
 def _axis(c: Comparison, axis: str) -> dict[str, Any]:
     digits = ",.1f" if axis == "time" else ",.0f"
     shapes = _here(c) if axis == c.align else []
-    return {"xaxis.title.text": AXES[axis], "xaxis.hoverformat": digits, "xaxis.range": None, "shapes": shapes}
+    return {
+        "xaxis.title.text": AXES[axis],
+        "xaxis.hoverformat": digits,
+        "xaxis.range": None,
+        "shapes": shapes,
+    }
 
 
 def _here(c: Comparison) -> list[dict[str, Any]]:
-    """A line where the runs are compared."""
-    line = dict(type="line", x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper", line={"dash": "dot"})
+    """Return a line where the runs are compared."""
+    line = dict(
+        type="line", x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper", line={"dash": "dot"}
+    )
     return [line] if c.align_at is not None and len(c.entries) > 1 else []
 
 
 def _later(lines: Sequence[Line]) -> list[float]:
-    """From the lowest to the highest loss after a tenth of the steps: those before would press the others flat."""
+    """From the lowest to the highest loss after a tenth of the steps: those before would press the
+    others flat."""
     values = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
     low, high = float(min(y.min() for y in values)), float(max(y.max() for y in values))
     pad = 0.05 * (high - low) or 0.05
@@ -186,7 +257,7 @@ def _later(lines: Sequence[Line]) -> list[float]:
 
 
 def others(c: Comparison) -> Plot | None:
-    """One quantity at a time, as it was logged, over the axis of the comparison."""
+    """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: Options = []
     for key, title in OTHERS.items():
         found = [curve(e, key) for e in c.entries]
@@ -196,14 +267,32 @@ def others(c: Comparison) -> Plot | None:
             data["x"].append(packed(each.x.get(c.align, each.x["steps"])[kept] if each else kept))
             data["y"].append(packed(each.y.mean(axis=0)[kept] if each else kept))
         if any(found):
-            options.append((title, [data, {"yaxis.title.text": title, "yaxis.range": None}, list(range(len(found)))]))
+            options.append(
+                (
+                    title,
+                    [
+                        data,
+                        {"yaxis.title.text": title, "yaxis.range": None},
+                        list(range(len(found))),
+                    ],
+                )
+            )
     if not options:
         return None
     title, (first, *_) = options[0]
     traces = [
-        go.Scatter(x=x, y=y, mode="lines", name=look.title, hovertemplate="%{y:.5~g}", zorder=int(look.lead),
-                   line={"color": look.colour, "width": 2.4 if look.lead else 1.3}, showlegend=len(c.entries) > 1)
+        go.Scatter(x=x, y=y, mode="lines", name=look.title, hovertemplate="%{y:.5~g}",
+        zorder=int(look.lead),
+                   line={"color": look.colour, "width": 2.4 if look.lead else 1.3},
+                   showlegend=len(c.entries) > 1)
         for x, y, look in zip(first["x"], first["y"], looks(c), strict=True)
     ]  # fmt: skip
     choices = {"quantity": Choice("show", options)}
-    return Plot("others", "Other quantities over training", traces, _layout(c, c.align, title), _small(c), choices)
+    return Plot(
+        "others",
+        "Other quantities over training",
+        traces,
+        _layout(c, c.align, title),
+        _small(c),
+        choices,
+    )

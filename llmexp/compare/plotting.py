@@ -1,4 +1,5 @@
-"""Hold what the figures of the page share: names, colours in both schemes, the form that the page's script reads."""
+"""Hold what the figures of the page share: names, colours in both schemes, the form that the page's
+script reads."""
 
 from __future__ import annotations
 
@@ -15,8 +16,20 @@ from plotly.colors import sample_colorscale
 
 from llmexp.compare.records import Column, Comparison
 
-# All are legible on white and on black: distinct ones for a few entries, the rank from best to worst for many.
-FEW = ("#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0", "#9c6b4e", "#2b9cc4")
+# All are legible on white and on black: distinct ones for a few entries, the rank from best to
+# worst for many.
+FEW = (
+    "#4269d0",
+    "#e3891b",
+    "#d9485f",
+    "#2fa58e",
+    "#8a5cd6",
+    "#3c9d45",
+    "#c463a8",
+    "#7f8ba0",
+    "#9c6b4e",
+    "#2b9cc4",
+)
 MANY = ("#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b")
 GREY = "#8a93a3"
 LEADING = ("best", "lowest", "highest")
@@ -24,7 +37,8 @@ LEADING = ("best", "lowest", "highest")
 
 @dataclass(frozen=True)
 class Choice:
-    """A control of a figure; each option is what `Plotly.update` gets: of the traces, of the layout, which traces."""
+    """A control of a figure; each option is what `Plotly.update` gets: of the traces, of the
+    layout, which traces."""
 
     title: str
     options: Sequence[tuple[str, list[Any]]]
@@ -45,14 +59,23 @@ class Plot:
     caption: str = ""
 
     def as_json(self) -> str:
-        figure = go.Figure(list(self.traces), {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)})
+        figure = go.Figure(
+            list(self.traces), {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
+        )
         whole = figure.update_layout(dict(self.layout)).layout.to_plotly_json()
         height = figure.layout.height
         figure.layout.height = None  # the page sets it, so that the width stays that of the window
         small = {"font.size": 11, "dragmode": False, "height": height, **self.small}
-        wide = {"font.size": 12, "dragmode": "zoom", "height": height, **{key: whole[key] for key in self.small}}
-        choices = {name: [update for _, update in choice.options] for name, choice in self.choices.items()}
-        return f'{{"figure":{figure.to_json()},{json.dumps({"wide": wide, "small": small, "choices": choices})[1:]}'
+        wide = {
+            "font.size": 12,
+            "dragmode": "zoom",
+            "height": height,
+            **{key: whole[key] for key in self.small},
+        }
+        choices = {
+            name: [update for _, update in choice.options] for name, choice in self.choices.items()
+        }
+        return f'{{"figure":{figure.to_json()},{json.dumps({"wide": wide, "small": small, "choices": choices})[1:]}'  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,9 @@ def looks(c: Comparison) -> list[Look]:
 def palette(count: int) -> list[str]:
     if count <= len(FEW):
         return list(FEW[:count])
-    shades = sample_colorscale(list(MANY), [i / (count - 1) for i in range(count)], colortype="tuple")
+    shades = sample_colorscale(
+        list(MANY), [i / (count - 1) for i in range(count)], colortype="tuple"
+    )
     return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 
 
@@ -90,28 +115,51 @@ def _template(ink: str, muted: str, line: str, paper: str, heat: list[str]) -> d
     clear = "rgba(0,0,0,0)"
     title = {"font": {"color": muted, "size": 12}, "standoff": 8}
     spike = {"spikecolor": muted, "spikethickness": 1, "spikedash": "dot"}
-    axis = {"gridcolor": line, "linecolor": line, "zeroline": False, "automargin": True, "ticks": "", "title": title}
-    hover = {"bgcolor": paper, "bordercolor": muted, "font": {"color": ink, "size": 11}, "align": "left"}
+    axis = {
+        "gridcolor": line,
+        "linecolor": line,
+        "zeroline": False,
+        "automargin": True,
+        "ticks": "",
+        "title": title,
+    }
+    hover = {
+        "bgcolor": paper,
+        "bordercolor": muted,
+        "font": {"color": ink, "size": 11},
+        "align": "left",
+    }
     layout = {
-        "font": {"family": "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif", "color": ink},
-        "paper_bgcolor": clear, "plot_bgcolor": clear, "xaxis": axis | spike, "yaxis": axis, "hovermode": "closest",
-        "hoverlabel": {**hover, "namelength": -1}, "modebar": {"bgcolor": clear, "color": muted, "activecolor": ink},
+        "font": {"family": "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', "
+                           "sans-serif", "color": ink},
+        "paper_bgcolor": clear, "plot_bgcolor": clear, "xaxis": axis | spike, "yaxis": axis,
+        "hovermode": "closest",
+        "hoverlabel": {**hover, "namelength": -1}, "modebar": {"bgcolor": clear, "color": muted,
+        "activecolor": ink},
         "coloraxis": {"colorscale": [[0, heat[0]], [1, heat[1]]], "showscale": False},
         "shapedefaults": {"line": {"color": muted, "width": 1}},
-        "annotationdefaults": {"showarrow": False, "bgcolor": paper, "borderpad": 1, "font": {"size": 11}},
+        "annotationdefaults": {"showarrow": False, "bgcolor": paper, "borderpad": 1,
+        "font": {"size": 11}},
     }  # fmt: skip
     return {"layout": layout, "data": {"heatmap": [{"textfont": {"color": ink}}]}}
 
 
 def text(value: Any, most: int = 200) -> str:
-    """Escape what Plotly would read as markup, and cut what is too long in its middle: it is text and nothing else."""
+    """Escape what Plotly would read as markup, and cut what is too long in its middle: it is text
+    and nothing else."""
     words = str(value)
-    return escape(words if len(words) <= most else f"{words[: most // 2]}…{words[1 - most // 2 :]}", quote=False)
+    return escape(
+        words if len(words) <= most else f"{words[: most // 2]}…{words[1 - most // 2 :]}",
+        quote=False,
+    )
 
 
 def packed(values: np.ndarray) -> dict[str, str]:
     """Return numbers in Plotly's form; as float32 they are exact to far less than a pixel."""
-    return {"dtype": "f4", "bdata": base64.b64encode(np.asarray(values).astype("<f4").tobytes()).decode()}
+    return {
+        "dtype": "f4",
+        "bdata": base64.b64encode(np.asarray(values).astype("<f4").tobytes()).decode(),
+    }
 
 
 def metric(c: Comparison) -> Column | None:

@@ -1,4 +1,5 @@
-"""Find how runs differ in what they were made of: commit, uncommitted changes, packages, drivers."""
+"""Find how runs differ in what they were made of: commit, uncommitted changes, packages,
+drivers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ NAMED = 3  # runs, packages
 
 
 def differences(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return a line for each kind of difference; none where the runs are alike, or nothing is known of them.
+    """Return a line for each kind of difference; none where the runs are alike, or nothing is known
+    of them.
 
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
@@ -30,27 +32,43 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
     ):
         lines += _differing(f"The {title} differs", [(run, about.get(key)) for run, about in known])
     if resumed := [name for name, where in found if len(where) > 1]:
-        lines.append(f"Resumed with other code, packages or drivers than begun with: {_some(resumed)}.")
+        lines.append(
+            f"Resumed with other code, packages or drivers than begun with: {_some(resumed)}."
+        )
     return tuple(clean(line) for line in lines)
 
 
 def _code(known: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     lines: list[str] = []
     for repository in dict.fromkeys(name for _, about in known for name in _repositories(about)):
-        having = [(run, one) for run, about in known if (one := _repositories(about).get(repository))]
-        commits = _differing(f"The commit of {repository} differs", [(run, _commit(one)) for run, one in having])
+        having = [
+            (run, one) for run, about in known if (one := _repositories(about).get(repository))
+        ]
+        commits = _differing(
+            f"The commit of {repository} differs", [(run, _commit(one)) for run, one in having]
+        )
         lines += commits
         if not commits:  # of one commit
             states = {_changes(one) for _, one in having}
             if len(states) > 1:
-                some = [next(run for run, one in having if _changes(one) == state) for state in sorted(states)]
-                lines.append(f"The uncommitted changes to {repository} differ: see provenance/ of {_some(some)}.")
+                some = [
+                    next(run for run, one in having if _changes(one) == state)
+                    for state in sorted(states)
+                ]
+                lines.append(
+                    f"The uncommitted changes to {repository} differ: see provenance/ of "
+                    f"{_some(some)}."
+                )
     return lines
 
 
 def _repositories(about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = about.get("repositories")
-    return {str(one.get("name")): one for one in found if isinstance(one, dict)} if isinstance(found, list) else {}
+    return (
+        {str(one.get("name")): one for one in found if isinstance(one, dict)}
+        if isinstance(found, list)
+        else {}
+    )
 
 
 def _commit(one: dict[str, Any]) -> str | None:
@@ -58,7 +76,8 @@ def _commit(one: dict[str, Any]) -> str | None:
 
 
 def _changes(one: dict[str, Any]) -> str:
-    """Return what tells two states of one commit apart: the diff, else the names of what has changed."""
+    """Return what tells two states of one commit apart: the diff, else the names of what has
+    changed."""
     return str(one.get("diff_sha256") or sorted(map(str, one.get("changed") or [])))
 
 
@@ -71,7 +90,8 @@ def _packages(places: Sequence[tuple[str, Path]], known: dict[str, dict[str, Any
     if not differing:
         return []
     told = [
-        f"{package} {' or '.join(sorted({v.get(package) or 'none' for v in lists.values()}))}" for package in differing
+        f"{package} {' or '.join(sorted({v.get(package) or 'none' for v in lists.values()}))}"
+        for package in differing
     ]
     return [f"The packages differ: {_some(told)}."]
 

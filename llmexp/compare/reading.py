@@ -1,4 +1,5 @@
-"""Paths in, runs out. Nothing that a folder holds is trusted; what cannot be read is said and passed over."""
+"""Paths in, runs out. Nothing that a folder holds is trusted; what cannot be read is said and
+passed over."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Sweep:
     swept: tuple[str, ...] = ()
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder
     negligible: float | None = None  # nats below which a difference does not matter
-    planned: dict[frozenset[str], int] = field(default_factory=dict)  # points still to train by setting, less the seed
+    planned: dict[frozenset[str], int] = field(
+        default_factory=dict
+    )  # points still to train by setting, less the seed
 
 
 def clean_name(path: Path) -> str:
@@ -53,21 +56,33 @@ def clean_name(path: Path) -> str:
 
 
 def looks_like_run(path: Path) -> bool:
-    """A config or rows, and a record beside them: a config.yaml alone may be anybody's."""
-    first, *rest = (rundir.CONFIG, rundir.METRICS) if (path / rundir.CONFIG).is_file() else (rundir.METRICS,)
-    return (path / first).is_file() and any((path / n).is_file() for n in (rundir.STATUS, rundir.RUN, *rest))
+    """Return a config or rows, and a record beside them: a config.yaml alone may be anybody's."""
+    first, *rest = (
+        (rundir.CONFIG, rundir.METRICS) if (path / rundir.CONFIG).is_file() else (rundir.METRICS,)
+    )
+    return (path / first).is_file() and any(
+        (path / n).is_file() for n in (rundir.STATUS, rundir.RUN, *rest)
+    )
 
 
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], list[str]]:
-    """The run folders under paths and globs, each once, in the order given; and a line for what held none."""
+    """Return the run folders under paths and globs, each once, in the order given; and a line for
+    what held none."""
     found: dict[Path, tuple[Path, Sweep | None]] = {}
     problems: list[str] = []
     sweeps: dict[Path, Sweep | None] = {}
     for given in paths:
         path = Path(given)
-        matches = [path] if os.path.lexists(path) else [Path(p) for p in sorted(glob.glob(str(given), recursive=True))]
+        matches = (
+            [path]
+            if os.path.lexists(path)
+            else [Path(p) for p in sorted(glob.glob(str(given), recursive=True))]
+        )
         if not matches:
-            problems.append(f"{clean(given)}: there is nothing of that name; a run looks like outputs/default/...")
+            problems.append(
+                f"{clean(given)}: there is nothing of that name; a run looks like "
+                "outputs/default/..."
+            )
         runs = 0
         for match in matches:
             where = match.parent if match.name in _FILES and match.is_file() else match
@@ -84,19 +99,24 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], 
                 found.setdefault(run.resolve(), (run, sweeps[parent]))
         if matches and not runs:
             shown = clean(given) or "."
-            problems.append(f"{shown}: is no run, and there is none below (a run folder has a {rundir.CONFIG})")
+            problems.append(
+                f"{shown}: is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+            )
     return list(found.values()), problems
 
 
 def _under(path: Path, depth: int) -> list[Path]:
-    """The folder itself where it is a run, else the runs below it; a sweep's points by their number."""
+    """Return the folder itself where it is a run, else the runs below it; a sweep's points by their
+    number."""
     if looks_like_run(path):
         return [path]
     try:
         inner = [p for p in path.iterdir() if depth and not p.name.startswith(".") and p.is_dir()]
     except OSError:
         return []
-    inner = [p for p in inner if p.name != rundir.CHECKPOINTS and not (depth < DEPTH and p.is_symlink())]
+    inner = [
+        p for p in inner if p.name != rundir.CHECKPOINTS and not (depth < DEPTH and p.is_symlink())
+    ]
     return [run for p in sorted(inner, key=_natural) for run in _under(p, depth - 1)]
 
 
@@ -106,14 +126,17 @@ def _natural(path: Path) -> list[tuple[int, int, str]]:
 
 
 def _sweep(path: Path, problems: list[str]) -> Sweep | None:
-    """The sweep whose folder this is; None where it is none."""
+    """Return the sweep whose folder this is; None where it is none."""
     where = path / LEDGER
     if not where.is_file():
         return Sweep(path) if (path / "multirun.yaml").is_file() else None
     tree = _json(where, problems)
     known = tree.get("format")
     if tree and known != LEDGER_FORMAT:
-        problems.append(f"{where}: has format {clean(known)}, known is {LEDGER_FORMAT}; the runs speak for themselves")
+        problems.append(
+            f"{where}: has format {clean(known)}, known is {LEDGER_FORMAT}; the runs speak for "
+            "themselves"
+        )
         return Sweep(path)
     points, swept = tree.get("points"), tree.get("swept")
     if tree and not (isinstance(points, list) and isinstance(swept, list)):
@@ -121,7 +144,9 @@ def _sweep(path: Path, problems: list[str]) -> Sweep | None:
     points = [p for p in points if isinstance(p, dict)] if isinstance(points, list) else []
     refused = [p for p in points if p.get("state") == "infeasible"]
     for p in refused[:10]:
-        problems.append(f"{where}: {clean(p.get('label'))} could not run: {clean(p.get('error'))[:200]}")
+        problems.append(
+            f"{where}: {clean(p.get('label'))} could not run: {clean(p.get('error'))[:200]}"
+        )
     keys = tuple(k for k in swept if isinstance(k, str)) if isinstance(swept, list) else ()
     by_folder = {p["folder"]: p for p in points if isinstance(p.get("folder"), str)}
     planned = Counter(setting for p in points if (setting := _setting(p)) and _is_to_train(path, p))
@@ -136,16 +161,22 @@ def _setting(point: dict[str, Any]) -> frozenset[str]:
 
 
 def _is_to_train(sweep: Path, point: dict[str, Any]) -> bool:
-    """Tell whether resuming the sweep would train the point, by its run where the ledger is behind."""
-    if point.get("state") not in ("queued", "running", "preempted") or point.get("rung") is not None:
+    """Tell whether resuming the sweep would train the point, by its run where the ledger is
+    behind."""
+    if (
+        point.get("state") not in ("queued", "running", "preempted")
+        or point.get("rung") is not None
+    ):
         return False
     return read_status(sweep / str(point.get("folder"))).get("state") not in ("finished", "failed")
 
 
 def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> list[Record]:
-    """The runs as records, with names that are unique. `whole`: all their columns will be needed."""
+    """Return the runs as records, with names that are unique. `whole`: all their columns will be
+    needed."""
     records = [
-        _record(path, sweep, columns) for (path, sweep), columns in zip(found, _columns(found, whole), strict=True)
+        _record(path, sweep, columns)
+        for (path, sweep), columns in zip(found, _columns(found, whole), strict=True)
     ]
     for levels in (1, 2, 20):  # of parent folders in front
         names = [r.name for r in records]
@@ -167,7 +198,9 @@ def _named(record: Record, levels: int) -> Record:
 def _columns(found: Sequence[tuple[Path, Sweep | None]], whole: bool) -> list[Columns]:
     paths = [path / rundir.METRICS for path, _ in found]
     size = sum(p.stat().st_size for p in paths if p.is_file())
-    processes = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    processes = min(
+        4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if size > _LARGE and processes > 1:
         with contextlib.suppress(BrokenProcessPool, OSError):
             with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -207,10 +240,12 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
 
 
 def state_of(path: Path, status: dict[str, Any]) -> str:
-    """The state by status.json, but `cut` for a running one whose lock nobody holds, also after that was mended there;
-    queued where nothing is said."""
+    """Return the state by status.json, but `cut` for a running one whose lock nobody holds, also
+    after that was mended there; queued where nothing is said."""
     state = status.get("state")
-    if (state == "running" and not rundir.is_alive(path, status)) or status.get("error") == rundir.CUT:
+    if (state == "running" and not rundir.is_alive(path, status)) or status.get(
+        "error"
+    ) == rundir.CUT:
         return "cut"
     if state in STATES:
         return str(state)
@@ -226,7 +261,8 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """An object of a JSON file with its texts cleaned; empty, and said, where there is none."""
+    """Return an object of a JSON file with its texts cleaned; empty, and said, where there is
+    none."""
     try:
         tree = _cleaned(json.loads(path.read_bytes().decode()))
     except FileNotFoundError:
@@ -252,7 +288,9 @@ def _cleaned(value: Any) -> Any:
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     """config.yaml with dotted keys; empty, and said, where there is none."""
     try:
-        tree = yaml.load(path.read_bytes().decode(), Loader=_LOADER)  # a safe loader: plain values only
+        tree = yaml.load(
+            path.read_bytes().decode(), Loader=_LOADER
+        )  # a safe loader: plain values only
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}
@@ -264,7 +302,9 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     flat: dict[str, Any] = {}
     if not _flatten(tree, "", flat, 0):
-        problems.append(f"{path}: is deeper or longer than a config is; what could be read is shown")
+        problems.append(
+            f"{path}: is deeper or longer than a config is; what could be read is shown"
+        )
     return flat
 
 
@@ -278,9 +318,17 @@ def _flatten(tree: dict[Any, Any], prefix: str, flat: dict[str, Any], depth: int
         if isinstance(value, dict) and value:
             whole &= _flatten(value, name + ".", flat, depth + 1)
         elif isinstance(value, (bool, int, float, type(None))):
-            flat[name] = value if not isinstance(value, int) or abs(value) < 10**18 else reprlib.repr(value)
-        elif isinstance(value, list) and len(value) <= 50 and all(isinstance(v, (str, int, float)) for v in value):
+            flat[name] = (
+                value if not isinstance(value, int) or abs(value) < 10**18 else reprlib.repr(value)
+            )
+        elif (
+            isinstance(value, list)
+            and len(value) <= 50
+            and all(isinstance(v, (str, int, float)) for v in value)
+        ):
             flat[name] = [clean(v) if isinstance(v, str) else v for v in value]
         else:
-            flat[name] = clean(value)[:400] if isinstance(value, str) else clean(reprlib.repr(value))
+            flat[name] = (
+                clean(value)[:400] if isinstance(value, str) else clean(reprlib.repr(value))
+            )
     return whole

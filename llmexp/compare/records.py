@@ -1,4 +1,5 @@
-"""Hold what a comparison is made of: runs as read from their folders, and what was found out about them."""
+"""Hold what a comparison is made of: runs as read from their folders, and what was found out about
+them."""
 
 from __future__ import annotations
 
@@ -16,14 +17,20 @@ class Record:
     path: Path
     name: str  # of the folder; unique within a comparison
     sweep: Path | None  # the sweep's folder
-    state: str  # queued running finished failed preempted; cut: running by its status, with nobody holding its lock
+    # queued running finished failed preempted; cut: running by its status, with nobody holding its
+    # lock
+    state: str
     config: dict[str, Any]  # config.yaml with dotted keys
     facts: dict[str, Any]  # run.json
     status: dict[str, Any]  # status.json
-    columns: dict[str, np.ndarray]  # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
+    columns: dict[
+        str, np.ndarray
+    ]  # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
-    negligible: float | None = None  # nats below which a difference does not matter, as its sweep has it
+    negligible: float | None = (
+        None  # nats below which a difference does not matter, as its sweep has it
+    )
     rung: float | None = None  # share of its steps after which successive halving left it out
     planned: int = 0  # seeds of its setting that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
@@ -33,7 +40,9 @@ class Record:
 class Standing:
     """The standing of an entry beside the leading one."""
 
-    mark: str  # best | lowest | highest | same | worse | undecided, or why it is left out: running, too short, ...
+    # best | lowest | highest | same | worse | undecided, or why it is left out: running, too short,
+    # ...
+    mark: str
     difference: float | None = None  # of the metric, this entry's minus the leading one's
     half: float | None = None  # half width of its 95 % interval; None where seeds give none
     basis: str = ""  # what the interval rests on, such as: 3 seeds
@@ -46,12 +55,18 @@ class Entry:
     name: str
     runs: tuple[Record, ...]
     values: dict[str, Any]  # of the keys that differ between the entries
-    figures: dict[str, float]  # mean over the runs by name of the column; what is not known is absent
-    intervals: dict[str, tuple[float, float]]  # 95 % interval of the mean, where there are several runs
+    figures: dict[
+        str, float
+    ]  # mean over the runs by name of the column; what is not known is absent
+    intervals: dict[
+        str, tuple[float, float]
+    ]  # 95 % interval of the mean, where there are several runs
     state: str  # of the worst of the runs
     note: str = ""  # such as: another tokenizer
     run_figures: tuple[dict[str, float], ...] = ()  # of each of the runs
-    label: str = ""  # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
+    label: str = (
+        ""  # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
+    )
     standing: Standing = Standing("")
     computation: object = None  # equal for entries that compute the same but for rounding
 
@@ -80,15 +95,19 @@ class Comparison:
     columns: tuple[Column, ...]  # of which some entry has a figure
     metric: str  # of the order, such as: final val/loss
     align: str  # tokens | steps | time: where the metric is read off
-    align_at: float | None  # the last common position there (tokens, steps or seconds); None: each run's own end
+    align_at: (
+        float | None
+    )  # the last common position there (tokens, steps or seconds); None: each run's own end
     batch: str  # iso-batch | scaling | same | mixed
     problems: tuple[str, ...]  # paths that were no run, damage that was passed over
-    factors: tuple[str, ...] = ()  # of `differing`, those that vary of themselves and not as another's consequence
+    factors: tuple[
+        str, ...
+    ] = ()  # of `differing`, those that vary of themselves and not as another's consequence
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All that can be said, the answer first."""
+        """Return all that can be said, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)

@@ -1,4 +1,5 @@
-"""metrics.jsonl as columns. What a table needs is picked out of the text; the rest is parsed when it is asked for."""
+"""metrics.jsonl as columns. What a table needs is picked out of the text; the rest is parsed when
+it is asked for."""
 
 from __future__ import annotations
 
@@ -12,17 +13,24 @@ from typing import Any
 
 import numpy as np
 
-# A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else is parsed as JSON.
+# A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else
+# is parsed as JSON.
 _NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
-_ROW = re.compile(rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?")
-_SPARSE = {key: re.compile(b'"%s":%s[,}]' % (key.encode(), _NUMBER)) for key in ("val/loss", "val/bits_per_byte")}
+_ROW = re.compile(
+    rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?"
+)
+_SPARSE = {
+    key: re.compile(b'"%s":%s[,}]' % (key.encode(), _NUMBER))
+    for key in ("val/loss", "val/bits_per_byte")
+}
 
 
 class Columns(dict[str, np.ndarray]):
-    """The columns of a metrics file: float64, NaN where a row has none, one row a step, in order of the steps.
+    """The columns of a metrics file: float64, NaN where a row has none, one row a step, in order of
+    the steps.
 
-    `step`, `tokens_seen`, `train/loss` and the validation losses are there at once; to ask for anything else reads the
-    whole file.
+    `step`, `tokens_seen`, `train/loss` and the validation losses are there at once; to ask for
+    anything else reads the whole file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +60,9 @@ class Columns(dict[str, np.ndarray]):
                 columns, self.problems = _parse(self._path, self._path.read_bytes())
             except OSError:  # removed in the meantime
                 columns = {}
-            rows = len(super().__getitem__("step"))  # a running run may have written more since then
+            rows = len(
+                super().__getitem__("step")
+            )  # a running run may have written more since then
             for key, column in columns.items():
                 if len(column) >= rows:
                     self.setdefault(key, column[:rows])
@@ -64,7 +74,9 @@ class Columns(dict[str, np.ndarray]):
         raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (not self._whole and dict.__contains__(self.load(), key))
+        return super().__contains__(key) or (
+            not self._whole and dict.__contains__(self.load(), key)
+        )
 
     def get(self, key: str, default: Any = None) -> Any:
         try:
@@ -99,9 +111,10 @@ def _restored(columns: dict[str, np.ndarray], state: dict[str, Any]) -> Columns:
 
 
 def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Seconds of training until each row; None where they were not measured.
+    """Return seconds of training until each row; None where they were not measured.
 
-    `step_time` is the mean over the steps since the row before, so what a resumed run did twice counts once.
+    `step_time` is the mean over the steps since the row before, so what a resumed run did twice
+    counts once.
     """
     if "step_time" not in columns or not len(columns["step"]):
         return None
@@ -110,7 +123,8 @@ def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
 
 
 def _quick(text: bytes) -> dict[str, np.ndarray] | None:
-    """The columns that tables need, or None where the text is not in the usual form. Written for speed."""
+    """Return the columns that tables need, or None where the text is not in the usual form. Written
+    for speed."""
     letters = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(letters == ord("\n"))  # what follows the last newline was never finished
     rows, usual = len(ends), text.startswith(b'{"step":')
@@ -137,7 +151,7 @@ def _quick(text: bytes) -> dict[str, np.ndarray] | None:
 
 
 def last_row(text: bytes) -> dict[str, Any]:
-    """The last finished row; empty where that is none."""
+    """Return the last finished row; empty where that is none."""
     end = text.rfind(b"\n")
     return _row(text[text.rfind(b"\n", 0, max(end, 0)) + 1 : max(end, 0)]) or {}
 
@@ -154,14 +168,18 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """All columns, and what could not be read, in words."""
+    """Return all columns, and what could not be read, in words."""
     problems = []
     lines = text.split(b"\n")[:-1]
     rows = [row for row in map(_row, lines) if row is not None]
     if lost := len(lines) - len(rows):
-        problems.append(f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over")
+        problems.append(
+            f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over"
+        )
     if any(a["step"] >= b["step"] for a, b in itertools.pairwise(rows)):
-        problems.append(f"{path}: steps are repeated or out of order; the last row of each step counts")
+        problems.append(
+            f"{path}: steps are repeated or out of order; the last row of each step counts"
+        )
         by_step = {row["step"]: row for row in rows}
         rows = [by_step[step] for step in sorted(by_step)]
     keys = dict.fromkeys(key for row in rows for key in row)

@@ -1,4 +1,5 @@
-"""Select the runs that take part in a comparison; the others are left out and named with the reason."""
+"""Select the runs that take part in a comparison; the others are left out and named with the
+reason."""
 
 from __future__ import annotations
 
@@ -10,17 +11,29 @@ import numpy as np
 from llmexp.compare.figures import DEAD, counts, positions
 from llmexp.compare.records import Record
 
-APART = ("other task", "too short")  # why a run is left out that is none of the family of the others
-MOVE_VALIDATION = ("data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio", "data.seed")
-SHORT = 0.1  # share of the median length below which a run of another sweep says nothing about the others
+APART = (
+    "other task",
+    "too short",
+)  # why a run is left out that is none of the family of the others
+MOVE_VALIDATION = (
+    "data._target_",
+    "data.files",
+    "data.train_files",
+    "data.val_files",
+    "data.val_ratio",
+    "data.seed",
+)
+# share of the median length below which a run of another sweep says nothing about the others
+SHORT = 0.1
 
 
 def left_out(records: Sequence[Record], align: str) -> dict[int, str]:
     """Return the runs that take no part, by their id, with the reason as a word or two.
 
-    Runs that broke off, lost rows or were left out by successive halving never take part. Those that are unfinished do
-    only while fewer than two runs have finished. A run of another validation text, or far shorter than the others and
-    not of their sweep, would spoil the comparison of the rest.
+    Runs that broke off, lost rows or were left out by successive halving never take part. Those
+    that are unfinished do only while fewer than two runs have finished. A run of another validation
+    text, or far shorter than the others and not of their sweep, would spoil the comparison of the
+    rest.
     """
     reasons = {id(r): _broken(r) for r in records if not counts(r)}
     alive = [r for r in records if id(r) not in reasons]
@@ -44,8 +57,8 @@ def _broken(record: Record) -> str:
 
 
 def task(record: Record) -> str:
-    """Return what the validation loss is measured on: the files, else all of the data section but what the sweep of the
-    run varies and cannot move that text."""
+    """Return what the validation loss is measured on: the files, else all of the data section but
+    what the sweep of the run varies and cannot move that text."""
     prints = record.facts.get("data_fingerprint")
     prints = prints if isinstance(prints, dict) else {}
     swept = [key for key in record.swept if key.startswith("data.") and key not in MOVE_VALIDATION]
@@ -60,18 +73,23 @@ def task(record: Record) -> str:
 
 
 def _short(alive: Sequence[Record], align: str) -> list[Record]:
-    """Find runs far shorter than the others, which their sweep does not make so on purpose, or that have just begun."""
+    """Find runs far shorter than the others, which their sweep does not make so on purpose, or that
+    have just begun."""
     ends = {id(r): float(x[-1]) for r in alive if len(x := positions(r, align))}
     if len(ends) < 3:
         return []
     median = float(np.median(list(ends.values())))
     # One that ends before the others are first evaluated would leave nothing of them to read.
-    first = float(np.median([f for r in alive if (f := _first_evaluation(r, align)) is not None] or [0.0]))
+    first = float(
+        np.median([f for r in alive if (f := _first_evaluation(r, align)) is not None] or [0.0])
+    )
     short = [r for r in alive if ends.get(id(r), 0.0) < max(SHORT * median, min(first, median))]
     few = {id(r) for r in short}
     usual = {r.sweep for r in alive if id(r) not in few}
     begun = [r for r in short if r.state != "finished" and ends.get(id(r), 0.0) < SHORT * median]
-    return begun + [r for r in short if r.state == "finished" and (r.sweep is None or r.sweep not in usual)]
+    return begun + [
+        r for r in short if r.state == "finished" and (r.sweep is None or r.sweep not in usual)
+    ]
 
 
 def _first_evaluation(record: Record, align: str) -> float | None:

@@ -17,12 +17,17 @@ from llmexp.knobs import affects, is_record
 
 SEED, TWIN = "train.seed", "train.twin"
 _STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
-_PREFERRED = ("batch.gradient_accumulation_steps", "batch.real_batch_size", "batch.micro_batch_size")
+_PREFERRED = (
+    "batch.gradient_accumulation_steps",
+    "batch.real_batch_size",
+    "batch.micro_batch_size",
+)
 _RATES = re.compile(r"optimizer\.(lr|\w+_lr|reference_batch)")  # what optimizer.lr_rule writes
 
 
 def is_execution(key: str) -> bool:
-    """Tell whether a key names, records or carries out a run; such keys are shown only where nothing else differs."""
+    """Tell whether a key names, records or carries out a run; such keys are shown only where
+    nothing else differs."""
     return is_record(key) or key == "hooks"
 
 
@@ -32,7 +37,8 @@ def text(value: Any) -> str:
 
 
 def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the config keys whose values are not the same in all runs that have a config, by section."""
+    """Return the config keys whose values are not the same in all runs that have a config, by
+    section."""
     configs = [r.config for r in records if r.config]
     keys = dict.fromkeys(key for config in configs for key in config)
     found = [key for key in keys if len({text(config.get(key)) for config in configs}) > 1]
@@ -42,7 +48,9 @@ def differing_keys(records: Sequence[Record]) -> tuple[str, ...]:
     order: dict[str, int] = {}
     for key in keys:
         order.setdefault(key.partition(".")[0], len(order))
-    return tuple(sorted(essential or found, key=lambda key: (order[key.partition(".")[0]], found.index(key))))
+    return tuple(
+        sorted(essential or found, key=lambda key: (order[key.partition(".")[0]], found.index(key)))
+    )
 
 
 def fact(record: Record, key: str) -> Any:
@@ -57,8 +65,9 @@ def cut_of(record: Record) -> str:
 
 
 def folded(records: Sequence[Record], left_out: Container[int]) -> list[list[Record]]:
-    """Group runs that differ in nothing but the seed; repeats of one seed are no new evidence and stay apart. A run
-    that takes part goes before one that is `left_out`, which it may have been made to replace."""
+    """Group runs that differ in nothing but the seed; repeats of one seed are no new evidence and
+    stay apart. A run that takes part goes before one that is `left_out`, which it may have been
+    made to replace."""
     groups: dict[Any, list[Record]] = {}
     for r in sorted(records, key=lambda r: id(r) in left_out):
         if not r.config or SEED not in r.config:
@@ -66,7 +75,9 @@ def folded(records: Sequence[Record], left_out: Container[int]) -> list[list[Rec
             continue
         essential = _essential(r.config, {SEED})
         again = 0
-        while any(r.config[SEED] == other.config[SEED] for other in groups.get((essential, again), [])):
+        while any(
+            r.config[SEED] == other.config[SEED] for other in groups.get((essential, again), [])
+        ):
             again += 1
         groups.setdefault((essential, again), []).append(r)
     return list(groups.values())
@@ -74,13 +85,17 @@ def folded(records: Sequence[Record], left_out: Container[int]) -> list[list[Rec
 
 def _essential(config: Mapping[str, Any], without: Collection[str]) -> tuple[tuple[str, str], ...]:
     whole = {TWIN: 0, **config}  # a run of before the twins is its own twin 0
-    return tuple(sorted((k, text(v)) for k, v in whole.items() if k not in without and not is_execution(k)))
+    return tuple(
+        sorted((k, text(v)) for k, v in whole.items() if k not in without and not is_execution(k))
+    )
 
 
 def computation(record: Record) -> object:
-    """Return what is equal for runs that compute the same but for rounding, seeds aside: cuts of one batch, twins.
+    """Return what is equal for runs that compute the same but for rounding, seeds aside: cuts of
+    one batch, twins.
 
-    A cut also changes what dropout draws, so with dropout only twins and repeats are one computation.
+    A cut also changes what dropout draws, so with dropout only twins and repeats are one
+    computation.
     """
     if not record.config:
         return record.path
@@ -96,14 +111,18 @@ def entry_of(
     left_out: Mapping[int, str],
     tokenizer: str = "",
 ) -> Entry:
-    """Make the entry of runs that differ in the seed alone: means over those that take part, notes, state.
+    """Make the entry of runs that differ in the seed alone: means over those that take part, notes,
+    state.
 
-    `measured`: the figures by id of the run; `left_out`: why a run takes no part; `tokenizer`: named where several are.
+    `measured`: the figures by id of the run; `left_out`: why a run takes no part; `tokenizer`:
+    named where several are.
     """
     several = len(group) > 1
     name = group[0].name
     if several:
-        name = f"{re.sub(r'(?<![A-Za-z])seed_?[0-9]+[,+]?', '', name).strip('+,_- ')} x{len(group)}".strip()
+        name = (
+            f"{re.sub(r'(?<![A-Za-z])seed_?[0-9]+[,+]?', '', name).strip('+,_- ')} x{len(group)}"
+        ).strip()
     whole = [measured[id(r)] for r in group]
     taking_part = [m for r, m in zip(group, whole, strict=True) if id(r) not in left_out]
     usable = taking_part or whole
@@ -113,7 +132,9 @@ def entry_of(
         known = [m[column.key] for m in usable if column.key in m]
         if known:
             values[column.key], interval = mean_interval(known)
-            if interval and len(known) > 2:  # of two it would be six times as wide as they lie apart
+            if (
+                interval and len(known) > 2
+            ):  # of two it would be six times as wide as they lie apart
                 intervals[column.key] = interval
     keys = differing if group[0].config else ()
     return Entry(
@@ -130,7 +151,9 @@ def entry_of(
     )
 
 
-def _notes(group: Sequence[Record], used: int, left_out: Mapping[int, str], tokenizer: str) -> list[str]:
+def _notes(
+    group: Sequence[Record], used: int, left_out: Mapping[int, str], tokenizer: str
+) -> list[str]:
     notes = []
     if len(group) > 1:
         notes.append(f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed")
@@ -154,13 +177,15 @@ def _notes(group: Sequence[Record], used: int, left_out: Mapping[int, str], toke
 
 
 def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return the differing keys less the seed, and less those that follow from others: the real batch from the
-    accumulation, the rate from the batch by optimizer.lr_rule."""
+    """Return the differing keys less the seed, and less those that follow from others: the real
+    batch from the accumulation, the rate from the batch by optimizer.lr_rule."""
     entries = [e for e in entries if e.values]
     swept = [key for e in entries for r in e.runs for key in r.swept]
     varied = [key for key in differing if len({text(e.values.get(key)) for e in entries}) > 1]
     keys = [key for key in varied if all(key in e.values for e in entries) and key != SEED]
-    rules = [r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for e in entries for r in e.runs]
+    rules = [
+        r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for e in entries for r in e.runs
+    ]
     if all(rules) or "optimizer.lr_rule" in swept:
         keys = [key for key in keys if key in swept or not _RATES.fullmatch(key)]
 
@@ -176,8 +201,8 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str]) -> bool:
-    """Tell whether the value of `key` follows from that of `other`: a key of its section, or a batch that decides the
-    budget."""
+    """Tell whether the value of `key` follows from that of `other`: a key of its section, or a
+    batch that decides the budget."""
     follows = key.startswith("train.max_") and other.startswith("batch.")
     if key in swept or not (follows or key.partition(".")[0] == other.partition(".")[0]):
         return False
@@ -186,8 +211,8 @@ def _decides(other: str, key: str, entries: Sequence[Entry], swept: Sequence[str
 
 
 def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
-    """Give each entry its short name. Repeats would share one: a single run has the name of its folder, a set of seeds
-    a number behind the name."""
+    """Give each entry its short name. Repeats would share one: a single run has the name of its
+    folder, a set of seeds a number behind the name."""
     names = [label(e, keys) for e in entries]
     found = []
     for i, (e, name) in enumerate(zip(entries, names, strict=True)):
@@ -198,8 +223,8 @@ def labelled(entries: Sequence[Entry], keys: Sequence[str]) -> list[Entry]:
 
 
 def label(entry: Entry, keys: Sequence[str]) -> str:
-    """Return the short name of an entry: accum=1 clip=0.5. Where nothing sets it apart, or too much, or where it is
-    none of the family of the others: its seeds, or the name of its run."""
+    """Return the short name of an entry: accum=1 clip=0.5. Where nothing sets it apart, or too
+    much, or where it is none of the family of the others: its seeds, or the name of its run."""
     shown = {}
     if entry.standing.mark not in APART and entry.values and len(keys) <= 4:
         shown = {key: entry.values.get(key) for key in keys if key != TWIN or entry.values.get(key)}
@@ -208,4 +233,6 @@ def label(entry: Entry, keys: Sequence[str]) -> str:
     seeds = sorted({s for r in entry.runs if isinstance(s := r.config.get(SEED), int)})
     if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
         return f"seeds {seeds[0]}-{seeds[-1]}"
-    return "seeds " + " and ".join(map(str, seeds)) if len(seeds) == 2 else f"{len(entry.runs)} seeds"
+    return (
+        "seeds " + " and ".join(map(str, seeds)) if len(seeds) == 2 else f"{len(entry.runs)} seeds"
+    )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-POWER = 0.8  # chance with which as many seeds as `seeds_needed` says find a difference of the size asked for
+# chance with which as many seeds as `seeds_needed` says find a difference of the size asked for
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,17 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """The size with its interval: 0.0034 ± 0.0018."""
-        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0  # else it is the rounding of the sum
+        """Return the size with its interval: 0.0034 ± 0.0018."""
+        half = (
+            self.half if self.half > 1e-9 * abs(self.mean) else 0.0
+        )  # else it is the rounding of the sum
         return f"{abs(self.mean) if abs(self.mean) > 1e-12 else 0.0:.2g} ± {half:.2g}"
 
 
 @functools.cache
 def t_quantile(p: float, df: float) -> float:
-    """The p-quantile (0 < p < 1) of Student's t with `df` > 0 degrees of freedom, to about 1e-9 relative."""
+    """Return the p-quantile (0 < p < 1) of Student's t with `df` > 0 degrees of freedom, to about
+    1e-9 relative."""
     if p < 0.5:
         return -t_quantile(1 - p, df)
     low, high = 0.0, 1.0
@@ -55,12 +59,15 @@ def _t_tail(t: float, df: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), evaluated by Lentz's method."""
+    """I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), evaluated by Lentz's
+    method."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
     if x > (a + 1) / (a + b + 2):  # where the fraction is slow
         return 1 - _incomplete_beta(1 - x, b, a)
-    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    front = (
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    )
     tiny = 1e-300
     value, c, d = 1.0, 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d
@@ -76,8 +83,10 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
     return math.exp(front) * value / a
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, tuple[float, float] | None]:
-    """Mean and its t-interval; no interval for a single value."""
+def mean_interval(
+    values: Sequence[float], level: float = 0.95
+) -> tuple[float, tuple[float, float] | None]:
+    """Return mean and its t-interval; no interval for a single value."""
     x = np.asarray(values, dtype=float)
     mean = float(x.mean())
     if len(x) < 2:
@@ -87,32 +96,44 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
 
 
 def paired_seeds(d: Sequence[float], level: float = 0.95) -> Difference:
-    """Estimate the mean of the differences of at least two pairs of runs that share a seed (Student's paired t)."""
+    """Estimate the mean of the differences of at least two pairs of runs that share a seed
+    (Student's paired t)."""
     mean, interval = mean_interval(d, level)
     assert interval is not None
-    return Difference(mean, interval[1] - mean, f"{len(d)} seeds, paired", len(d), float(np.std(d, ddof=1)))
+    return Difference(
+        mean, interval[1] - mean, f"{len(d)} seeds, paired", len(d), float(np.std(d, ddof=1))
+    )
 
 
 def unpaired_seeds(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Difference:
-    """Estimate mean(b) - mean(a) from at least three seeds on each side, whose spreads may differ (Welch's t).
+    """Estimate mean(b) - mean(a) from at least three seeds on each side, whose spreads may differ
+    (Welch's t).
 
-    Over two seeds a side, Welch's degrees of freedom are too many: where one spread is ten times the other, an interval
-    of 95 % misses in 7 % of cases.
+    Over two seeds a side, Welch's degrees of freedom are too many: where one spread is ten times
+    the other, an interval of 95 % misses in 7 % of cases.
     """
     errors = [float(np.var(x, ddof=1)) / len(x) for x in (a, b)]
     total = sum(errors)
-    df = total**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True)) if total else 1.0
+    df = (
+        total**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True))
+        if total
+        else 1.0
+    )
     half = t_quantile((1 + level) / 2, df) * math.sqrt(total)
     spread = math.sqrt(float(np.var(a, ddof=1)) + float(np.var(b, ddof=1)))
     fewer = min(len(a), len(b))
-    return Difference(float(np.mean(b) - np.mean(a)), half, f"{len(a)} and {len(b)} seeds", fewer, spread)
+    return Difference(
+        float(np.mean(b) - np.mean(a)), half, f"{len(a)} and {len(b)} seeds", fewer, spread
+    )
 
 
 def seeds_needed(spread: float, size: float, level: float = 0.95, most: int = 1000) -> int | None:
-    """Return the seeds per setting that find a difference of `size` with a chance of 80 %; None above `most`.
+    """Return the seeds per setting that find a difference of `size` with a chance of 80 %; None
+    above `most`.
 
-    `spread` is the standard deviation of the difference of a pair of seeds. The half width of the interval and the
-    margin for the power, (t_level + t_power) spread / sqrt(n), must fit into `size`.
+    `spread` is the standard deviation of the difference of a pair of seeds. The half width of the
+    interval and the margin for the power, (t_level + t_power) spread / sqrt(n), must fit into
+    `size`.
     """
 
     def enough(n: int) -> bool:
@@ -125,11 +146,13 @@ def seeds_needed(spread: float, size: float, level: float = 0.95, most: int = 10
 
 
 def series_difference(d: np.ndarray, level: float = 0.95) -> Difference | None:
-    """Estimate the mean of a series of autocorrelated differences; None where it is too short to tell.
+    """Estimate the mean of a series of autocorrelated differences; None where it is too short to
+    tell.
 
-    The series counts as n (1-r)/(1+r) independent values, r its correlation from one step to the next (AR(1);
-    Bartlett 1946). r is estimated too low in a short series: its bias (1+4r)/n is added, and one standard error. Under
-    20 values, or where fewer than 4 independent ones remain, there is no answer.
+    The series counts as n (1-r)/(1+r) independent values, r its correlation from one step to the
+    next (AR(1); Bartlett 1946). r is estimated too low in a short series: its bias (1+4r)/n is
+    added, and one standard error. Under 20 values, or where fewer than 4 independent ones remain,
+    there is no answer.
     """
     d = np.asarray(d, dtype=float)
     d = d[np.isfinite(d)]

@@ -31,22 +31,39 @@ _STYLES = {
 }
 _MOST = 40  # characters of a name
 # Where they fit.
-_FIRST = ("val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
+_FIRST = (
+    "val/loss",
+    "final val/loss",
+    "train/loss",
+    "tokens_per_sec",
+    "peak_memory_gib",
+    "train_time",
+)
 
 
 def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
-    """Print the result in a line, the table and the notes, at any width; with `why`, what they rest on."""
+    """Print the result in a line, the table and the notes, at any width; with `why`, what they rest
+    on."""
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
     if comparison.headline:
         console.print(Text(comparison.headline, style="bold"))
     columns = _fitting(comparison, console.width)
-    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    table = Table(
+        box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
+    )
     for head, *cells in columns:
         words = not any(any(ch.isdigit() for ch in cell) for cell in cells) or head == ""
-        table.add_column(Text(head, style="dim"), justify="left" if words else "right", no_wrap=True, vertical="bottom")
+        table.add_column(
+            Text(head, style="dim"),
+            justify="left" if words else "right",
+            no_wrap=True,
+            vertical="bottom",
+        )
     for i, entry in enumerate(comparison.entries, 1):
         style = _STYLES.get(entry.standing.mark, "")
-        table.add_row(*(Text(column[i], style=style if column[0] == "" else "") for column in columns))
+        table.add_row(
+            *(Text(column[i], style=style if column[0] == "" else "") for column in columns)
+        )
     console.print(table)
     for line in comparison.notes:
         console.print(Text(line))
@@ -65,7 +82,8 @@ def lines(comparison: Comparison, width: int) -> list[str]:
 
 
 def _fitting(c: Comparison, width: int) -> list[list[str]]:
-    """Return the columns that fit, each as its head and cells: settings, mark and metric always, then the others."""
+    """Return the columns that fit, each as its head and cells: settings, mark and metric always,
+    then the others."""
     names = _names(c)
     figures = {column.key: _figure_column(c, column) for column in c.columns}
     metric = [figures.pop(c.metric)] if c.metric in figures else []
@@ -73,7 +91,10 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
     if not c.metric.endswith("bits_per_byte"):
         figures.pop("val/bits_per_byte", None)  # a multiple of the loss
     wanted = [["difference", *(difference(e) for e in c.entries)]]
-    wanted += [figures[key] for key in sorted(figures, key=lambda k: _FIRST.index(k) if k in _FIRST else len(_FIRST))]
+    wanted += [
+        figures[key]
+        for key in sorted(figures, key=lambda k: _FIRST.index(k) if k in _FIRST else len(_FIRST))
+    ]
     room = width - sum(map(_width, kept))
     known = [column[1:] for column in metric]  # what the metric says already is no news
     for column in wanted:
@@ -88,10 +109,14 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
 
 
 def _names(c: Comparison) -> list[list[str]]:
-    """Return a column for each key that varies, under its short name; else, or where these do not tell the entries
-    apart, one with their names."""
+    """Return a column for each key that varies, under its short name; else, or where these do not
+    tell the entries apart, one with their names."""
     rows = [tuple(_setting(e, key) for key in c.factors) for e in c.entries]
-    if not 0 < len(c.factors) <= 4 or len(set(rows)) < len(rows) or any(e.label == e.name for e in c.entries):
+    if (
+        not 0 < len(c.factors) <= 4
+        or len(set(rows)) < len(rows)
+        or any(e.label == e.name for e in c.entries)
+    ):
         return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
     short = short_keys(c.factors)
     return [[short[key], *column] for key, *column in zip(c.factors, *rows, strict=True)]
@@ -120,13 +145,21 @@ def _cell(value: Any, most: int = 24) -> str:
 
 
 def _figure_column(c: Comparison, column: Column) -> list[str]:
-    return ["\n".join(textwrap.wrap(column.title, 14)), *(figure(entry, column) for entry in c.entries)]
+    return [
+        "\n".join(textwrap.wrap(column.title, 14)),
+        *(figure(entry, column) for entry in c.entries),
+    ]
 
 
 def to_json(c: Comparison) -> str:
-    """Strict JSON: {"runs": [{name, path, state, keys that differ, figures, ...}], "sentences": [...], ...}."""
+    """Strict JSON: {"runs": [{name, path, state, keys that differ, figures, ...}], "sentences":
+    [...], ...}."""
     # Every run has every key, null where it has no such figure or setting.
-    figures = list(dict.fromkeys([*(col.key for col in c.columns), *(key for e in c.entries for key in e.figures)]))
+    figures = list(
+        dict.fromkeys(
+            [*(col.key for col in c.columns), *(key for e in c.entries for key in e.figures)]
+        )
+    )
     settings = [key for key in c.differing if any(key in e.values for e in c.entries)]
     runs = []
     for e in c.entries:
@@ -136,12 +169,27 @@ def to_json(c: Comparison) -> str:
         row["paths"] = [str(r.path) for r in e.runs]
         row["intervals"] = {key: list(interval) for key, interval in e.intervals.items()}
         row["note"] = e.note or None
-        row |= {"label": e.label, "mark": e.standing.mark or None, "difference": e.standing.difference}
+        row |= {
+            "label": e.label,
+            "mark": e.standing.mark or None,
+            "difference": e.standing.difference,
+        }
         row |= {"half": e.standing.half, "basis": e.standing.basis or None}
         runs.append(row)
     answer: dict[str, Any] = {"headline": c.headline, "notes": list(c.notes), "why": list(c.why)}
-    whole = {**answer, "runs": runs, "sentences": list(c.sentences), "problems": list(c.problems), "metric": c.metric}
-    whole |= {"align": c.align, "align_at": c.align_at, "batch": c.batch, "differing": list(c.differing)}
+    whole = {
+        **answer,
+        "runs": runs,
+        "sentences": list(c.sentences),
+        "problems": list(c.problems),
+        "metric": c.metric,
+    }
+    whole |= {
+        "align": c.align,
+        "align_at": c.align_at,
+        "batch": c.batch,
+        "differing": list(c.differing),
+    }
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 
 
@@ -152,7 +200,8 @@ def _strict(value: Any) -> Any:
 
 
 def to_csv(c: Comparison) -> str:
-    """A row an entry, figures in full; the ends of intervals follow their figure where there are some."""
+    """Return a row an entry, figures in full; the ends of intervals follow their figure where there
+    are some."""
     keys: list[str] = []
     for column in c.columns:
         bounds = any(column.key in e.intervals for e in c.entries)
@@ -162,11 +211,18 @@ def to_csv(c: Comparison) -> str:
     writer.writerow(["name", "path", "state", *c.differing, *keys, "note"])
     for e in c.entries:
         ends = {
-            f"{k} {end}": v for k, pair in e.intervals.items() for end, v in zip(("low", "high"), pair, strict=True)
+            f"{k} {end}": v
+            for k, pair in e.intervals.items()
+            for end, v in zip(("low", "high"), pair, strict=True)
         }
         known = {**e.figures, **ends}
-        settings = [str(v) if type(v := e.values.get(k, "")) is float else _cell(v, 400) for k in c.differing]
-        writer.writerow([e.name, e.runs[0].path, e.state, *settings, *(known.get(k, "") for k in keys), e.note])
+        settings = [
+            str(v) if type(v := e.values.get(k, "")) is float else _cell(v, 400)
+            for k in c.differing
+        ]
+        writer.writerow(
+            [e.name, e.runs[0].path, e.state, *settings, *(known.get(k, "") for k in keys), e.note]
+        )
     return out.getvalue()
 
 
@@ -174,7 +230,12 @@ def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
     heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
     rows = [
-        [e.name, _mark(e), difference(e), *(_cell(e.values[k]) if k in e.values else "" for k in c.differing)]
+        [
+            e.name,
+            _mark(e),
+            difference(e),
+            *(_cell(e.values[k]) if k in e.values else "" for k in c.differing),
+        ]
         + [figure(e, column) for column in c.columns]
         for e in c.entries
     ]

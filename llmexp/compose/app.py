@@ -18,7 +18,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.errors import user_errors
-from llmexp.compose.guard import fill_names, fill_tracker, guard, refuse_code, refuse_secrets, variables_kept
+from llmexp.compose.guard import (
+    fill_names,
+    fill_tracker,
+    guard,
+    refuse_code,
+    refuse_secrets,
+    variables_kept,
+)
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, refuse
 from llmexp.run import replace_budgets
@@ -33,7 +40,8 @@ def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
             raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     GlobalHydra.instance().clear()
-    # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their parent.
+    # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
+    # parent.
     old = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
     try:
         hydra = Hydra.create_main_hydra2(task_name="llmexp", config_search_path=search_path)
@@ -44,22 +52,35 @@ def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
         GlobalHydra.instance().clear()
 
 
-def compose(hydra: Hydra, overrides: Sequence[str], multirun: bool = False) -> tuple[DictConfig, bool]:
-    """(composed config with its hydra section, whether it is a sweep). Raises ConfigError in the user's words.
+def compose(
+    hydra: Hydra, overrides: Sequence[str], multirun: bool = False
+) -> tuple[DictConfig, bool]:
+    """Return (composed config with its hydra section, whether it is a sweep). Raises ConfigError in
+    the user's words.
 
-    A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points share.
+    A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points
+    share.
     """
     with user_errors(hydra.config_loader, overrides):
         wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
-        if wanted is None:  # it does not compose: as a sweep it says why, where a run would blame the swept values
+        if (
+            wanted is None
+        ):  # it does not compose: as a sweep it says why, where a run would blame the swept values
             with suppress(AttributeError, KeyError, TypeError, RecursionError):  # told below
                 hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
         multirun = wanted == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         try:
             cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:  # such as for clip=[{}]
-            raise ConfigError(f"{' '.join(overrides)}: Hydra cannot make a config of this ({error!r})") from None
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:  # such as for clip=[{}]
+            raise ConfigError(
+                f"{' '.join(overrides)}: Hydra cannot make a config of this ({error!r})"
+            ) from None
         HydraConfig.instance().set_config(cfg)
     return cfg, multirun
 
@@ -85,41 +106,52 @@ def typed(cfg: DictConfig) -> Config:
         raise refuse(
             "name",
             repr(config.name[:100]),
-            "must be one folder name: 1 to 80 characters, no /, no dot or - at its start; hydra.run.dir takes any path",
+            "must be one folder name: 1 to 80 characters, no /, no dot or - at its start; "
+            "hydra.run.dir takes any path",
             "my_run",
         )
     return config
 
 
 def chosen_folder(cfg: DictConfig, key: str) -> Path:
-    """The folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises ConfigError."""
+    """Return the folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises
+    ConfigError."""
     with user_errors():
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
-        raise refuse(key, repr(value), "a folder is needed, without control characters", "outputs/try1")
+        raise refuse(
+            key, repr(value), "a folder is needed, without control characters", "outputs/try1"
+        )
     refuse_secrets(str(value), key)
     return Path(str(value))
 
 
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
-    """Whether the user chose the folder by an override of `key`."""
+    """Return whether the user chose the folder by an override of `key`."""
     return any(o.lstrip("+~").startswith(key + "=") for o in overrides)
 
 
 def quoted(text: str) -> str:
-    """`text` as the value of an override: in quotes where Hydra's grammar needs them."""
+    """Return `text` as the value of an override: in quotes where Hydra's grammar needs them."""
     if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
         return text
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def visible(overrides: Sequence[str]) -> list[str]:
-    """The overrides that say something about the run itself, for names and records."""
+    """Return the overrides that say something about the run itself, for names and records."""
     hidden = ("hydra.", "hydra/", "tracker", "checkpoint.resume", "name=", "sweep.")
     return [o for o in overrides if not o.lstrip("+").startswith(hidden)]
 
 
-def refuse_hosts(config: Config, instead: str = "for several, --queue makes the run's folder and says how") -> None:
-    """Raises ConfigError for a run on several hosts, which cannot be started from here."""
+def refuse_hosts(
+    config: Config, instead: str = "for several, --queue makes the run's folder and says how"
+) -> None:
+    """Raise ConfigError for a run on several hosts, which cannot be started from here."""
     if (nodes := config.parallelism.nnodes) > 1:
-        raise refuse("parallelism.nnodes", nodes, f"this command starts ranks on this host only; {instead}", 1)
+        raise refuse(
+            "parallelism.nnodes",
+            nodes,
+            f"this command starts ranks on this host only; {instead}",
+            1,
+        )

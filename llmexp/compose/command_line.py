@@ -25,14 +25,17 @@ ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
 
 
 def allow(packages: Sequence[str]) -> None:
-    """Allows `_target_` in the user's packages, found in the current folder too, here and in the workers."""
+    """Allow `_target_` in the user's packages, found in the current folder too, here and in the
+    workers."""
     os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
     sys.path.insert(0, os.getcwd())
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
+    )
 
 
 def take_allowed(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
+    """Return the arguments without --allow PACKAGE, which takes effect. Raises ConfigError."""
     rest: list[str] = []
     named: list[str] = []
     given = iter(arguments)
@@ -42,8 +45,12 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
             rest.append(argument)
             continue
         package = package if equals else next(given, "")
-        if not all(name.isidentifier() for part in package.split(",") for name in part.strip().split(".")):
-            raise ConfigError(f"--allow {package}: the name of a package is needed; for example --allow mypackage")
+        if not all(
+            name.isidentifier() for part in package.split(",") for name in part.strip().split(".")
+        ):
+            raise ConfigError(
+                f"--allow {package}: the name of a package is needed; for example --allow mypackage"
+            )
         named += [part.strip() for part in package.split(",")]
     packages = [os.environ.get("LLMEXP_ALLOW", ""), *named]
     if any(packages):
@@ -51,8 +58,9 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
     for package in named:
         if not _is_there(package):
             raise ConfigError(
-                f"--allow {package}: there is no such module on the path (looked in {os.getcwd()} too); for "
-                f"{package.replace('.', '/')}.py or a folder of this name elsewhere, set PYTHONPATH"
+                f"--allow {package}: there is no such module on the path (looked in {os.getcwd()} "
+                f"too); for {package.replace('.', '/')}.py or a folder of this name elsewhere, set "
+                f"PYTHONPATH"
             )
     return rest
 
@@ -65,7 +73,9 @@ def _is_there(package: str) -> bool:
         for part in below:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+            spec = importlib.machinery.PathFinder.find_spec(
+                f"{spec.name}.{part}", spec.submodule_search_locations
+            )
     except (ImportError, ValueError):
         return False
     return spec is not None
@@ -77,20 +87,29 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
     parser.prog = f"llmexp {command}"
 
     def unknown(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; settings are written train.max_steps=100; see llmexp {command} --help")
+        raise ConfigError(
+            f"{message}; settings are written train.max_steps=100; see llmexp {command} --help"
+        )
 
     parser.error = unknown  # type: ignore[method-assign]
     if command == "train":
-        parser.add_argument("--queue", action="store_true", help="make the run folder and start nothing")
+        parser.add_argument(
+            "--queue", action="store_true", help="make the run folder and start nothing"
+        )
     if command == "verify":
         parser.add_argument("--steps", type=int, help="optimizer steps of each run")
-        parser.add_argument("--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches")
-    args = parser.parse_intermixed_args(take_allowed(arguments))  # flags may stand between overrides
+        parser.add_argument(
+            "--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches"
+        )
+    args = parser.parse_intermixed_args(
+        take_allowed(arguments)
+    )  # flags may stand between overrides
     for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own files are options of "
-                "the groups: --config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
+                f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own "
+                "files are options of the groups: --config-dir DIR with DIR/experiment/mine.yaml, "
+                "then experiment=mine"
             )
     check_overrides(args.overrides)
     refuse_search_path(args.config_dir, args.overrides)
@@ -98,7 +117,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises ConfigError naming an override that cannot be parsed."""
+    """Raise ConfigError naming an override that cannot be parsed."""
     parser = OverridesParser.create()
     for override in overrides:
         key = ""
@@ -106,8 +125,14 @@ def check_overrides(overrides: Sequence[str]) -> None:
             key = parser.parse_override(override).key_or_group
         if not key:
             name, equals, value = override.partition("=")
-            quoted = f"""; special characters need quotes: '{name}="{value}"'""" if name and equals and value else ""
-            raise ConfigError(f"{override}: is not an override; one looks like train.max_steps=100{quoted}")
+            quoted = (
+                f"""; special characters need quotes: '{name}="{value}"'"""
+                if name and equals and value
+                else ""
+            )
+            raise ConfigError(
+                f"{override}: is not an override; one looks like train.max_steps=100{quoted}"
+            )
 
 
 # What runs code of the user's choosing comes from a command line, never from a file alone.
@@ -126,7 +151,7 @@ def recordable(arguments: Sequence[str]) -> list[str]:
 
 
 def kept_back(arguments: Sequence[str]) -> str:
-    """The rest of it, to be typed again."""
+    """Return the rest of it, to be typed again."""
     allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
     words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
     return "".join(f" {shlex.quote(word)}" for word in words)

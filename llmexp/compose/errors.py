@@ -16,7 +16,8 @@ from llmexp.config import ConfigError
 
 @contextmanager
 def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or option."""
+    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or
+    option."""
     try:
         yield
     except ConfigError:

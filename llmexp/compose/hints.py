@@ -1,4 +1,5 @@
-"""What Hydra refused, in the user's words: what is wrong with which key, and the nearest one that there is."""
+"""What Hydra refused, in the user's words: what is wrong with which key, and the nearest one that
+there is."""
 
 from __future__ import annotations
 
@@ -20,50 +21,76 @@ MOST = 18  # names in a list of what there is
 
 
 def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
-    """What Hydra refused, in words that name the key, the value and what would be valid."""
+    """Return what Hydra refused, in words that name the key, the value and what would be valid."""
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
         text += "\n" + str(error.__cause__).strip()
     if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return f"{found.group(1)}: several values are a sweep, which needs -m; a list is written key=[a,b]"
-    if found := re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text):
+        return (
+            f"{found.group(1)}: several values are a sweep, which needs -m; a list is written "
+            "key=[a,b]"
+        )
+    if found := re.search(
+        r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", text
+    ):
         if "already at" in text:
             return f"{found.group(1)}: this key exists; write it without the +"
         return unknown(found.group(1).partition("=")[0], loader, overrides)
-    if found := re.search(r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)", text, re.S):
-        choice, group, options = found.group(1), found.group(2), found.group(3).split("Config search")[0].split()
+    if found := re.search(
+        r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)", text, re.S
+    ):
+        choice, group, options = (
+            found.group(1),
+            found.group(2),
+            found.group(3).split("Config search")[0].split(),
+        )
         word = choice.removeprefix(group + "/")
         return f"{group}={word}: there is no such option.{hint(word, options)}"
     if "Config group override must be" in text:
         for override in map(OverridesParser.create().parse_override, overrides):
-            if override.key_or_group in loader.list_groups("") and not isinstance(override.value(), (str, list)):
+            if override.key_or_group in loader.list_groups("") and not isinstance(
+                override.value(), (str, list)
+            ):
                 options = loader.get_group_options(override.key_or_group)
-                return f"{override.input_line}: an option of the group is needed. Known: {', '.join(options)}."
+                return (
+                    f"{override.input_line}: an option of the group is needed. Known: "
+                    f"{', '.join(options)}."
+                )
     key = getattr(error, "full_key", None)
     lines = [
-        line.strip() for line in text.splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)", line)
+        line.strip()
+        for line in text.splitlines()
+        if not re.match(r"\s*(full_key|object_type|reference_type)", line)
     ]
     return (f"{key}: " if key else "") + " ".join(filter(None, lines))
 
 
 def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
-    """A refusal of a key that the composed config does not have: what it misses, or the nearest key that there is."""
+    """Return a refusal of a key that the composed config does not have: what it misses, or the
+    nearest key that there is."""
     if key.startswith("user."):
-        return f"{key}: there is no such key yet; a new key of your own is written with a +: +{key}=..."
+        return (
+            f"{key}: there is no such key yet; a new key of your own is written with a +: "
+            f"+{key}=..."
+        )
     tree = known_tree(loader, overrides)
     flat = flatten({k: v for k, v in tree.items() if k != "hydra"})
-    value = next((o.partition("=")[2] for o in overrides if o.lstrip("+~").partition("=")[0] == key), "")
+    value = next(
+        (o.partition("=")[2] for o in overrides if o.lstrip("+~").partition("=")[0] == key), ""
+    )
     for other in map(OverridesParser.create().parse_override, overrides):
         if other.key_or_group in flat and not other.is_sweep_override():
             flat[other.key_or_group] = other.value()
     if refusal := not_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value, flat):
         return refusal
-    return f"{key}: there is no such key or group.{nearest_key(key, [*flat_keys(tree), 'experiment'])}"
+    return (
+        f"{key}: there is no such key or group.{nearest_key(key, [*flat_keys(tree), 'experiment'])}"
+    )
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
-    """A hint: a key of the same section that is spelled alike, one of this name elsewhere, a section spelled alike;
-    else what there is in the section."""
+    """Return a hint: a key of the same section that is spelled alike, one of this name elsewhere, a
+    section spelled alike; else what there is in the section."""
     section, _, name = key.rpartition(".")
     siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
     turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
@@ -76,12 +103,18 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     top = [k for k in known if "." not in k and k != "hydra"]
     there = siblings or top
     more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
-    return ("" if siblings else nearest(key, known, cutoff=0.8)) or f" Known: {', '.join(there[:MOST])}{more}"
+    return (
+        "" if siblings else nearest(key, known, cutoff=0.8)
+    ) or f" Known: {', '.join(there[:MOST])}{more}"
 
 
 def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
-    """The config with the chosen options of the groups and no other override."""
-    groups = [o for o in overrides if re.fullmatch(r"[a-z]+=\w+", o) and o.partition("=")[0] in loader.list_groups("")]
+    """Return the config with the chosen options of the groups and no other override."""
+    groups = [
+        o
+        for o in overrides
+        if re.fullmatch(r"[a-z]+=\w+", o) and o.partition("=")[0] in loader.list_groups("")
+    ]
     cfg = None
     for choice in (groups, []):  # a choice may be wrong itself
         with suppress(HydraException):
@@ -91,7 +124,8 @@ def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of nested mappings, sections included; hydra's own without what is in it."""
+    """Yield the dotted keys of nested mappings, sections included; hydra's own without what is in
+    it."""
     for key, child in node.items():
         yield f"{prefix}{key}"
         if isinstance(child, dict) and key != "hydra":

@@ -1,5 +1,5 @@
-"""Where each value of a composed config comes from: the files in the order in which they are merged, then the command
-line; and the refusal of knobs that are set and do nothing."""
+"""Where each value of a composed config comes from: the files in the order in which they are
+merged, then the command line; and the refusal of knobs that are set and do nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class Layer:
 
 
 def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
-    """All that sets values, the last word last."""
+    """Return all that sets values, the last word last."""
     found = []
     for default in loader.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults:
         path, package = default.config_path, default.package or ""
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
         source, values = option(loader, path)
-        found.append(Layer(source, {f"{package}.{key}" if package else key: v for key, v in values.items()}))
+        found.append(
+            Layer(source, {f"{package}.{key}" if package else key: v for key, v in values.items()})
+        )
     for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
         if not loader.repository.group_exists(key) and not override.is_delete():
@@ -48,7 +50,8 @@ def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
 
 
 def option(loader: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """(the file's name for a user, what it sets by its own dotted keys) of the config at `path`, such as clip/norm."""
+    """Return (the file's name for a user, what it sets by its own dotted keys) of the config at
+    `path`, such as clip/norm."""
     loaded = loader.repository.load_config(path)
     if loaded is None:
         return path, {}
@@ -59,8 +62,8 @@ def option(loader: Any, path: str) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_dead(cfg: DictConfig, config: Config) -> None:
-    """Raises ConfigError for a knob that does nothing where it is set: on the command line to any value but null, in a
-    file to a value of its own."""
+    """Raise ConfigError for a knob that does nothing where it is set: on the command line to any
+    value but null, in a file to a value of its own."""
     flat = flatten(plain(config))
     given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
     for key, (why, instead) in dead(flat).items():
@@ -71,23 +74,33 @@ def refuse_dead(cfg: DictConfig, config: Config) -> None:
 
 
 # What acts in a sweep only, and what acts in a single run only, with what to do instead.
-SWEEP_ONLY = ("sweep.", "hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.")
+SWEEP_ONLY = (
+    "sweep.",
+    "hydra/launcher",
+    "hydra/sweeper",
+    "hydra.launcher.",
+    "hydra.sweeper.",
+    "hydra.sweep.",
+)
 RUN_ONLY = {
     "hydra.run.dir": "names the folder of a single run; that of a sweep is hydra.sweep.dir={value}",
-    "train.stop_step": "does nothing in a sweep, whose points train to their end; leave it out, or for shorter points "
-    "give train.max_steps={value}",
+    "train.stop_step": "does nothing in a sweep, whose points train to their end; leave it out, or "
+    "for shorter points give train.max_steps={value}",
 }
 
 
 def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
-    """Raises ConfigError for an override of the command line that acts in a sweep only, or in a single run only."""
+    """Raise ConfigError for an override of the command line that acts in a sweep only, or in a
+    single run only."""
     if any(o.lstrip("+").startswith("sweep.resume=") for o in overrides) and multirun:
         return  # its command was accepted when it began
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if not multirun and key.startswith(SWEEP_ONLY):
             raise refuse(
-                key, value, "does nothing without -m, which makes the command a sweep; add -m, or leave it out"
+                key,
+                value,
+                "does nothing without -m, which makes the command a sweep; add -m, or leave it out",
             )
         if multirun and key in RUN_ONLY and value != "null":
             raise refuse(key, value, RUN_ONLY[key].format(value=value.partition(",")[0]))
@@ -98,13 +111,15 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
     found = set()
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        section = OverridesParser.create().parse_override(override).value() if value[:1] == "{" else None
+        section = (
+            OverridesParser.create().parse_override(override).value() if value[:1] == "{" else None
+        )
         found |= set(flatten({key: section})) if isinstance(section, dict) else {key}
     return found
 
 
 def refuse_given(config: Config, given: Sequence[str]) -> None:
-    """The same for keys of a command line that changes a run's own config."""
+    """Refuse the same for keys of a command line that changes a run's own config."""
     flat = flatten(plain(config))
     for key, (why, instead) in dead(flat).items():
         if key in given and flat[key] is not None:
@@ -112,18 +127,20 @@ def refuse_given(config: Config, given: Sequence[str]) -> None:
 
 
 def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Raises ConfigError for an experiment whose settings are under `experiment`, where nobody reads them."""
+    """Raise ConfigError for an experiment whose settings are under `experiment`, where nobody reads
+    them."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
         source, _ = option(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
         raise ConfigError(
-            f"experiment={choice}: {source} must begin with the line `# @package _global_`; without it all that it "
-            "sets is put under `experiment`, where nothing reads it"
+            f"experiment={choice}: {source} must begin with the line `# @package _global_`; "
+            "without it all that it sets is put under `experiment`, where nothing reads it"
         )
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
-    """Whether the value of a knob that does nothing is nobody's wish: its default, or that of the chosen option."""
+    """Return whether the value of a knob that does nothing is nobody's wish: its default, or that
+    of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
     if value is None or value == fields().get(key, {}).get("default", dataclasses.MISSING):
         return True
@@ -139,25 +156,32 @@ def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
 
 
 def origin(cfg: DictConfig, key: str) -> str | None:
-    """The file in which a value was set last; None where the command line did that."""
+    """Return the file in which a value was set last; None where the command line did that."""
     loader = GlobalHydra.instance().config_loader()
     given = [str(o) for o in (*cfg.hydra.overrides.hydra, *cfg.hydra.overrides.task)]
     sources = [layer.source for layer in layers(loader, CONFIG_NAME, given) if key in layer.values]
     return sources[-1] if sources and sources[-1] != COMMAND_LINE else None
 
 
-def not_in_option(loader: Any, choices: dict[str, Any], key: str, value: str, flat: dict[str, Any]) -> str:
-    """The refusal of an override whose key the chosen option does not list though it is a knob; empty for other keys.
-    `flat`: the config without the override."""
+def not_in_option(
+    loader: Any, choices: dict[str, Any], key: str, value: str, flat: dict[str, Any]
+) -> str:
+    """Return the refusal of an override whose key the chosen option does not list though it is a
+    knob; empty for other keys. `flat`: the config without the override."""
     section, _, name = key.partition(".")
     if key in fields() and key in (idle := dead(flat | {key: value})):
         return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))
     if section not in choices or "." in name:
         return ""
-    having = [o for o in loader.get_group_options(section) if name in option(loader, f"{section}/{o}")[1]]
+    having = [
+        o for o in loader.get_group_options(section) if name in option(loader, f"{section}/{o}")[1]
+    ]
     if not having:
         return ""
-    return f"{key}: the option {section}={choices[section]} has no such knob; these have it: {', '.join(having)}"
+    return (
+        f"{key}: the option {section}={choices[section]} has no such knob; these have it: "
+        f"{', '.join(having)}"
+    )
 
 
 CONFIG_NAME = "config"

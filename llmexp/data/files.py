@@ -1,4 +1,5 @@
-"""Files that a data source reads: found by glob, identified by content, remembered in the cache folder."""
+"""Files that a data source reads: found by glob, identified by content, remembered in the cache
+folder."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PACKED = {
     PARQUET: (
         "a Parquet file",
         "write its texts to a plain file first, for example: python -c "
-        "\"import sys, pyarrow.parquet as p; [print(t) for t in p.read_table(sys.argv[1])['text'].to_pylist()]\" "
+        "\"import sys, pyarrow.parquet as p; [print(t) for t in "
+        "p.read_table(sys.argv[1])['text'].to_pylist()]\" "
         "{path} > {out}",
     ),
     b"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
@@ -38,18 +40,26 @@ OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """`data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here. Raises ValueError."""
+    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here.
+    Raises ValueError."""
     if not isinstance(cache_dir, str | None):
         raise ValueError(f"data.cache_dir={cache_dir}: the path of a folder is needed, or null")
-    return Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp").expanduser().absolute()
+    return (
+        Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp")
+        .expanduser()
+        .absolute()
+    )
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process's limit of open files for so many that stay open. Raises ValueError where it may not."""
+    """Raise this process's limit of open files for so many that stay open. Raises ValueError where
+    it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
     if count + 64 > most:
-        text = f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
+        text = (
+            f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
+        )
         raise ValueError(f"data.train_files: {text}; join them to fewer")
     if (wanted := min(count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
@@ -61,40 +71,59 @@ def cpu_count() -> int:
 
 
 def match_files(key: str, patterns: Any) -> list[Path]:
-    """The readable files that a glob, or a list of globs, names: sorted per glob, each file once.
+    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each file
+    once.
 
-    Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming `key`, for a glob
-    without a match and for what is no readable file.
+    Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming
+    `key`, for a glob without a match and for what is no readable file.
     """
     wanted = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(wanted, (list, tuple)) or not wanted or not all(isinstance(p, str) and p for p in wanted):
+    if (
+        not isinstance(wanted, (list, tuple))
+        or not wanted
+        or not all(isinstance(p, str) and p for p in wanted)
+    ):
         given = "null" if patterns is None else patterns
-        raise ValueError(f"{key}={given}: a glob or a list of globs is needed; for example {key}=corpus/**/*.txt")
+        raise ValueError(
+            f"{key}={given}: a glob or a list of globs is needed; for example {key}=corpus/**/*.txt"
+        )
     found: dict[Path, None] = {}
     for pattern in wanted:
         expanded = os.path.expanduser(pattern)
         # A name that exists is meant as it stands, also with brackets in it.
-        names = [expanded] if os.path.lexists(expanded) else sorted(glob.glob(expanded, recursive=True))
+        names = (
+            [expanded] if os.path.lexists(expanded) else sorted(glob.glob(expanded, recursive=True))
+        )
         if not names:
-            raise ValueError(f"{key}={pattern}: no file matches (looked in {os.path.abspath(os.curdir)})")
+            raise ValueError(
+                f"{key}={pattern}: no file matches (looked in {os.path.abspath(os.curdir)})"
+            )
         paths = [Path(name) for name in names if not os.path.isdir(name)]
         if not paths:
-            raise ValueError(f"{key}={pattern}: {names[0]} is a folder; for its files write {key}={names[0]}/*")
+            raise ValueError(
+                f"{key}={pattern}: {names[0]} is a folder; for its files write {key}={names[0]}/*"
+            )
         for path in paths:
             if path.exists() and not path.is_file():  # to read from it could wait for ever
                 text = "is a pipe or a device, and data files are read more than once"
-                raise ValueError(f"{key}={pattern}: {path} {text}; write what comes out of it to a plain file first")
+                raise ValueError(
+                    f"{key}={pattern}: {path} {text}; write what comes out of it to a plain file "
+                    "first"
+                )
             try:
                 with open(path, "rb") as file:
                     file.read(1)
             except OSError as error:
-                raise ValueError(f"{key}={pattern}: {path} cannot be read: {error.strerror}") from None
+                raise ValueError(
+                    f"{key}={pattern}: {path} cannot be read: {error.strerror}"
+                ) from None
             found[path] = None
     return list(found)
 
 
 def refuse_packed(key: str, path: Path) -> None:
-    """Raise ValueError, with a way to plain text, for a file that is not plain text by its first bytes."""
+    """Raise ValueError, with a way to plain text, for a file that is not plain text by its first
+    bytes."""
     bare = path.with_suffix("")
     plain = bare if bare.suffix and bare != path else path.with_suffix(".txt")
     plain = plain if plain != path else path.with_name(f"{bare.name}-plain.txt")
@@ -113,11 +142,16 @@ def refuse_packed(key: str, path: Path) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        field = next((k for k in ("text", "content", *found) if isinstance(found.get(k), str)), "text")
-        code = f"import json, sys; [print(json.loads(s)[{json.dumps(field)}]) for s in sys.stdin if s.strip()]"
+        field = next(
+            (k for k in ("text", "content", *found) if isinstance(found.get(k), str)), "text"
+        )
+        code = (
+            f"import json, sys; [print(json.loads(s)[{json.dumps(field)}]) for s in sys.stdin "
+            "if s.strip()]"
+        )
         raise ValueError(
-            f"{key}={path}: is JSON lines, not plain text (its first line is an object with the keys "
-            f"{', '.join(map(str, list(found)[:5]))}); take the texts out first, for example: "
+            f"{key}={path}: is JSON lines, not plain text (its first line is an object with the "
+            f"keys {', '.join(map(str, list(found)[:5]))}); take the texts out first, for example: "
             f"python -c {shlex.quote(code)} < {names['path']} > {names['out']}"
         )
 
@@ -142,7 +176,8 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names that do not change when the files move together: relative to the folder that holds them all."""
+    """Return names that do not change when the files move together: relative to the folder that
+    holds them all."""
     if not paths:
         return []
     full = [os.path.abspath(p) for p in paths]
@@ -159,9 +194,11 @@ def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str
 
 
 def cut_files(states: Mapping[str, int]) -> str:
-    """In words, which of the files (path -> bytes when they were opened: `Corpus.states`) are shorter now.
+    """In words, which of the files (path -> bytes when they were opened: `Corpus.states`) are
+    shorter now.
 
-    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. "" where none is.
+    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. ""
+    where none is.
     """
     found = []
     for path, size in states.items():
@@ -170,12 +207,15 @@ def cut_files(states: Mapping[str, int]) -> str:
         except OSError:
             now = size  # that it is gone does no harm to an open map
         if now < size:
-            found.append(f"{path}: this token file was cut from {size:,} to {now:,} bytes while it was in use")
+            found.append(
+                f"{path}: this token file was cut from {size:,} to {now:,} bytes while it was in "
+                "use"
+            )
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def state_of(path: Path) -> tuple[int, int]:
-    """(bytes, time of change in ns) of a file; (-1, -1) of one that is not there."""
+    """Return (bytes, time of change in ns) of a file; (-1, -1) of one that is not there."""
     try:
         found = path.stat()
     except OSError:
@@ -184,13 +224,21 @@ def state_of(path: Path) -> tuple[int, int]:
 
 
 def remembered(
-    cache: Path, what: str, settings: Any, paths: Sequence[Path], compute: Callable[[], Any], write: bool
+    cache: Path,
+    what: str,
+    settings: Any,
+    paths: Sequence[Path],
+    compute: Callable[[], Any],
+    write: bool,
 ) -> Any:
-    """`compute()`, or what it returned (plain values) when the files had the same sizes and times of change.
+    """Return `compute()`, or what it returned (plain values) when the files had the same sizes and
+    times of change.
 
     A note that cannot be written or read is no error: the value is computed again.
     """
-    states = [(os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)]
+    states = [
+        (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
+    ]
     key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
     note = cache / "notes" / f"{what}-{key[:32]}.json"
     try:
@@ -199,7 +247,9 @@ def remembered(
         value = compute()
     # A file that changed just now can change again within one tick of its clock without a new time.
     settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
-    unchanged = all(p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True))
+    unchanged = all(
+        p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
+    )
     if write and settled and unchanged:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -1,28 +1,32 @@
-"""The order of sequences: a pure function of (seed, position), with O(1) memory for a corpus of any size.
+"""The order of sequences: a pure function of (seed, position), with O(1) memory for a corpus of any
+size.
 
-A keyed permutation of [0, n): an unbalanced Feistel network on the smallest power of two that holds n, and cycle
-walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") for the values that fall outside [0, n).
+A keyed permutation of [0, n): an unbalanced Feistel network on the smallest power of two that holds
+n, and cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") for the
+values that fall outside [0, n).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Half-rounds: (the largest number of bits, how many). Eight pass for random on large domains (Luby and Rackoff 1988);
-# on small ones, where a half has a bit or two, orders become equally likely only after some thirty (measured).
+# Half-rounds: (the largest number of bits, how many). Eight pass for random on large domains (Luby
+# and Rackoff 1988); on small ones, where a half has a bit or two, orders become equally likely only
+# after some thirty (measured).
 ROUNDS = ((10, 32), (64, 12))
 _MASK = (1 << 64) - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of uint64 that spreads every bit."""
+    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of uint64 that spreads every
+    bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """A bijection of [0, 2**bits) per key, elementwise; x and key are uint64 [m]."""
+    """Return a bijection of [0, 2**bits) per key, elementwise; x and key are uint64 [m]."""
     low_bits = np.uint64(bits - bits // 2)
     low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
     high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
@@ -37,10 +41,12 @@ def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
 
 
 def sequence_index(seed: int, k: np.ndarray, n: int, shuffle: bool) -> np.ndarray:
-    """Which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless stream of sequences.
+    """Return which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless
+    stream of sequences.
 
-    Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in file order.
-    Returns int64 [m]. The result may never change between versions: runs are resumed by it.
+    Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in
+    file order. Returns int64 [m]. The result may never change between versions: runs are resumed by
+    it.
     """
     if n < 1:
         raise ValueError(f"a stream of {n} sequences has no order; at least one sequence is needed")

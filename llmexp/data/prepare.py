@@ -1,7 +1,8 @@
-"""Text -> token shards in the cache folder: streamed in constant memory, made once, committed whole or not at all.
+"""Text -> token shards in the cache folder: streamed in constant memory, made once, committed whole
+or not at all.
 
-The cut of the text into pieces never shows in the tokens: the result is `encode_ordinary` of each whole document,
-with the end-of-text token between two documents.
+The cut of the text into pieces never shows in the tokens: the result is `encode_ordinary` of each
+whole document, with the end-of-text token between two documents.
 """
 
 from __future__ import annotations
@@ -34,28 +35,42 @@ PIECE_BYTES = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
 QUIET_S = 2.0  # shorter preparations print nothing
 
-# Where a text may be cut without a change of its tokens. In the split patterns of the encodings below no match
-# crosses these places, and none looks past them, so that split(a + b) = split(a) + split(b):
-#   x| y     before a space that follows a non-space: only the first character of a match may be a space before
-#            other things, and a run of spaces looks one character ahead, which is still x's side or all of y's
-#   x\n|y    after a single newline between non-spaces; o200k lets "/" follow "!\n" in one match, so y is not "/"
-#   a|.      between a letter or digit and white space or punctuation: the runs of letters and of digits end there
-#            ("'" is left out: it starts 's, which o200k joins to the word; marks are left out for the same reason)
-# The characters are listed, not classed: Python and tiktoken may know different versions of Unicode.
+# Where a text may be cut without a change of its tokens. In the split patterns of the encodings
+# below no match crosses these places, and none looks past them, so that split(a + b) = split(a) +
+# split(b):
+# x| y     before a space that follows a non-space: only the first character of a match may be a
+# space before
+# other things, and a run of spaces looks one character ahead, which is still x's side or all of y's
+# x\n|y    after a single newline between non-spaces; o200k lets "/" follow "!\n" in one match, so y
+# is not "/"
+# a|.      between a letter or digit and white space or punctuation: the runs of letters and of
+# digits end there
+# ("'" is left out: it starts 's, which o200k joins to the word; marks are left out for the same
+# reason) The characters are listed, not classed: Python and tiktoken may know different versions of
+# Unicode.
 BOUNDARY = re.compile(
     r"(?<=\S)(?= )"
     r"|(?<=\S\n)(?=[^\s/])"
     r"|(?<=[A-Za-z0-9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
-    r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"
+    r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
 )
-CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")  # others: a document is one piece
+CUTTABLE = (
+    "gpt2",
+    "r50k_base",
+    "p50k_base",
+    "cl100k_base",
+    "o200k_base",
+)  # others: a document is one piece
 
-_Encoded = Generator[tuple[np.ndarray, int], None, None]  # tokens, and how many bytes of text they are
+_Encoded = Generator[
+    tuple[np.ndarray, int], None, None
+]  # tokens, and how many bytes of text they are
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes [start, stop) of a UTF-8 text file, between characters; `content` is the sha256 of the whole file."""
+    """Bytes [start, stop) of a UTF-8 text file, between characters; `content` is the sha256 of the
+    whole file."""
 
     path: Path
     start: int
@@ -71,21 +86,29 @@ def prepare(
     cache: Path,
     write: bool,
 ) -> dict[str, TokenStream]:
-    """A token stream per split ("train", "val"), each cut at its `max_tokens`; from the cache where it is there.
+    """Return a token stream per split ("train", "val"), each cut at its `max_tokens`; from the
+    cache where it is there.
 
-    Without `write` nothing is written: what is not in the cache is counted, and its stream knows its length only.
-    Raises ValueError for text that is not UTF-8 (file and byte offset), for a file that is not what was hashed any
-    more, and for a cache that cannot be written.
+    Without `write` nothing is written: what is not in the cache is counted, and its stream knows
+    its length only. Raises ValueError for text that is not UTF-8 (file and byte offset), for a file
+    that is not what was hashed any more, and for a cache that cannot be written.
     """
     recipe = {
-        name: {"segments": [(s.content, s.start, s.stop) for s in segments], "max_tokens": max_tokens[name]}
+        name: {
+            "segments": [(s.content, s.start, s.stop) for s in segments],
+            "max_tokens": max_tokens[name],
+        }
         for name, segments in splits.items()
     }
-    key = hashlib.sha256(json.dumps([FORMAT, identity(encoding), recipe], sort_keys=True).encode()).hexdigest()[:32]
+    key = hashlib.sha256(
+        json.dumps([FORMAT, identity(encoding), recipe], sort_keys=True).encode()
+    ).hexdigest()[:32]
     folder = cache / "tokens" / key
     if (there := _open(folder, list(splits))) is not None:
         return there
-    progress = _Progress(sum(s.stop - s.start for segments in splits.values() for s in segments), write)
+    progress = _Progress(
+        sum(s.stop - s.start for segments in splits.values() for s in segments), write
+    )
     if not write:
         counts = {
             name: sum(map(len, encode_segments(segments, encoding, max_tokens[name], progress)))
@@ -104,19 +127,26 @@ def prepare(
         raise
     except OSError as error:
         raise ValueError(
-            f"data.cache_dir={cache}: the token cache cannot be written there ({error.strerror or error}); set "
-            "data.cache_dir or the environment variable LLMEXP_CACHE_DIR to a folder with room that you may write to"
+            f"data.cache_dir={cache}: the token cache cannot be written there "
+            f"({error.strerror or error}); set data.cache_dir or the environment variable "
+            "LLMEXP_CACHE_DIR to a folder with room that you may write to"
         ) from error
     if there is None:
-        raise ValueError(f"data.cache_dir={cache}: what was just written to {folder} reads back damaged")
+        raise ValueError(
+            f"data.cache_dir={cache}: what was just written to {folder} reads back damaged"
+        )
     return there
 
 
 def encode_segments(
-    segments: Sequence[Segment], encoding: Tokenizer, max_tokens: int | None, progress: _Progress | None = None
+    segments: Sequence[Segment],
+    encoding: Tokenizer,
+    max_tokens: int | None,
+    progress: _Progress | None = None,
 ) -> Iterator[np.ndarray]:
-    """The tokens of the segments in order, as arrays; the end-of-text token between two segments. At most
-    `max_tokens` in all. Raises ValueError, with file and byte offset, for text that is not UTF-8.
+    """Yield the tokens of the segments in order, as arrays; the end-of-text token between two
+    segments. At most `max_tokens` in all. Raises ValueError, with file and byte offset, for text
+    that is not UTF-8.
     """
     left = sys.maxsize if max_tokens is None else max_tokens
     encode = _encode_bytes if is_byte_level(encoding) else _encode_text
@@ -139,14 +169,17 @@ def _encode_bytes(segments: Sequence[Segment], encoding: Tokenizer) -> _Encoded:
 
 
 def _encode_text(segments: Sequence[Segment], encoding: Tokenizer) -> _Encoded:
-    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of them ahead."""
+    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of
+    them ahead."""
     cuttable = encoding.name in CUTTABLE and not isinstance(encoding, Own)
 
     def encode(text: str, path: Path) -> tuple[np.ndarray, int]:
         try:
             return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
         except ValueError as error:
-            raise ValueError(f"{path}: the tokenizer {encoding.name} gave up on this text: {error}") from None
+            raise ValueError(
+                f"{path}: the tokenizer {encoding.name} gave up on this text: {error}"
+            ) from None
 
     threads = min(cpu_count(), MAX_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
@@ -173,7 +206,8 @@ def _done(value: tuple[np.ndarray, int]) -> Future[tuple[np.ndarray, int]]:
 
 
 def cut(texts: Iterator[str], size: int) -> Iterator[str]:
-    """The same text in pieces of about `size` characters that can be encoded one by one (see BOUNDARY).
+    """Yield the same text in pieces of about `size` characters that can be encoded one by one (see
+    BOUNDARY).
 
     Where there is no boundary the piece grows until there is one.
     """
@@ -189,7 +223,9 @@ def cut(texts: Iterator[str], size: int) -> Iterator[str]:
         if end:
             yield joined[:end]
         pending, length = [joined[end:]], len(joined) - end
-        enough = size if end else 2 * length  # doubling keeps the cost of a text without boundaries linear
+        enough = (
+            size if end else 2 * length
+        )  # doubling keeps the cost of a text without boundaries linear
     if length:
         yield "".join(pending)
 
@@ -204,7 +240,8 @@ def _last_boundary(text: str) -> int:
 
 
 def _blocks(segment: Segment) -> Iterator[tuple[bytes, str]]:
-    """(bytes, their text) of a segment. A character may be split between two blocks of bytes."""
+    """Yield (bytes, their text) of a segment. A character may be split between two blocks of
+    bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = segment.start
     try:
@@ -219,8 +256,8 @@ def _blocks(segment: Segment) -> Iterator[tuple[bytes, str]]:
                 yield raw, decoder.decode(raw, final=at == segment.stop)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{segment.path}: not UTF-8 at byte {before + error.start:,} ({error.reason}); convert the file, for "
-            f"example with iconv -f latin1 -t utf-8"
+            f"{segment.path}: not UTF-8 at byte {before + error.start:,} ({error.reason}); convert "
+            f"the file, for example with iconv -f latin1 -t utf-8"
         ) from None
     except OSError as error:
         raise ValueError(f"{segment.path}: cannot be read: {error.strerror}") from None
@@ -233,8 +270,11 @@ def _build(
     encoding: Tokenizer,
     progress: _Progress,
 ) -> None:
-    """Writes a shard per split beside `folder`, the manifest last, and renames. The caller holds the lock."""
-    temporary = folder.with_suffix(".tmp")  # one name: what a killed process left is cleared by the next one
+    """Write a shard per split beside `folder`, the manifest last, and rename. The caller holds the
+    lock."""
+    temporary = folder.with_suffix(
+        ".tmp"
+    )  # one name: what a killed process left is cleared by the next one
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
@@ -251,7 +291,11 @@ def _build(
                 file.flush()
                 os.fsync(file.fileno())
             sample = sample_digest(_shard(path, dtype, count))
-            manifest["splits"][name] = {"tokens": count, "sample": sample, "sha256": content.hexdigest()}
+            manifest["splits"][name] = {
+                "tokens": count,
+                "sample": sample,
+                "sha256": content.hexdigest(),
+            }
         _refuse_changed(splits)  # else other tokens would be found under the hash of the old text
         with open(temporary / "manifest.json", "w") as file:
             json.dump(manifest, file)
@@ -269,11 +313,13 @@ def _refuse_changed(splits: dict[str, list[Segment]]) -> None:
     known = {s.path: s.state for segments in splits.values() for s in segments}
     for path, state in known.items():
         if state_of(path) != state:
-            raise DataChanged(f"{path}: this text file changed while it was being prepared; start again")
+            raise DataChanged(
+                f"{path}: this text file changed while it was being prepared; start again"
+            )
 
 
 def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
-    """The streams of a cache entry, or None where it is missing, torn or damaged."""
+    """Return the streams of a cache entry, or None where it is missing, torn or damaged."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         dtype = np.dtype(manifest["dtype"])
@@ -291,7 +337,8 @@ def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
 
 
 def recorded(path: Path) -> dict[str, str]:
-    """What was noted of a shard when it was written: the "sha256" of its bytes and its "sample" (`sample_digest`).
+    """Return what was noted of a shard when it was written: the "sha256" of its bytes and its
+    "sample" (`sample_digest`).
 
     Less where an older version wrote it, nothing for what is no shard of the cache.
     """
@@ -316,12 +363,16 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; the kernel lets it go when the process dies."""
+    """Hold the lock file; the kernel lets it go when the process dies."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that prepares the same data ({path})", file=sys.stderr, flush=True)
+            print(
+                f"waiting for another process that prepares the same data ({path})",
+                file=sys.stderr,
+                flush=True,
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -340,11 +391,15 @@ class _Progress:
         now = time.monotonic()
         if now - self.last >= QUIET_S:
             self.last, self.printed = now, True
-            self._line(f"{self.done / 1e6:,.0f} MB, {self.done / 1e6 / (now - self.started):.1f} MB/s")
+            self._line(
+                f"{self.done / 1e6:,.0f} MB, {self.done / 1e6 / (now - self.started):.1f} MB/s"
+            )
 
     def end(self) -> None:
         if self.printed:
             self._line(f"done in {time.monotonic() - self.started:.1f} s")
 
     def _line(self, text: str) -> None:
-        print(f"{self.verb} {self.total / 1e6:,.0f} MB of text: {text}", file=sys.stderr, flush=True)
+        print(
+            f"{self.verb} {self.total / 1e6:,.0f} MB of text: {text}", file=sys.stderr, flush=True
+        )

@@ -1,6 +1,7 @@
 """From a token stream to the windows that a rank trains on, read ahead by a thread.
 
-Dimensions: b rows of a micro-batch, t positions, n windows, r rows of this rank in a window, s tokens of a row (t + 1).
+Dimensions: b rows of a micro-batch, t positions, n windows, r rows of this rank in a window, s
+tokens of a row (t + 1).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 
 MASKED = -100  # cross_entropy's ignore_index
-# Small windows are made many at a time: the thread holds the interpreter lock for some microseconds per call of numpy
-# or torch, and waits for it after each, so calls are what the training loop pays for.
+# Small windows are made many at a time: the thread holds the interpreter lock for some microseconds
+# per call of numpy or torch, and waits for it after each, so calls are what the training loop pays
+# for.
 _BLOCK_TOKENS = 1 << 17
 
 
@@ -31,9 +33,13 @@ class Window:
     """The micro-batches of one optimizer step on one rank."""
 
     step: int  # 0-based
-    micro_batches: list[tuple[Tensor, Tensor]]  # (tokens_bt, targets_bt) int64; rows that are missing are masked
+    micro_batches: list[
+        tuple[Tensor, Tensor]
+    ]  # (tokens_bt, targets_bt) int64; rows that are missing are masked
     target_count: int  # valid targets of this rank
-    digest: int  # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked for
+    # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked
+    # for
+    digest: int
 
 
 def read_windows(
@@ -55,21 +61,25 @@ def read_windows(
     pin_memory: bool,
     prefetch: int = 2,
 ) -> Iterator[Window]:
-    """This rank's windows [start_step, max_steps).
+    """Yield this rank's windows [start_step, max_steps).
 
-    Window s holds the run's sequences [s*R, (s+1)*R), R = real_batch_size, as far as there are total_sequences; this
-    rank takes rows [rank*R/dp_size, (rank+1)*R/dp_size) of it. Sequence i is the tokens [i*T, i*T + T], T =
-    sequence_length. All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
-    reading thread is raised here, and closing the iterator ends the thread.
+    Window s holds the run's sequences [s*R, (s+1)*R), R = real_batch_size, as far as there are
+    total_sequences; this rank takes rows [rank*R/dp_size, (rank+1)*R/dp_size) of it. Sequence i is
+    the tokens [i*T, i*T + T], T = sequence_length. All ranks have equally many micro-batches.
+    `prefetch` windows are read ahead; an error of the reading thread is raised here, and closing
+    the iterator ends the thread.
     """
     if real_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
         raise ValueError(
-            f"batch.real_batch_size={real_batch_size}: must be micro_batch_size {micro_batch_size} x "
-            f"gradient_accumulation_steps {gradient_accumulation_steps} x dp_size {dp_size}"
+            f"batch.real_batch_size={real_batch_size}: must be micro_batch_size {micro_batch_size} "
+            f"x gradient_accumulation_steps {gradient_accumulation_steps} x dp_size {dp_size}"
         )
     n = stream.n_sequences(sequence_length)
     if n < 1:
-        raise ValueError(f"batch.sequence_length={sequence_length}: {len(stream)} tokens do not fill one sequence")
+        raise ValueError(
+            f"batch.sequence_length={sequence_length}: {len(stream)} tokens do not fill one "
+            "sequence"
+        )
     rows_per_rank = real_batch_size // dp_size
 
     full_windows = total_sequences // real_batch_size
@@ -83,13 +93,25 @@ def read_windows(
                 rows = most = rows_per_rank
             else:  # the tail window; rank 0 has the most rows
                 count, most = 1, min(rows_per_rank, total_sequences - step * real_batch_size)
-                rows = max(0, min(rows_per_rank, total_sequences - step * real_batch_size - rank * rows_per_rank))
+                rows = max(
+                    0,
+                    min(
+                        rows_per_rank,
+                        total_sequences - step * real_batch_size - rank * rows_per_rank,
+                    ),
+                )
             first_row = rank * rows_per_rank
-            k_nr = (step + np.arange(count)[:, None]) * real_batch_size + first_row + np.arange(rows)
+            k_nr = (
+                (step + np.arange(count)[:, None]) * real_batch_size + first_row + np.arange(rows)
+            )
             starts = sequence_index(seed, k_nr.ravel(), n, shuffle) * sequence_length
-            tokens_nrs = stream.gather(starts, sequence_length + 1).reshape(count, rows, sequence_length + 1)
+            tokens_nrs = stream.gather(starts, sequence_length + 1).reshape(
+                count, rows, sequence_length + 1
+            )
             micro_steps = max(1, -(-most // micro_batch_size))
-            batches, target_counts = _micro_batches(tokens_nrs, micro_steps, micro_batch_size, ignore_id, pin_memory)
+            batches, target_counts = _micro_batches(
+                tokens_nrs, micro_steps, micro_batch_size, ignore_id, pin_memory
+            )
             for i in range(count):
                 digested = _digest(tokens_nrs[i], first_row) if digest else 0
                 yield Window(step + i, batches[i], target_counts[i], digested)
@@ -108,7 +130,8 @@ def eval_batches(
     rank: int,
     dp_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly over the stream.
+    """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
+    over the stream.
 
     All ranks have equally many batches; rows that are missing are masked.
     """
@@ -119,20 +142,29 @@ def eval_batches(
     for i in range(-(-per_rank // micro_batch_size)):
         first = rank * per_rank + i * micro_batch_size
         index = np.arange(first, max(first, min(first + micro_batch_size, stop)), dtype=np.int64)
-        tokens_rs = stream.gather(index * there // max(1, total) * sequence_length, sequence_length + 1)
+        tokens_rs = stream.gather(
+            index * there // max(1, total) * sequence_length, sequence_length + 1
+        )
         yield _micro_batches(tokens_rs[None], 1, micro_batch_size, ignore_id, False)[0][0][0]
 
 
 def _micro_batches(
-    tokens_nrs: np.ndarray, micro_steps: int, micro_batch_size: int, ignore_id: int | None, pin_memory: bool
+    tokens_nrs: np.ndarray,
+    micro_steps: int,
+    micro_batch_size: int,
+    ignore_id: int | None,
+    pin_memory: bool,
 ) -> tuple[list[list[tuple[Tensor, Tensor]]], list[int]]:
     """Per window its micro-batches and the number of their valid targets.
 
-    Filled through numpy: torch would start a team of threads of its own for the copies of this thread.
+    Filled through numpy: torch would start a team of threads of its own for the copies of this
+    thread.
     """
     windows, rows, length = tokens_nrs.shape[0], tokens_nrs.shape[1], tokens_nrs.shape[2] - 1
     shape = (windows, micro_steps * micro_batch_size, length)
-    tokens, targets = (torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2))
+    tokens, targets = (
+        torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2)
+    )
     filled_tokens, filled_targets = tokens.numpy(), targets.numpy()
     filled_tokens[:, :rows], filled_tokens[:, rows:] = tokens_nrs[..., :-1], 0
     filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], MASKED
@@ -141,12 +173,17 @@ def _micro_batches(
         ignored = filled_targets == ignore_id
         filled_targets[ignored] = MASKED
         valid -= ignored.sum((1, 2))
-    pairs = list(zip(*(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True))
+    pairs = list(
+        zip(
+            *(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True
+        )
+    )
     return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
 
 
 def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
-    """The sum of the rows' blake2b digests (8 bytes), each over the row's place in the window and its ids."""
+    """Return the sum of the rows' blake2b digests (8 bytes), each over the row's place in the
+    window and its ids."""
     rows, width = tokens_rs.shape
     message = np.empty((rows, width + 1), "<u4")
     message[:, 0], message[:, 1:] = np.arange(first_row, first_row + rows), tokens_rs
@@ -154,14 +191,19 @@ def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
     return sum(int.from_bytes(digest, "little") for digest in digests) % 2**63
 
 
-def _read_ahead(windows: Iterator[Window], prefetch: int, cuda_device: int | None) -> Iterator[Window]:
-    """The same windows, produced by a daemon thread that lives as long as this generator.
+def _read_ahead(
+    windows: Iterator[Window], prefetch: int, cuda_device: int | None
+) -> Iterator[Window]:
+    """Yield the same windows, produced by a daemon thread that lives as long as this generator.
 
-    Two SimpleQueues, because taking from one that is not empty never lets go of the interpreter lock: with a bounded
-    Queue the thread would take the lock in the middle of `next` and make the loop wait for a whole window.
+    Two SimpleQueues, because taking from one that is not empty never lets go of the interpreter
+    lock: with a bounded Queue the thread would take the lock in the middle of `next` and make the
+    loop wait for a whole window.
     """
     ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
-    room: SimpleQueue[bool] = SimpleQueue()  # a True for each window that may be produced; False ends the thread
+    room: SimpleQueue[bool] = (
+        SimpleQueue()
+    )  # a True for each window that may be produced; False ends the thread
     for _ in range(max(1, prefetch)):
         room.put(True)
     thread = threading.Thread(
@@ -198,7 +240,9 @@ def _produce(
 ) -> None:
     try:
         if cuda_device is not None:
-            torch.cuda.set_device(cuda_device)  # the device is per thread: pinning would start a context on device 0
+            torch.cuda.set_device(
+                cuda_device
+            )  # the device is per thread: pinning would start a context on device 0
         while room.get():
             if (window := next(windows, None)) is None:
                 break

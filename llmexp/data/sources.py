@@ -1,7 +1,7 @@
 """The data sources of conf/data: functions that return a `Corpus`.
 
-The caller passes the knobs of the YAML and, of tokenizer, vocab_size, sequence_length and write, what the signature
-asks for. `shuffle` and `ignore_id` belong to the loop and never get here.
+The caller passes the knobs of the YAML and, of tokenizer, vocab_size, sequence_length and write,
+what the signature asks for. `shuffle` and `ignore_id` belong to the loop and never get here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
 BOM = b"\xef\xbb\xbf"
-LLM_C_HEADER_BYTES = 1024  # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
+LLM_C_HEADER_BYTES = (
+    1024  # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
+)
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 
 def size_text(size: int) -> str:
-    """A number of bytes for a reader: `512 bytes`, `48.3 kB`, `12.1 MB`."""
+    """Return a number of bytes for a reader: `512 bytes`, `48.3 kB`, `12.1 MB`."""
     if size < 1000:
         return f"{size} bytes"
     return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
@@ -51,21 +53,32 @@ def stdlib(
     cache_dir: str | None,
     write: bool = True,
 ) -> Corpus:
-    """The source text of the running Python's standard library, without its tests: real text on every machine."""
+    """Return the source text of the running Python's standard library, without its tests: real text
+    on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith("config-")]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths = sorted((p for p in paths if os.access(p, os.R_OK)), key=lambda p: p.relative_to(root).parts)
+    paths = sorted(
+        (p for p in paths if os.access(p, os.R_OK)), key=lambda p: p.relative_to(root).parts
+    )
     if len(paths) < 50:
         raise ValueError(
-            f"data=stdlib: this Python has no readable source files in {root} ({len(paths)} found); use text files "
-            "of your own: data=text data.train_files=corpus/*.txt"
+            f"data=stdlib: this Python has no readable source files in {root} ({len(paths)} "
+            "found); use text files of your own: data=text data.train_files=corpus/*.txt"
         )
     return _text_corpus(
-        paths, [], "Python's standard library", tokenizer, val_ratio, max_tokens, seed, cache_dir, write
+        paths,
+        [],
+        "Python's standard library",
+        tokenizer,
+        val_ratio,
+        max_tokens,
+        seed,
+        cache_dir,
+        write,
     )
 
 
@@ -82,13 +95,15 @@ def text(
 ) -> Corpus:
     """UTF-8 text files, each a document; the end-of-text token stands between two documents.
 
-    Without `val_files` the last `val_ratio` of the text (bytes, cut between characters) is for validation; several
-    documents are put into an order by `seed` first. A byte order mark at the start of a file is left out; everything
-    else stays as it is.
+    Without `val_files` the last `val_ratio` of the text (bytes, cut between characters) is for
+    validation; several documents are put into an order by `seed` first. A byte order mark at the
+    start of a file is left out; everything else stays as it is.
     """
     train_paths = match_files("data.train_files", train_files)
     val_paths = match_files("data.val_files", val_files) if val_files is not None else []
-    return _text_corpus(train_paths, val_paths, "", tokenizer, val_ratio, max_tokens, seed, cache_dir, write)
+    return _text_corpus(
+        train_paths, val_paths, "", tokenizer, val_ratio, max_tokens, seed, cache_dir, write
+    )
 
 
 @dataclass(frozen=True)
@@ -142,8 +157,12 @@ def _text_corpus(
     fingerprint: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": identity(tokenizer),
-        "train_files": files_fingerprint([d.path for d in train_documents], [d.content for d in train_documents]),
-        "val_files": files_fingerprint([d.path for d in val_documents], [d.content for d in val_documents]),
+        "train_files": files_fingerprint(
+            [d.path for d in train_documents], [d.content for d in train_documents]
+        ),
+        "val_files": files_fingerprint(
+            [d.path for d in val_documents], [d.content for d in val_documents]
+        ),
         "max_tokens": max_tokens,
     }
     if not val_documents:
@@ -164,7 +183,8 @@ def _text_corpus(
 
 
 def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_Document]:
-    """The files that are not empty. Raises ValueError when all are, or one that is the only one."""
+    """Return the files that are not empty. Raises ValueError when all are, or one that is the only
+    one."""
     states = [state_of(p) for p in paths]  # before the hashing: from here on a change is noticed
     contents = remembered(cache, "sha256", None, paths, lambda: sha256_of(paths), write)
     documents = []
@@ -184,16 +204,25 @@ def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_D
 
 
 def split(documents: list[_Document], val_ratio: float, seed: int) -> dict[str, list[Segment]]:
-    """The documents one after the other, cut where the share `val_ratio` of their bytes is left.
+    """Return the documents one after the other, cut where the share `val_ratio` of their bytes is
+    left.
 
-    For a single ASCII file this is text[:int(n * (1 - val_ratio))]. Several are shuffled by `seed` before.
+    For a single ASCII file this is text[:int(n * (1 - val_ratio))]. Several are shuffled by `seed`
+    before.
     """
     if len(documents) > 1:
-        documents = [documents[i] for i in sequence_index(seed, np.arange(len(documents)), len(documents), True)]
+        documents = [
+            documents[i]
+            for i in sequence_index(seed, np.arange(len(documents)), len(documents), True)
+        ]
     left = int(sum(d.stop - d.start for d in documents) * (1 - val_ratio))
     found: dict[str, list[Segment]] = {"train": [], "val": []}
     for d in documents:
-        at = _character_start(d, d.start + left) if 0 < left < d.stop - d.start else d.start + max(0, left)
+        at = (
+            _character_start(d, d.start + left)
+            if 0 < left < d.stop - d.start
+            else d.start + max(0, left)
+        )
         at = min(at, d.stop)
         if at > d.start:
             found["train"].append(d.segment(d.start, at))
@@ -204,7 +233,7 @@ def split(documents: list[_Document], val_ratio: float, seed: int) -> dict[str, 
 
 
 def _character_start(document: _Document, at: int) -> int:
-    """The start of the UTF-8 character that the byte `at` belongs to."""
+    """Return the start of the UTF-8 character that the byte `at` belongs to."""
     with open(document.path, "rb") as file:
         first = max(document.start, at - 3)
         file.seek(first)
@@ -226,10 +255,11 @@ def tokens(
     sequence_length: int,
     write: bool = True,
 ) -> Corpus:
-    """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header), other .bin (flat, `dtype`).
+    """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header), other .bin
+    (flat, `dtype`).
 
-    All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the last `val_ratio` of
-    the tokens is for validation.
+    All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the
+    last `val_ratio` of the tokens is for validation.
     """
     _check_knobs(val_ratio, max_tokens, 0)
     if dtype not in ("uint16", "uint32"):
@@ -239,9 +269,12 @@ def tokens(
     allow_open_files(len(train_paths) + len(val_paths))  # a map keeps its file open
     arrays = {p: _open_tokens("data.train_files", p, dtype) for p in train_paths}
     arrays |= {p: _open_tokens("data.val_files", p, dtype) for p in val_paths if p not in arrays}
-    train = TokenStream([arrays[p] for p in train_paths])  # before the scan: from here on a change is noticed
+    train = TokenStream(
+        [arrays[p] for p in train_paths]
+    )  # before the scan: from here on a change is noticed
     val: TokenStream | None = TokenStream([arrays[p] for p in val_paths])
-    # Of the content, at each start: what is remembered by size and time misses a change that leaves both.
+    # Of the content, at each start: what is remembered by size and time misses a change that leaves
+    # both.
     whole = {p: TokenStream([a]) for p, a in arrays.items()}
     digests = {p: sample_digest(stream) for p, stream in whole.items()}
 
@@ -251,21 +284,29 @@ def tokens(
         return True
 
     types = [a.dtype.str for a in arrays.values()]
-    remembered(cache_folder(cache_dir), "ids", [vocab_size, types, dtype], list(arrays), scan, write)
+    remembered(
+        cache_folder(cache_dir), "ids", [vocab_size, types, dtype], list(arrays), scan, write
+    )
 
     if val_paths:
         train = train.part(0, max_tokens or len(train))
     else:
         end = int(len(train) * (1 - val_ratio))
         caps = _shares(max_tokens, val_ratio)
-        val = train.part(end, min(len(train), end + (len(train) if caps["val"] is None else caps["val"])))
+        val = train.part(
+            end, min(len(train), end + (len(train) if caps["val"] is None else caps["val"]))
+        )
         train = train.part(0, end if caps["train"] is None else min(end, caps["train"]))
     if len(train) < sequence_length + 1:
         raise ValueError(
-            f"data.train_files={train_files}: {len(train):,} training tokens in {len(train_paths)} files do not fill "
-            f"one sequence; batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
+            f"data.train_files={train_files}: {len(train):,} training tokens in {len(train_paths)} "
+            f"files do not fill one sequence; batch.sequence_length={sequence_length} needs "
+            f"{sequence_length + 1:,}"
         )
-    count = f"{len(arrays):,} token file{'s' if len(arrays) > 1 else ''}, {len(train):,} training tokens"
+    count = (
+        f"{len(arrays):,} token file{'s' if len(arrays) > 1 else ''}, {len(train):,} training "
+        "tokens"
+    )
     fingerprint: dict[str, Any] = {
         "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),
         "val_files": files_fingerprint(val_paths, [digests[p] for p in val_paths]),
@@ -278,7 +319,8 @@ def tokens(
 
 
 def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
-    """The ids of a token file as a 1-d memory map. Raises ValueError with the sizes for what is not whole."""
+    """Return the ids of a token file as a 1-d memory map. Raises ValueError with the sizes for what
+    is not whole."""
     size = path.stat().st_size
     if size == 0:
         raise ValueError(f"{key}={path}: the file is empty (0 bytes)")
@@ -286,10 +328,18 @@ def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # a damaged header raises what its parser raises
-            raise ValueError(f"{key}={path}: no readable .npy file of {size:,} bytes: {error}") from None
+            raise ValueError(
+                f"{key}={path}: no readable .npy file of {size:,} bytes: {error}"
+            ) from None
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-            what = f"{array.ndim}-d {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise ValueError(f"{key}={path}: a 1-d array of integers is needed, the file holds {what}")
+            what = (
+                f"{array.ndim}-d {array.dtype}"
+                if isinstance(array, np.ndarray)
+                else type(array).__name__
+            )
+            raise ValueError(
+                f"{key}={path}: a 1-d array of integers is needed, the file holds {what}"
+            )
         if not len(array):
             raise ValueError(f"{key}={path}: the array is empty")
         return array
@@ -300,26 +350,30 @@ def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
     if magic in {m for m, _ in LLM_C_TYPES}:
         if (magic, version) not in LLM_C_TYPES:
             raise ValueError(
-                f"{key}={path}: llm.c format {magic} version {version} is unknown; known (magic, version): "
-                f"{', '.join(map(str, LLM_C_TYPES))}"
+                f"{key}={path}: llm.c format {magic} version {version} is unknown; known (magic, "
+                f"version): {', '.join(map(str, LLM_C_TYPES))}"
             )
         kind, offset = np.dtype(LLM_C_TYPES[magic, version]), LLM_C_HEADER_BYTES
         if told < 1 or size != offset + told * kind.itemsize:
             raise ValueError(
-                f"{key}={path}: the header tells of {told:,} {kind.name} tokens = {offset + told * kind.itemsize:,} "
-                f"bytes, the file has {size:,}"
+                f"{key}={path}: the header tells of {told:,} {kind.name} tokens = "
+                f"{offset + told * kind.itemsize:,} bytes, the file has {size:,}"
             )
     else:
         kind, offset = np.dtype(dtype).newbyteorder("<"), 0
         if size % kind.itemsize:
-            raise ValueError(f"{key}={path}: {size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})")
+            raise ValueError(
+                f"{key}={path}: {size:,} bytes are no whole number of {dtype} tokens "
+                f"(data.dtype={dtype})"
+            )
     array = np.memmap(path, kind, "r", offset, shape=((size - offset) // kind.itemsize,))
     if offset == 0 and dtype == "uint16":
         # Wide ids read as narrow ones are all valid: the high halves give them away.
         head = np.asarray(array[: 1 << 16])
         if len(head) >= 256 and len(array) % 2 == 0 and head[1::2].max() <= 3 < head[::2].max():
             raise ValueError(
-                f"{key}={path}: data.dtype=uint16, but every other value is almost 0: these are uint32 tokens"
+                f"{key}={path}: data.dtype=uint16, but every other value is almost 0: these are "
+                "uint32 tokens"
             )
     return array
 
@@ -333,22 +387,24 @@ def synthetic(
     seed: int,
     vocab_size: int,
 ) -> Corpus:
-    """A stream that can be learned, of known entropy, made in memory: no files.
+    """Return a stream that can be learned, of known entropy, made in memory: no files.
 
-    markov: a first-order chain. Each id has four successors, with probabilities 0.7, 0.1, 0.1, 0.1: the best possible
-    loss is 0.940 nats per token. copy: blocks of 16 random ids, each block twice: a model that looks back 16 tokens
-    gets to ln(n_ids) / 2.
+    markov: a first-order chain. Each id has four successors, with probabilities 0.7, 0.1, 0.1, 0.1:
+    the best possible loss is 0.940 nats per token. copy: blocks of 16 random ids, each block twice:
+    a model that looks back 16 tokens gets to ln(n_ids) / 2.
     """
     _check_knobs(val_ratio, n_tokens, seed, "data.n_tokens")
     ids = vocab_size if n_ids is None else n_ids
     if not _whole(ids, 4) or ids > vocab_size:
         raise ValueError(
-            f"data.n_ids={n_ids}: must be between 4 and the vocabulary of {vocab_size}, or null for all of it"
+            f"data.n_ids={n_ids}: must be between 4 and the vocabulary of {vocab_size}, or null "
+            "for all of it"
         )
     rng = np.random.Generator(np.random.PCG64(seed))
     names = np.argsort(rng.random(ids))  # which id stands for which state
     if pattern == "markov":
-        # A walk on a circle: the next state is the present one plus one of four distances, so it is a running sum.
+        # A walk on a circle: the next state is the present one plus one of four distances, so it is
+        # a running sum.
         distances = np.array([1, 0, ids // 2, ids - 1])
         steps = distances[np.searchsorted([0.7, 0.8, 0.9], rng.random(n_tokens), side="right")]
         stream = names[np.cumsum(steps) % ids]
@@ -363,7 +419,9 @@ def synthetic(
     kept = stream.astype(np.uint16 if ids <= 1 << 16 else np.uint32)
     end = int(n_tokens * (1 - val_ratio))
     train, val = TokenStream([kept[:end]]), TokenStream([kept[end:]])
-    description = f"synthetic {pattern} over {ids} ids, best possible loss {nats:.3f} nats per token"
+    description = (
+        f"synthetic {pattern} over {ids} ids, best possible loss {nats:.3f} nats per token"
+    )
     fingerprint = {"content": sample_digest(TokenStream([kept])), "val_ratio": val_ratio}
     return Corpus(train, val if val else None, description, fingerprint)
 
@@ -379,13 +437,18 @@ def _whole(value: Any, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def _check_knobs(val_ratio: Any, max_tokens: Any, seed: Any, max_key: str = "data.max_tokens") -> None:
+def _check_knobs(
+    val_ratio: Any, max_tokens: Any, seed: Any, max_key: str = "data.max_tokens"
+) -> None:
     number = isinstance(val_ratio, (int, float)) and not isinstance(val_ratio, bool)
     if not number or not 0 <= val_ratio < 1:
-        raise ValueError(f"data.val_ratio={val_ratio}: a share from 0 to below 1 is needed, for example 0.1")
+        raise ValueError(
+            f"data.val_ratio={val_ratio}: a share from 0 to below 1 is needed, for example 0.1"
+        )
     if not (_whole(max_tokens, 2) or (max_tokens is None and max_key == "data.max_tokens")):
         raise ValueError(
-            f"{max_key}={max_tokens}: a whole number of tokens, at least 2, is needed; for example 1000000"
+            f"{max_key}={max_tokens}: a whole number of tokens, at least 2, is needed; for example "
+            "1000000"
         )
     if not _whole(seed, 0):
         raise ValueError(f"data.seed={seed}: a whole number of at least 0 is needed")
@@ -395,4 +458,7 @@ def _overlap(train_paths: list[Path], val_paths: list[Path]) -> str:
     shared = {p.resolve() for p in train_paths} & {p.resolve() for p in val_paths}
     if not shared:
         return ""
-    return f"; WARNING: in both train and validation: {', '.join(sorted(map(str, shared))[:3])} ({len(shared)} files)"
+    return (
+        f"; WARNING: in both train and validation: {', '.join(sorted(map(str, shared))[:3])} "
+        f"({len(shared)} files)"
+    )

@@ -1,4 +1,5 @@
-"""`TokenStream`: token ids on disk or in memory as one flat sequence; `Corpus`: what a data source returns."""
+"""`TokenStream`: token ids on disk or in memory as one flat sequence; `Corpus`: what a data source
+returns."""
 
 from __future__ import annotations
 
@@ -24,15 +25,19 @@ class Shard:
     array: np.ndarray
     mapped: Any = None  # the open map of its file
     size: int = 0  # of its file, in bytes
-    state: tuple[int, int, int] | None = None  # inode, bytes, time of change (ns) of the file; None: it has no path
+    state: tuple[int, int, int] | None = (
+        None  # inode, bytes, time of change (ns) of the file; None: it has no path
+    )
 
     def check_size(self) -> None:
-        """Raises DataChanged where the file became shorter: reading past its end kills the process with SIGBUS."""
+        """Raise DataChanged where the file became shorter: reading past its end kills the process
+        with SIGBUS."""
         if self.mapped is not None and (now := self.mapped.size()) < self.size:
             raise DataChanged(_cut(self.name, self.size, now))
 
     def changed(self) -> str | None:
-        """In words: the file was cut or written to, so that what is read now may be something else. Never raises."""
+        """In words: the file was cut or written to, so that what is read now may be something else.
+        Never raises."""
         try:
             self.check_size()
         except DataChanged as error:
@@ -44,12 +49,17 @@ class Shard:
         with contextlib.suppress(OSError):
             found = _state(self.name)
             if found[0] == self.state[0] and found != self.state:
-                grown = f", and has {found[1]:,} bytes, not {self.size:,}" if found[1] != self.size else ""
+                grown = (
+                    f", and has {found[1]:,} bytes, not {self.size:,}"
+                    if found[1] != self.size
+                    else ""
+                )
                 return f"{self.name}: this token file was written to while it was in use{grown}"
         return None
 
     def replaced(self) -> str | None:
-        """In words: the path names another file now, or none; what is read is still the old one. Never raises."""
+        """In words: the path names another file now, or none; what is read is still the old one.
+        Never raises."""
         if self.state is None:
             return None
         try:
@@ -58,12 +68,17 @@ class Shard:
             return f"{self.name}: this token file was deleted while it was in use"
         except OSError:  # such as a file server that is away
             return None
-        return None if same else f"{self.name}: this token file was replaced by another one while it was in use"
+        return (
+            None
+            if same
+            else f"{self.name}: this token file was replaced by another one while it was in use"
+        )
 
 
 def _cut(name: str, before: int, now: int) -> str:
     return (
-        f"{name}: this token file was cut from {before:,} to {now:,} bytes while it was in use; restore it and resume"
+        f"{name}: this token file was cut from {before:,} to {now:,} bytes while it was in use; "
+        "restore it and resume"
     )
 
 
@@ -84,14 +99,17 @@ def _opened(array: np.ndarray) -> Shard:
 
 
 class TokenStream:
-    """One flat sequence of token ids over one or more 1-d integer arrays, which may be memory-mapped files.
+    """One flat sequence of token ids over one or more 1-d integer arrays, which may be
+    memory-mapped files.
 
-    Nothing is loaded but what is asked for. A file that became shorter since it was opened is reported by name
-    (DataChanged): reading past its new end would kill the process with SIGBUS.
+    Nothing is loaded but what is asked for. A file that became shorter since it was opened is
+    reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._set([np.asarray(a) for a in arrays], [_opened(a) for a in arrays])  # asarray: a memmap slices slowly
+        self._set(
+            [np.asarray(a) for a in arrays], [_opened(a) for a in arrays]
+        )  # asarray: a memmap slices slowly
 
     def _set(self, arrays: Sequence[np.ndarray], shards: Sequence[Shard]) -> None:
         kept = [(a, s) for a, s in zip(arrays, shards, strict=True) if len(a)]
@@ -102,7 +120,8 @@ class TokenStream:
 
     @classmethod
     def unprepared(cls, length: int) -> TokenStream:
-        """A stream whose length is known but whose tokens are not there; reading it raises ValueError."""
+        """Return a stream whose length is known but whose tokens are not there; reading it raises
+        ValueError."""
         stream = cls([])
         stream._unprepared_length = length
         return stream
@@ -111,11 +130,12 @@ class TokenStream:
         return int(self._ends[-1]) if self._unprepared_length is None else self._unprepared_length
 
     def n_sequences(self, sequence_length: int) -> int:
-        """Sequences of `sequence_length` inputs and as many targets, which are the inputs shifted by one."""
+        """Sequences of `sequence_length` inputs and as many targets, which are the inputs shifted
+        by one."""
         return max(0, len(self) - 1) // sequence_length
 
     def part(self, start: int, stop: int) -> TokenStream:
-        """The tokens [start, stop) as a stream of their own; shares the files."""
+        """Return the tokens [start, stop) as a stream of their own; shares the files."""
         if self._unprepared_length is not None:
             return TokenStream.unprepared(max(0, min(stop, len(self)) - start))
         cuts = [
@@ -127,21 +147,28 @@ class TokenStream:
         return stream
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """All tokens in order, as they are stored and without a copy: (position of the first, at most `most` ids)."""
-        for array, shard, first in zip(self._arrays, self.shards, self._ends[:-1].tolist(), strict=True):
+        """Yield all tokens in order, as they are stored and without a copy: (position of the first,
+        at most `most` ids)."""
+        for array, shard, first in zip(
+            self._arrays, self.shards, self._ends[:-1].tolist(), strict=True
+        ):
             for start in range(0, len(array), most):
                 shard.check_size()
                 yield first + start, array[start : start + most]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """int64 [count]: the tokens [start, start + count). Raises IndexError outside the stream."""
+        """int64 [count]: the tokens [start, start + count). Raises IndexError outside the
+        stream."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
 
     def holds(self, token: int | None, pieces: int = 16, piece_tokens: int = 1 << 16) -> bool:
-        """Whether the id is there: anywhere, or in evenly spread pieces of a stream of more than a million tokens."""
+        """Return whether the id is there: anywhere, or in evenly spread pieces of a stream of more
+        than a million tokens."""
         count = min(piece_tokens, len(self))
         starts = np.unique(np.linspace(0, len(self) - count, pieces).astype(np.int64)).tolist()
-        return token is not None and any(bool((self.read(start, count) == token).any()) for start in starts)
+        return token is not None and any(
+            bool((self.read(start, count) == token).any()) for start in starts
+        )
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """int64 [n, count]: for each of `starts` (int64 [n]) the tokens [start, start + count).
@@ -149,10 +176,14 @@ class TokenStream:
         Raises IndexError outside the stream.
         """
         if self._unprepared_length is not None:
-            raise ValueError("these tokens have been counted only; prepare the data first: llmexp prepare")
+            raise ValueError(
+                "these tokens have been counted only; prepare the data first: llmexp prepare"
+            )
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (starts.min() < 0 or starts.max() + count > len(self)):
-            raise IndexError(f"tokens up to {starts.max() + count} asked of a stream of {len(self)}")
+            raise IndexError(
+                f"tokens up to {starts.max() + count} asked of a stream of {len(self)}"
+            )
         rows = np.empty((len(starts), count), dtype=np.int64)
         if not rows.size:
             return rows
@@ -179,8 +210,8 @@ class TokenStream:
 class Corpus:
     """What a data source returns.
 
-    `description` says in a few plain words what it is. `fingerprint` (plain values) identifies the content and the
-    settings: a run is not resumed on another one.
+    `description` says in a few plain words what it is. `fingerprint` (plain values) identifies the
+    content and the settings: a run is not resumed on another one.
     """
 
     train: TokenStream
@@ -188,10 +219,17 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
-    samples: dict[str, str] = field(default_factory=dict)  # path -> `sample_digest` of a file, where it is known
-    sha256: dict[str, str] = field(default_factory=dict)  # path -> that of all ids of a file, where it is known
-    # path -> the state (inode, bytes, time) with which a file that has a new time was last found to hold the old ids
-    _same: dict[str, tuple[int, int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    samples: dict[str, str] = field(
+        default_factory=dict
+    )  # path -> `sample_digest` of a file, where it is known
+    sha256: dict[str, str] = field(
+        default_factory=dict
+    )  # path -> that of all ids of a file, where it is known
+    # path -> the state (inode, bytes, time) with which a file that has a new time was last found to
+    # hold the old ids
+    _same: dict[str, tuple[int, int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def shards(self) -> list[Shard]:
         """Of both streams; each array once."""
@@ -199,17 +237,24 @@ class Corpus:
         return list({id(s.array): s for s in both}.values())
 
     def changed(self) -> str | None:
-        """In words, the first file that was cut or written to since it was opened: the run may not go on with it.
+        """In words, the first file that was cut or written to since it was opened: the run may not
+        go on with it.
 
-        One that only has a new time is no such file where its sha256 is what it was, or where none is known its
-        samples. Microseconds per file that has its time; one with a new time is read once; never raises.
+        One that only has a new time is no such file where its sha256 is what it was, or where none
+        is known its samples. Microseconds per file that has its time; one with a new time is read
+        once; never raises.
         """
-        return next((text for s in self.shards() if (text := s.changed()) and not self._holds_the_same(s)), None)
+        return next(
+            (text for s in self.shards() if (text := s.changed()) and not self._holds_the_same(s)),
+            None,
+        )
 
     def _holds_the_same(self, shard: Shard) -> bool:
         with contextlib.suppress(OSError, ValueError):
             shard.check_size()
-            now = _state(shard.name)  # before it is read: what is written meanwhile gives it another one
+            now = _state(
+                shard.name
+            )  # before it is read: what is written meanwhile gives it another one
             if shard.state is None or now[1] != shard.state[1]:
                 return False
             if self._same.get(shard.name) != now:
@@ -224,9 +269,10 @@ class Corpus:
         return False
 
     def replaced(self) -> str | None:
-        """In words, the first file whose path names another file now, or none: the run still reads the old one, and
-        is not resumed unless the new one has the same content; or that has a new time, and was looked at in samples
-        only. Microseconds per file, but for what `changed` says of it; never raises.
+        """In words, the first file whose path names another file now, or none: the run still reads
+        the old one, and is not resumed unless the new one has the same content; or that has a new
+        time, and was looked at in samples only. Microseconds per file, but for what `changed` says
+        of it; never raises.
         """
         return next(filter(None, (s.replaced() or self._touched(s) for s in self.shards())), None)
 
@@ -234,8 +280,8 @@ class Corpus:
         if shard.name in self.sha256 or not shard.changed() or not self._holds_the_same(shard):
             return None
         return (
-            f"{shard.name}: this token file was touched or rewritten while it was in use; its samples are what they "
-            "were, so it is taken for the old one"
+            f"{shard.name}: this token file was touched or rewritten while it was in use; its "
+            "samples are what they were, so it is taken for the old one"
         )
 
     def states(self) -> dict[str, int]:
@@ -254,13 +300,17 @@ def _sha256(shard: Shard) -> str:
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
-    """`found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays, of which val may be None.
+    """Return `found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays, of
+    which val may be None.
 
     With `vocab_size` the ids of such arrays are checked. Raises ValueError for anything else.
     """
     if isinstance(found, Corpus):
         return found
-    what = "data._target_: the function must return a Corpus or a tuple (train, val) of 1-d integer numpy arrays"
+    what = (
+        "data._target_: the function must return a Corpus or a tuple (train, val) of 1-d "
+        "integer numpy arrays"
+    )
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise ValueError(f"{what}, not {_short(found)}")
     streams: list[TokenStream | None] = []
@@ -276,9 +326,13 @@ def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
     train, val = streams
     if train is None or not len(train):
         raise ValueError(f"{what}; train is empty")
-    content = {name: sample_digest(s) for name, s in (("train", train), ("val", val)) if s is not None}
+    content = {
+        name: sample_digest(s) for name, s in (("train", train), ("val", val)) if s is not None
+    }
     description = f"{len(train):,} training tokens from your own function"
-    return Corpus(train, val if val is not None and len(val) else None, description, {"content": content})
+    return Corpus(
+        train, val if val is not None and len(val) else None, description, {"content": content}
+    )
 
 
 def _short(value: Any) -> str:
@@ -290,24 +344,28 @@ def _short(value: Any) -> str:
 
 
 def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
-    """Raises ValueError, with the position, for an id of `array` that is not in [0, vocab_size)."""
+    """Raise ValueError, with the position, for an id of `array` that is not in [0, vocab_size)."""
     limits = np.iinfo(array.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
-    block = 1 << 20  # ids; small enough to stay in the cache, so that the scan runs at the speed of memory
+    block = (
+        1 << 20
+    )  # ids; small enough to stay in the cache, so that the scan runs at the speed of memory
     for start in range(0, len(array), block):
         ids = np.asarray(array[start : start + block])
         if int(ids.max()) >= vocab_size or (limits.min < 0 and int(ids.min()) < 0):
             at = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
             raise ValueError(
-                f"{name}: token id {int(ids[at])} at position {start + at:,} (of {len(array):,}) is not in the "
-                f"vocabulary of {vocab_size} ids; valid are 0 to {vocab_size - 1}. Another tokenizer, a larger "
-                "model.vocab_size or the right data.dtype may be what is missing"
+                f"{name}: token id {int(ids[at])} at position {start + at:,} (of {len(array):,}) "
+                f"is not in the vocabulary of {vocab_size} ids; valid are 0 to {vocab_size - 1}. "
+                f"Another tokenizer, a larger model.vocab_size or the right data.dtype may be what "
+                "is missing"
             )
 
 
 def sample_digest(stream: TokenStream, pieces: int = 16, piece_tokens: int = 16384) -> str:
-    """sha256 over the length and evenly spread pieces, first and last tokens among them: quick for any size."""
+    """sha256 over the length and evenly spread pieces, first and last tokens among them: quick for
+    any size."""
     digest = hashlib.sha256(str(len(stream)).encode())
     count = min(piece_tokens, len(stream))
     for start in np.unique(np.linspace(0, len(stream) - count, pieces).astype(np.int64)).tolist():

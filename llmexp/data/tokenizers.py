@@ -1,4 +1,5 @@
-"""Tokenizers: a `tiktoken.Encoding`, or an object of the user's own with the parts in `PARTS`, as an `Own`."""
+"""Tokenizers: a `tiktoken.Encoding`, or an object of the user's own with the parts in `PARTS`, as
+an `Own`."""
 
 from __future__ import annotations
 
@@ -20,27 +21,37 @@ PARTS = {
     "eot_token": "the id that stands between documents, or None",
     "byte_lengths": "for each id the bytes of text that it stands for, 0 for none",
 }
-PROBE = "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: Gr\u00fc\u00dfe, \u4f60\u597d! \U0001f600"
+PROBE = (
+    "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: Gr\u00fc\u00dfe, "
+    "\u4f60\u597d! \U0001f600"
+)
 
 
 class Own:
-    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here; all others are the
-    user's object's. Raises ValueError, naming the part, for an object that lacks one."""
+    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here;
+    all others are the user's object's. Raises ValueError, naming the part, for an object that lacks
+    one."""
 
     def __init__(self, given: Any) -> None:
         missing = [part for part in PARTS if not hasattr(given, part)]
         if missing:
             needs = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
-            raise ValueError(f"{type(given).__name__} lacks {', '.join(missing)}; a tokenizer has {needs}")
+            raise ValueError(
+                f"{type(given).__name__} lacks {', '.join(missing)}; a tokenizer has {needs}"
+            )
         self.given = given
         self.name = str(getattr(given, "name", type(given).__name__))
         self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
         self._lock = threading.Lock()  # nobody promises that it may be called by several threads
         if isinstance(self.n_vocab, bool) or not isinstance(self.n_vocab, int) or self.n_vocab < 1:
-            raise ValueError(f"{self.name}.n_vocab is {self.n_vocab!r}; it must be {PARTS['n_vocab']}")
+            raise ValueError(
+                f"{self.name}.n_vocab is {self.n_vocab!r}; it must be {PARTS['n_vocab']}"
+            )
         whole = isinstance(self.eot_token, int) and not isinstance(self.eot_token, bool)
         if self.eot_token is not None and not (whole and 0 <= self.eot_token < self.n_vocab):
-            raise ValueError(f"{self.name}.eot_token is {self.eot_token!r}; it must be {PARTS['eot_token']}")
+            raise ValueError(
+                f"{self.name}.eot_token is {self.eot_token!r}; it must be {PARTS['eot_token']}"
+            )
         lengths = np.asarray(given.byte_lengths)
         if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
             text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
@@ -54,15 +65,23 @@ class Own:
         return getattr(self.given, name)
 
     def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
-        """The ids of a text. Raises ValueError for what `encode_batch` must not return."""
+        """Return the ids of a text. Raises ValueError for what `encode_batch` must not return."""
         with self._lock:
             found = self.given.encode_batch([text])
         if not hasattr(found, "__len__") or len(found) != 1:
-            raise ValueError(f"{self.name}.encode_batch must be {PARTS['encode_batch']}; one text gave {found!r:.80}")
+            raise ValueError(
+                f"{self.name}.encode_batch must be {PARTS['encode_batch']}; one text gave "
+                f"{found!r:.80}"
+            )
         ids = np.asarray(found[0])
         if ids.size == 0:
             return np.empty(0, np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.n_vocab:
+        if (
+            ids.ndim != 1
+            or ids.dtype.kind not in "iu"
+            or ids.min() < 0
+            or ids.max() >= self.n_vocab
+        ):
             text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
             raise ValueError(f"{self.name}.encode_batch {text}, not {found[0]!r:.80}")
         return ids
@@ -74,12 +93,17 @@ class Own:
     def decode(self, ids: list[int], **unused: Any) -> str:
         text = self.given.decode(ids)
         if not isinstance(text, str):
-            raise ValueError(f"{self.name}.decode returned {text!r:.80}; it must be {PARTS['decode']}")
+            raise ValueError(
+                f"{self.name}.decode returned {text!r:.80}; it must be {PARTS['decode']}"
+            )
         return text
 
     def identity(self) -> str:
-        """A digest of what it was seen to do: of every id its text, and how a text is cut."""
-        digest = hashlib.sha256(repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode())
+        """Return a digest of what it was seen to do: of every id its text, and how a text is
+        cut."""
+        digest = hashlib.sha256(
+            repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode()
+        )
         digest.update(self.byte_lengths.tobytes())
         for token in range(self.n_vocab):
             try:
@@ -93,12 +117,14 @@ Tokenizer = tiktoken.Encoding | Own
 
 
 def as_tokenizer(found: Any) -> Tokenizer:
-    """Return what a tokenizer's function made, ready for use. Raise ValueError for what is no tokenizer."""
+    """Return what a tokenizer's function made, ready for use. Raise ValueError for what is no
+    tokenizer."""
     return found if isinstance(found, tiktoken.Encoding | Own) else Own(found)
 
 
 def byte_level() -> tiktoken.Encoding:
-    """A token per byte: byte b has id b, the end-of-text token has id 256. Needs no file and no network."""
+    """Return a token per byte: byte b has id b, the end-of-text token has id 256. Needs no file and
+    no network."""
     return tiktoken.Encoding(
         name="bytes",
         pat_str=r"[\s\S]+",
@@ -109,7 +135,7 @@ def byte_level() -> tiktoken.Encoding:
 
 
 def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
-    """The published encoding `name`, from tiktoken's cache or, once, from the network.
+    """Return the published encoding `name`, from tiktoken's cache or, once, from the network.
 
     Raises ValueError for an unknown name, and when the encoding is neither cached nor there within
     `download_timeout_s` seconds.
@@ -118,9 +144,13 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"tokenizer.name={name}: there is no such encoding.{hint} Known: {', '.join(known)}")
+        raise ValueError(
+            f"tokenizer.name={name}: there is no such encoding.{hint} Known: {', '.join(known)}"
+        )
     if not isinstance(download_timeout_s, (int, float)) or not download_timeout_s > 0:
-        raise ValueError(f"tokenizer.download_timeout_s={download_timeout_s}: must be above 0, for example 8.0")
+        raise ValueError(
+            f"tokenizer.download_timeout_s={download_timeout_s}: must be above 0, for example 8.0"
+        )
     loaded: list[Any] = []
 
     def load() -> None:
@@ -129,7 +159,8 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
         except Exception as error:
             loaded.append(error)
 
-    # tiktoken sets no timeout of its own, so a network that swallows packets would hold it for minutes.
+    # tiktoken sets no timeout of its own, so a network that swallows packets would hold it for
+    # minutes.
     thread = threading.Thread(target=load, name="llmexp-tokenizer", daemon=True)
     thread.start()
     thread.join(download_timeout_s)
@@ -137,13 +168,14 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
         return loaded[0]
     why = type(loaded[0]).__name__ if loaded else f"no answer within {download_timeout_s:g} s"
     raise ValueError(
-        f"tokenizer.name={name}: its files are neither cached nor could they be downloaded ({why}); set the "
-        "environment variable TIKTOKEN_CACHE_DIR to a folder that holds them, or choose tokenizer=bytes"
+        f"tokenizer.name={name}: its files are neither cached nor could they be downloaded "
+        f"({why}); set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them, or "
+        "choose tokenizer=bytes"
     )
 
 
 def is_byte_level(encoding: Tokenizer) -> bool:
-    """Whether text becomes its UTF-8 bytes, one id per byte and equal to it."""
+    """Return whether text becomes its UTF-8 bytes, one id per byte and equal to it."""
     if isinstance(encoding, Own):
         return False
     ranks = encoding._mergeable_ranks
@@ -151,12 +183,16 @@ def is_byte_level(encoding: Tokenizer) -> bool:
 
 
 def end_of_text(encoding: Tokenizer) -> int | None:
-    """The id between documents; None where there is no such token."""
-    return encoding.eot_token if isinstance(encoding, Own) else encoding._special_tokens.get(END_OF_TEXT)
+    """Return the id between documents; None where there is no such token."""
+    return (
+        encoding.eot_token
+        if isinstance(encoding, Own)
+        else encoding._special_tokens.get(END_OF_TEXT)
+    )
 
 
 def end_of_text_id(encoding: Tokenizer) -> int:
-    """The id between documents. Raises ValueError where the encoding has no such token."""
+    """Return the id between documents. Raises ValueError where the encoding has no such token."""
     if (found := end_of_text(encoding)) is None:
         raise ValueError(
             f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to put between documents; "
@@ -166,29 +202,39 @@ def end_of_text_id(encoding: Tokenizer) -> int:
 
 
 def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
-    """[n_vocab] int64: bytes of text that an id stands for; 0 for special tokens and ids without a meaning."""
+    """[n_vocab] int64: bytes of text that an id stands for; 0 for special tokens and ids without a
+    meaning."""
     if isinstance(encoding, Own):
         return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     ranks = encoding._mergeable_ranks
-    lengths[np.fromiter(ranks.values(), np.int64, len(ranks))] = np.fromiter(map(len, ranks), np.int64, len(ranks))
+    lengths[np.fromiter(ranks.values(), np.int64, len(ranks))] = np.fromiter(
+        map(len, ranks), np.int64, len(ranks)
+    )
     return lengths
 
 
 def has_meaning(encoding: Tokenizer) -> np.ndarray:
-    """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of another."""
+    """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of
+    another."""
     found: np.ndarray = token_byte_lengths(encoding) > 0
-    special = [end_of_text(encoding)] if isinstance(encoding, Own) else [*encoding._special_tokens.values()]
+    special = (
+        [end_of_text(encoding)]
+        if isinstance(encoding, Own)
+        else [*encoding._special_tokens.values()]
+    )
     found[[token for token in special if token is not None]] = True
     return found
 
 
 def identity(encoding: Tokenizer) -> str:
-    """A digest of all that decides how text becomes ids: the name alone does not."""
+    """Return a digest of all that decides how text becomes ids: the name alone does not."""
     if isinstance(encoding, Own):
         return encoding.identity()
     ranks = encoding._mergeable_ranks
-    digest = hashlib.sha256(repr((encoding._pat_str, sorted(encoding._special_tokens.items()))).encode())
+    digest = hashlib.sha256(
+        repr((encoding._pat_str, sorted(encoding._special_tokens.items()))).encode()
+    )
     digest.update(b"".join(struct.pack("<q", len(token)) + token for token in ranks))
     digest.update(np.fromiter(ranks.values(), np.int64, len(ranks)).tobytes())
     return digest.hexdigest()

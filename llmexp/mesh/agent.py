@@ -1,7 +1,8 @@
 """Starting ranks: torch's elastic agent (what torchrun runs), one on each host.
 
-An agent starts `python -m llmexp.train RUN_DIR` once a rank. When one dies it ends the others and, up to
-`max_restarts` times, starts them all again, on all hosts together; they go on from the newest checkpoint.
+An agent starts `python -m llmexp.train RUN_DIR` once a rank. When one dies it ends the others and,
+up to `max_restarts` times, starts them all again, on all hosts together; they go on from the newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for th
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks
 POLL_S = 0.5
 TOUCH_S, FRESH_S = 3.0, 10.0  # how often a host shows that it is there, and how long that holds
-ENDED, FAILED = ("finished", "preempted"), ("failed", "given up")  # given up: it would only fail again
+ENDED, FAILED = (
+    ("finished", "preempted"),
+    ("failed", "given up"),
+)  # given up: it would only fail again
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a stopped process never does
 
 
@@ -62,8 +66,9 @@ class Death:
 
 
 def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
-    """(endpoint, id) where the agents of all hosts meet: a free local port for one host, else $LLMEXP_RDZV_ENDPOINT,
-    else what Slurm says. `name` tells runs apart that meet at the same port. Raises ValueError where nothing says it.
+    """Return (endpoint, id) where the agents of all hosts meet: a free local port for one host,
+    else $LLMEXP_RDZV_ENDPOINT, else what Slurm says. `name` tells runs apart that meet at the same
+    port. Raises ValueError where nothing says it.
     """
     env = os.environ
     if nnodes == 1:
@@ -73,10 +78,15 @@ def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
     if endpoint := env.get("LLMEXP_RDZV_ENDPOINT"):
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdecimal():
-            raise ValueError(f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT is needed; for example host1:29400")
+            raise ValueError(
+                f"LLMEXP_RDZV_ENDPOINT={endpoint}: HOST:PORT is needed; for example host1:29400"
+            )
         return endpoint, attempt
     if job and (address := env.get("SLURM_LAUNCH_NODE_IPADDR")):
-        return f"{address}:{20000 + int(job) % 30000}", attempt  # jobs that share a node get ports of their own
+        return (
+            f"{address}:{20000 + int(job) % 30000}",
+            attempt,
+        )  # jobs that share a node get ports of their own
     raise ValueError(
         f"parallelism.nnodes={nnodes}: nothing says where the hosts meet; on each, set for example "
         "LLMEXP_RDZV_ENDPOINT=host1:29400, or start it with launchers/slurm.sbatch"
@@ -93,22 +103,25 @@ def launch_ranks(
     start_timeout_s: float,
     outcome: Callable[[], tuple[str, float]],
 ) -> Death | None:
-    """Starts this host's ranks and waits for them. Returns the first death when the group failed for good; None when
-    it ended well, or failed elsewhere.
+    """Start this host's ranks and wait for them. Returns the first death when the group failed for
+    good; None when it ended well, or failed elsewhere.
 
-    Rank 0 writes to the console; every rank's output is in run_dir/logs. `outcome` says which of ENDED or FAILED the
-    run came to since the call, and when (seconds since 1970); ("", 0) until then. Raises HostsMissing, and SystemExit
-    where a signal stops what has not begun to train.
+    Rank 0 writes to the console; every rank's output is in run_dir/logs. `outcome` says which of
+    ENDED or FAILED the run came to since the call, and when (seconds since 1970); ("", 0) until
+    then. Raises HostsMissing, and SystemExit where a signal stops what has not begun to train.
     """
     endpoint, run_id = rendezvous(nnodes, run_dir.absolute().name)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said here, in words
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # what it says is said here, in words
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     here = run_dir / "logs" / "hosts" / f"{name}.{os.getpid()}"
     here.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted group would read the old group's keys
+        # a restarted group would read the old group's keys
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         STARTED: str(time.time() if nnodes > 1 else 0.0),  # on one host no clock is asked
     }
     launch = LaunchConfig(
@@ -130,7 +143,8 @@ def launch_ranks(
         while True:
             known = len(watch.seen_at)
             watch.restarts = launch.max_restarts
-            # Rank 0 keeps the console as its standard output; what it prints there is in train.log too.
+            # Rank 0 keeps the console as its standard output; what it prints there is in train.log
+            # too.
             launch.logs_specs = DefaultLogsSpecs(
                 log_dir=str(run_dir / "logs" / name),
                 redirects={n: Std.ALL if n else Std.ERR for n in range(nproc_per_node)},
@@ -139,19 +153,32 @@ def launch_ranks(
             try:
                 with meeting(run_dir / "logs") if nnodes == 1 else contextlib.nullcontext():
                     attend(
-                        lambda: elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir)),
+                        lambda: elastic_launch(launch, sys.executable)(
+                            "-P", "-u", "-m", "llmexp.train", str(run_dir)
+                        ),
                         watch,
                     )
             except ChildFailedError as error:
-                codes = {rank: 1 if f.pid in watch.killed else f.exitcode for rank, f in error.failures.items()}
-                if signals and {*codes.values()} <= {code for n in signals for code in (-n, 128 + n)}:
+                codes = {
+                    rank: 1 if f.pid in watch.killed else f.exitcode
+                    for rank, f in error.failures.items()
+                }
+                if signals and {*codes.values()} <= {
+                    code for n in signals for code in (-n, 128 + n)
+                }:
                     raise SystemExit(128 + signals[0]) from None
-                rank = min(codes, key=lambda r: (codes[r] >= 0, r))  # a signal comes from outside: the others followed
+                rank = min(
+                    codes, key=lambda r: (codes[r] >= 0, r)
+                )  # a signal comes from outside: the others followed
                 return Death(rank, codes[rank])
             except (RendezvousError, DistError, TimeoutError) as error:
                 state, lost = outcome()[0], len(watch.seen_at) > known
-                given_up = state == "given up" or ((state == "failed" or lost) and not launch.max_restarts)
-                if state in ENDED or given_up or isinstance(error, RendezvousClosedError):  # closed by another host
+                given_up = state == "given up" or (
+                    (state == "failed" or lost) and not launch.max_restarts
+                )
+                if (
+                    state in ENDED or given_up or isinstance(error, RendezvousClosedError)
+                ):  # closed by another host
                     return None
                 if isinstance(error, (RendezvousTimeoutError, TimeoutError)):
                     raise HostsMissing(who_came(here, nnodes, endpoint, start_timeout_s)) from None
@@ -167,8 +194,8 @@ def launch_ranks(
 
 @contextlib.contextmanager
 def meeting(parent: Path) -> Iterator[None]:
-    """Names the ranks of one host a folder of their own to meet in: the port that torch's agent finds free for them may
-    be another's by the time they listen on it."""
+    """Yield names the ranks of one host a folder of their own to meet in: the port that torch's
+    agent finds free for them may be another's by the time they listen on it."""
     for left in parent.glob("meeting-*"):  # by an agent that was killed
         shutil.rmtree(left, ignore_errors=True)
     os.environ[MEETING] = tempfile.mkdtemp(prefix="meeting-", dir=parent.absolute())
@@ -179,13 +206,14 @@ def meeting(parent: Path) -> Iterator[None]:
 
 
 def attend(work: Callable[[], object], watch: Watch) -> None:
-    """Calls `work` in a thread, because it may hang in the network for long, and looks after the ranks until it is
-    done. Raises what either raises."""
+    """Call `work` in a thread, because it may hang in the network for long, and look after the
+    ranks until it is done. Raises what either raises."""
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
-            with signals_held():  # by the ranks, until they have handlers; this process gets its own in another thread
+            # by the ranks, until they have handlers; this process gets its own in another thread
+            with signals_held():
                 work()
         except BaseException as error:
             failure.append(error)
@@ -201,24 +229,34 @@ def attend(work: Callable[[], object], watch: Watch) -> None:
 
 
 def hosts_there(here: Path) -> list[str]:
-    """The hosts whose agents keep touching their files beside `here`, this one's. Needs no network, and no clock but
-    that of the file system."""
+    """Return the hosts whose agents keep touching their files beside `here`, this one's. Needs no
+    network, and no clock but that of the file system."""
     here.touch()
     now = here.stat().st_mtime
-    return sorted(p.name.rpartition(".")[0] for p in here.parent.iterdir() if p.stat().st_mtime > now - FRESH_S)
+    return sorted(
+        p.name.rpartition(".")[0]
+        for p in here.parent.iterdir()
+        if p.stat().st_mtime > now - FRESH_S
+    )
 
 
 def who_came(here: Path, nnodes: int, endpoint: str, start_timeout_s: float) -> str:
-    """Which hosts are there, and which are not."""
+    """Return which hosts are there, and which are not."""
     there = hosts_there(here)
     names, waited = ", ".join(there), f"{endpoint} within {start_timeout_s:g} s"
     if len(there) >= nnodes:
-        return f"all {nnodes} hosts are there ({names}), but they did not meet at {waited}; do they all reach it?"
-    return f"{len(there)} of {nnodes} hosts came to {waited}: {names}; missing: {missing_hosts(there, nnodes)}"
+        return (
+            f"all {nnodes} hosts are there ({names}), but they did not meet at {waited}; do "
+            "they all reach it?"
+        )
+    return (
+        f"{len(there)} of {nnodes} hosts came to {waited}: {names}; missing: "
+        f"{missing_hosts(there, nnodes)}"
+    )
 
 
 def missing_hosts(there: list[str], nnodes: int) -> str:
-    """Their names, where Slurm knows them, else their number."""
+    """Return their names, where Slurm knows them, else their number."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if nodes:
         import subprocess
@@ -226,7 +264,13 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             command = ["scontrol", "show", "hostnames", nodes]
             known = subprocess.run(
-                command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=10, check=True
+                command,
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=10,
+                check=True,
             ).stdout.split()
             if absent := sorted(set(known) - set(there)):
                 return ", ".join(absent)
@@ -235,8 +279,8 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
 
 @contextlib.contextmanager
 def forwarded_signals() -> Iterator[list[int]]:
-    """Passes stop signals on to the ranks, which then save; the agent's own way would kill them after 30 s. Yields the
-    list of those that came."""
+    """Pass stop signals on to the ranks, which then save; the agent's own way would kill them after
+    30 s. Yields the list of those that came."""
     came: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -254,7 +298,8 @@ def forwarded_signals() -> Iterator[list[int]]:
 
 @dataclass
 class Watch:
-    """What is known of this host's ranks, and what torch's agent would not do for them or not soon enough."""
+    """What is known of this host's ranks, and what torch's agent would not do for them or not soon
+    enough."""
 
     here: Path  # touched for the other hosts to see
     nnodes: int
@@ -270,11 +315,12 @@ class Watch:
     touched_at: float = 0.0
 
     def look(self) -> None:
-        """Says when the ranks are started again; and GRACE_S after a recorded failure kills those of its time that are
-        still there: a stopped or hung process heeds no other signal, and torch's agent would wait for it for 30 s more.
+        """Say when the ranks are started again; and GRACE_S after a recorded failure kills those of
+        its time that are still there: a stopped or hung process heeds no other signal, and torch's
+        agent would wait for it for 30 s more.
 
-        Raises TimeoutError when no rank has been there for longer than one may take to come, and SystemExit when there
-        is none that a signal could stop.
+        Raises TimeoutError when no rank has been there for longer than one may take to come, and
+        SystemExit when there is none that a signal could stop.
         """
         now, there, known = time.monotonic(), children(os.getpid()), len(self.seen_at)
         if now > self.touched_at + TOUCH_S:
@@ -288,18 +334,25 @@ class Watch:
             for pid in new:
                 send(pid, self.signals[0])
         elif known and new and state != "given up" and len(self.seen_at) % self.nproc_per_node == 0:
-            print("llmexp: a rank was lost; all start again from the newest checkpoint", file=sys.stderr)
+            print(
+                "llmexp: a rank was lost; all start again from the newest checkpoint",
+                file=sys.stderr,
+            )
         self.failed_at = (self.failed_at or now) if state in FAILED else None
         if self.failed_at is not None:
             since = self.failed_at if self.nnodes == 1 else now - (time.time() - recorded)
-            late = [pid for pid in there if self.seen_at[pid] < since and now > self.failed_at + GRACE_S]
+            late = [
+                pid for pid in there if self.seen_at[pid] < since and now > self.failed_at + GRACE_S
+            ]
             for pid in late + (new if state == "given up" else []):
                 self.killed.add(pid)
                 send(pid, signal.SIGKILL)
         if there:
             self.alive_at = now
         idle_s = now - self.alive_at
-        if state in ENDED:  # torch's agent waits for the other hosts, for 300 s even for one that is no more
+        if (
+            state in ENDED
+        ):  # torch's agent waits for the other hosts, for 300 s even for one that is no more
             overdue = idle_s > GRACE_S and len(hosts_there(self.here)) < self.nnodes
         elif self.signals and not there and (self.restarts or not state):
             raise SystemExit(128 + self.signals[0])

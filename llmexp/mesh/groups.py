@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-MEETING = "LLMEXP_MEETING"  # names the folder where the ranks of one host meet, each group at a file of its own
+# names the folder where the ranks of one host meet, each group at a file of its own
+MEETING = "LLMEXP_MEETING"
 LOOPBACK_S = 3.0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who this process is. The ranks form replicas x shards x tensor-parallel ranks, the last varying fastest.
+    """Who this process is. The ranks form replicas x shards x tensor-parallel ranks, the last
+    varying fastest.
 
     `dp_rank` and `dp_size` count the ranks that see different sequences: replicas x shards.
     """
@@ -41,25 +43,32 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds parts of tensors only, so that a forward pass needs all ranks."""
+        """Return whether a rank holds parts of tensors only, so that a forward pass needs all
+        ranks."""
         return self.sharding is not None or self.tensor is not None
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different sequences; None is all ranks."""
-        return self.sharding.get_group() if self.sharding is not None and self.tensor is not None else None
+        """Return the ranks that see different sequences; None is all ranks."""
+        return (
+            self.sharding.get_group()
+            if self.sharding is not None and self.tensor is not None
+            else None
+        )
 
 
 def check_loopback() -> None:
-    """Raise ValueError where a process of this host cannot reach another one: its ranks would wait for ever."""
+    """Raise ValueError where a process of this host cannot reach another one: its ranks would wait
+    for ever."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("localhost", port), timeout=LOOPBACK_S).close()
     except OSError as error:
         raise ValueError(
-            f"the ranks of one host talk over its loopback interface, and localhost cannot be reached ({error}); bring "
-            "it up (ip link set lo up), or start the container with a network"
+            "the ranks of one host talk over its loopback interface, and localhost cannot be "
+            f"reached ({error}); bring it up (ip link set lo up), or start the container with a "
+            "network"
         ) from None
 
 
@@ -74,9 +83,11 @@ def join(
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """The mesh of this process; joins the process group that torchrun's environment describes where there is one.
+    """Return the mesh of this process; joins the process group that torchrun's environment
+    describes where there is one.
 
-    All ranks have `timeout_s` seconds to come. Raises ValueError when the launched world is not the configured one.
+    All ranks have `timeout_s` seconds to come. Raises ValueError when the launched world is not the
+    configured one.
     """
     sizes = (replicate_size, shard_size, tensor_parallel_size)
     expected = replicate_size * shard_size * tensor_parallel_size
@@ -97,7 +108,9 @@ def join(
             else:
                 store = dist.FileStore(f"{place}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", world)
                 store.set_timeout(timeout)
-                dist.init_process_group(names, store=store, rank=rank, world_size=world, timeout=timeout)
+                dist.init_process_group(
+                    names, store=store, rank=rank, world_size=world, timeout=timeout
+                )
         if kind in ("fsdp", "hsdp", "tp", "fsdp_tp"):
             named = zip(("replicate", "shard", "tp"), sizes, strict=True)
             dims = {name: n for name, n in named if n > 1 or (kind == "hsdp" and name != "tp")}
@@ -106,7 +119,9 @@ def join(
             if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
                 sharding = whole[names_left]
     dp_rank = rank // tensor_parallel_size
-    return Mesh(rank, world, dp_rank, replicate_size * shard_size, kind, device, sharding, tensor, once)
+    return Mesh(
+        rank, world, dp_rank, replicate_size * shard_size, kind, device, sharding, tensor, once
+    )
 
 
 def total(mesh: Mesh, value: Tensor) -> Tensor:
@@ -124,16 +139,19 @@ def maximum(mesh: Mesh, value: Tensor) -> Tensor:
 
 
 def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
-    """For each flag whether it is set on any rank; the same answer everywhere. Waits for all ranks."""
+    """For each flag whether it is set on any rank; the same answer everywhere. Waits for all
+    ranks."""
     if not mesh.distributed:
         return list(flags)
-    values = torch.tensor([int(flag) for flag in flags])  # on the CPU: its group is gloo, no device has to wait
+    values = torch.tensor(
+        [int(flag) for flag in flags]
+    )  # on the CPU: its group is gloo, no device has to wait
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [bool(v) for v in values]
 
 
 def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
-    """The ranks on which the flag is set; the same answer everywhere."""
+    """Return the ranks on which the flag is set; the same answer everywhere."""
     flags = torch.zeros(mesh.world_size, dtype=torch.int64)
     flags[mesh.rank] = int(flag)
     if mesh.distributed:
@@ -142,7 +160,7 @@ def ranks_where(mesh: Mesh, flag: bool) -> list[int]:
 
 
 def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:
-    """The ranks whose `digest` is not that of rank 0; the same answer everywhere."""
+    """Return the ranks whose `digest` is not that of rank 0; the same answer everywhere."""
     own = torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
     first = own.clone()
     if mesh.distributed:
@@ -151,19 +169,21 @@ def differing_ranks(mesh: Mesh, digest: bytes) -> list[int]:
 
 
 def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:
-    """The ranks' values of equal shape, side by side along the last dimension."""
+    """Return the ranks' values of equal shape, side by side along the last dimension."""
     parts = [torch.empty_like(value) for _ in range(mesh.size())]
     dist.all_gather(parts, value.contiguous(), group=mesh.get_group())
     return torch.cat(parts, -1)
 
 
 def local_part(value: Any) -> Tensor:
-    """What this rank holds of a tensor: its storage for a split one, the tensor itself for a whole one."""
+    """Return what this rank holds of a tensor: its storage for a split one, the tensor itself for a
+    whole one."""
     return value.to_local() if is_split(value) else value
 
 
 def is_split(value: Any) -> bool:
-    """Whether it is a DTensor; told by its looks, because importing that class costs a second."""
+    """Return whether it is a DTensor; told by its looks, because importing that class costs a
+    second."""
     return hasattr(value, "to_local")
 
 
@@ -180,7 +200,8 @@ def _copies(value: Any, world: int) -> float:
 
 
 def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim tensor."""
+    """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim
+    tensor."""
     if not mesh.sharded:
         return torch.nn.utils.get_total_norm(values)
     norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
@@ -208,7 +229,8 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
     # Public from torch 2.14 on, under another name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        # NCCL's watchdog ends the process without a word: gloo, which says what happened, has to notice first.
+        # NCCL's watchdog ends the process without a word: gloo, which says what happened, has to
+        # notice first.
         later = 15 if mesh.device.type == "cuda" else 0
         set_timeout(datetime.timedelta(seconds=timeout_s + later), group)
         if later:
@@ -218,6 +240,7 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Leaves the group. Free the wrapped module and the optimizer first, or gloo may abort at exit."""
+    """Leave the group. Free the wrapped module and the optimizer first, or gloo may abort at
+    exit."""
     if mesh.distributed and dist.is_initialized():
         dist.destroy_process_group()

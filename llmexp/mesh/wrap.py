@@ -1,7 +1,8 @@
 """Spreading a model over the ranks, from outside: models are written for one device.
 
-DDP is torch's; sharding is FSDP2 (`fully_shard`); tensor parallelism is `parallelize_module` (column-wise into heads
-and MLP, row-wise out of them: Shoeybi et al. 2019, Megatron-LM), with the vocabulary split too.
+DDP is torch's; sharding is FSDP2 (`fully_shard`); tensor parallelism is `parallelize_module`
+(column-wise into heads and MLP, row-wise out of them: Shoeybi et al. 2019, Megatron-LM), with the
+vocabulary split too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _BY_ROW = ("out_proj", "down_proj")
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """How each named layer of a model is split; empty for a model whose blocks have none of the known names."""
+    """Return how each named layer of a model is split; empty for a model whose blocks have none of
+    the known names."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -41,8 +43,11 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return plan if any(name.endswith(_BY_ROW) for name in plan) else {}
 
 
-def wrap(mesh: Mesh, loss: WindowLoss, *, activation_checkpointing: str, compiled: bool) -> nn.Module:
-    """The module to train. Parameters keep their names; under sharding they become this rank's parts."""
+def wrap(
+    mesh: Mesh, loss: WindowLoss, *, activation_checkpointing: str, compiled: bool
+) -> nn.Module:
+    """Return the module to train. Parameters keep their names; under sharding they become this
+    rank's parts."""
     if mesh.tensor is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -64,7 +69,9 @@ def wrap(mesh: Mesh, loss: WindowLoss, *, activation_checkpointing: str, compile
         return loss
     if mesh.kind == "ddp" and mesh.distributed:
         ids = [mesh.device.index] if mesh.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(loss, device_ids=ids, gradient_as_bucket_view=True)
+        return nn.parallel.DistributedDataParallel(
+            loss, device_ids=ids, gradient_as_bucket_view=True
+        )
     return loss
 
 
@@ -88,10 +95,12 @@ def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
 
 @contextlib.contextmanager
 def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a step.
+    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a
+    step.
 
-    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward pass.) FSDP reduces in
-    each one instead, and keeps no whole gradient, unless it communicates once.
+    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward
+    pass.) FSDP reduces in each one instead, and keeps no whole gradient, unless it communicates
+    once.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         with module.no_sync():

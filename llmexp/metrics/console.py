@@ -1,4 +1,5 @@
-"""What a run shows: lines to the terminal and to train.log, and a live bar where there is a terminal."""
+"""What a run shows: lines to the terminal and to train.log, and a live bar where there is a
+terminal."""
 
 from __future__ import annotations
 
@@ -19,18 +20,25 @@ if TYPE_CHECKING:
 
 REFRESH_INTERVAL_S = 0.2
 # Escape sequences (CSI, OSC, two-character ones), then every control character but tab and newline.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ "
+    r"-/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 
 
 class Console:
-    """Lines above a progress bar. Nothing here raises: a dead terminal or a full disk must not stop a run.
+    """Lines above a progress bar. Nothing here raises: a dead terminal or a full disk must not stop
+    a run.
 
-    `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps.
-    The bar appears with the first `progress` call, and only if `stream` is a terminal that can move its
-    cursor. A log that cannot be opened or written is said once, where lines are printed; `failure` holds that error.
+    `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps. The bar
+    appears with the first `progress` call, and only if `stream` is a terminal that can move its
+    cursor. A log that cannot be opened or written is said once, where lines are printed; `failure`
+    holds that error.
     """
 
-    def __init__(self, log_path: Path | None, total_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, log_path: Path | None, total_steps: int, stream: TextIO | None = None
+    ) -> None:
         self.failure: OSError | None = None
         self._said = False
         self._total_steps = total_steps
@@ -43,13 +51,15 @@ class Console:
         self._log: BinaryIO | None = None
         if log_path is not None:
             try:
-                # Unbuffered: what could not be written must not come back as an error at a later line.
+                # Unbuffered: what could not be written must not come back as an error at a later
+                # line.
                 self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
             except OSError as error:
                 self.failure = error
 
     def line(self, text: str, short: str | None = None) -> None:
-        """Print `text` (one or more lines) above the bar and append it to the log, without escape codes.
+        """Print `text` (one or more lines) above the bar and append it to the log, without escape
+        codes.
 
         On a terminal `short` is printed in its place.
         """
@@ -59,12 +69,18 @@ class Console:
             self._write_log(text + "\n")
             if self.failure is not None and not self._said:
                 self._said = True
-                lost = f"WARNING: {self._log_path} cannot be written ({self.failure.strerror}); the run goes on"
+                lost = (
+                    f"WARNING: {self._log_path} cannot be written ({self.failure.strerror}); "
+                    "the run goes on"
+                )
                 self._guard(lambda: self._print(lost))
             self._guard(lambda: self._print(printed))
 
-    def progress(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
-        """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its own."""
+    def progress(
+        self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
+    ) -> None:
+        """Move the bar to `step`; drawn at most every 0.2 s, and only here: no thread of its
+        own."""
         if not self._live:
             return
         now = time.monotonic()
@@ -101,9 +117,13 @@ class Console:
             self._stream.write(text + "\n")
             self._stream.flush()
         else:
-            self._bar.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            self._bar.console.print(
+                text, markup=False, highlight=False, emoji=False, soft_wrap=True
+            )
 
-    def _draw(self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None) -> None:
+    def _draw(
+        self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
+    ) -> None:
         bar = self._bar or self._make_bar()
         parts = {"step": f"step {step}/{self._total_steps}"}
         if loss is not None:
@@ -119,7 +139,9 @@ class Console:
         bar.update(bar.task_ids[0], completed=step, text="  ".join(parts.values()))
         if self._bar is None:
             bar.start()
-            bar.console.show_cursor(True)  # a killed run must not leave a terminal without its cursor
+            bar.console.show_cursor(
+                True
+            )  # a killed run must not leave a terminal without its cursor
             self._bar = bar
         else:
             bar.refresh()
@@ -153,16 +175,23 @@ class Console:
         """Run `write`; when the terminal is gone, do without it from now on."""
         try:
             write()
-        except (OSError, ValueError):  # closed pipe, hung-up terminal, full disk; ValueError: closed stream
+        except (
+            OSError,
+            ValueError,
+        ):  # closed pipe, hung-up terminal, full disk; ValueError: closed stream
             dead, self._stream, self._bar, self._live = self._stream, None, None, False
             _silence(dead)
 
 
-def format_row(row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None) -> str:
-    """One line for a row of metrics.jsonl; keys that are absent or None are left out, and the epoch of a run of one.
+def format_row(
+    row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
+) -> str:
+    """Return one line for a row of metrics.jsonl; keys that are absent or None are left out, and
+    the epoch of a run of one.
 
-    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual range breaks
-    its column rather than lose digits. With `width` the less important cells give way until the line fits.
+    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual
+    range breaks its column rather than lose digits. With `width` the less important cells give way
+    until the line fits.
     """
 
     def of(key: str, show: Callable[[Any], str]) -> str | None:
@@ -190,7 +219,7 @@ def format_row(row: dict[str, Any], total_steps: int, total_epochs: float = 0, w
 
 
 def format_duration(seconds: float) -> str:
-    """`3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
+    """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 9.95:  # above, one decimal would round to 10.0
@@ -211,7 +240,7 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
     """Aligned `label  text` lines, the text wrapped to `width` columns (default: the terminal's, else 100).
 
     Words longer than a line (paths) stay whole, so that they can be copied.
-    """
+    """  # noqa: E501
     if width is None:
         width = shutil.get_terminal_size((100, 24)).columns
     label_width = max((len(label) for label, _ in sections), default=0)
@@ -228,17 +257,22 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
             )
             or [""]
         ]
-        lines += [f"{label if i == 0 else '':<{label_width}}  {part}".rstrip() for i, part in enumerate(wrapped)]
+        lines += [
+            f"{label if i == 0 else '':<{label_width}}  {part}".rstrip()
+            for i, part in enumerate(wrapped)
+        ]
     return "\n".join(lines)
 
 
 def _significant(value: float, digits: int) -> str:
-    """`value` with `digits` significant digits, in plain notation while that stays short."""
+    """Return `value` with `digits` significant digits, in plain notation while that stays short."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
         return f"{0:.{digits - 1}f}"
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 9.9996 is 10.00
+    exponent = int(
+        f"{value:.{digits - 1}e}".partition("e")[2]
+    )  # of the rounded value: 9.9996 is 10.00
     if -3 <= exponent < 6:
         return f"{value:.{max(digits - 1 - exponent, 0)}f}"
     return f"{value:.{digits - 1}e}"
@@ -254,7 +288,11 @@ def _epoch(value: float) -> str:
 
 def _is_live_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream is not None and stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        return (
+            stream is not None
+            and stream.isatty()
+            and os.environ.get("TERM", "") not in ("", "dumb")
+        )
     except ValueError:  # a closed stream
         return False
 
@@ -262,7 +300,8 @@ def _is_live_terminal(stream: TextIO | None) -> bool:
 def _silence(stream: TextIO | None) -> None:
     """Point a dead stream at the null device.
 
-    Otherwise the interpreter flushes what is left in its buffer at exit, fails, and exits with code 120.
+    Otherwise the interpreter flushes what is left in its buffer at exit, fails, and exits with code
+    120.
     """
     if stream is None:
         return
@@ -270,5 +309,8 @@ def _silence(stream: TextIO | None) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-    except (OSError, ValueError):  # not a stream with a descriptor: nothing is flushed at exit either
+    except (
+        OSError,
+        ValueError,
+    ):  # not a stream with a descriptor: nothing is flushed at exit either
         pass

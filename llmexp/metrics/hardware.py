@@ -1,4 +1,5 @@
-"""What the machine is: names, memory, and the peak rates that mfu divides by. Unknown hardware has no peak."""
+"""What the machine is: names, memory, and the peak rates that mfu divides by. Unknown hardware has
+no peak."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-# Dense peak TFLOP/s from the makers' data sheets, by a part of the CUDA device name; first match wins.
+# Dense peak TFLOP/s from the makers' data sheets, by a part of the CUDA device name; first match
+# wins.
 _PEAK_TFLOPS: list[tuple[str, dict[str, float]]] = [
     ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
     ("H200 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
@@ -48,8 +50,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def _same(words: list[str], wanted: list[str]) -> bool:
-    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match 'A100'."""
-    return len(words) == len(wanted) and words[1:] == wanted[1:] and f"{words[0]}-".startswith(f"{wanted[0]}-")
+    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match
+    'A100'."""
+    return (
+        len(words) == len(wanted)
+        and words[1:] == wanted[1:]
+        and f"{words[0]}-".startswith(f"{wanted[0]}-")
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -77,8 +84,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """What the device has in all: of a CPU the host's memory, or what its control group may use of it; None where that
-    is not known."""
+    """Return what the device has in all: of a CPU the host's memory, or what its control group may
+    use of it; None where that is not known."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -108,7 +115,10 @@ def drivers() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
     with contextlib.suppress(OSError):
-        told = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", Path("/proc/driver/nvidia/version").read_text())
+        told = re.search(
+            r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s",
+            Path("/proc/driver/nvidia/version").read_text(),
+        )
         found["driver"] = told[1] if told else None
     return {name: str(version) for name, version in found.items() if version is not None}
 
@@ -123,14 +133,17 @@ def source_digest() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None outside of one."""
+    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None
+    outside of one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
         out = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5, check=True,
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40",
+            "--exclude=*"],
+            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5,
+            check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,5 @@
-"""What happened since the last row. Counts stay on the device until a row is due; clocks run on the host."""
+"""What happened since the last row. Counts stay on the device until a row is due; clocks run on the
+host."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from torch import Tensor
 
 
 class Meter:
-    """Counts target tokens and clipped steps, and times training steps; evaluation and saving are not timed."""
+    """Counts target tokens and clipped steps, and times training steps; evaluation and saving are
+    not timed."""
 
     def __init__(self, device: torch.device, tokens_seen: int, clipped: int, steps: int) -> None:
-        self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)  # exact to 2**53
+        self._tokens = torch.tensor(
+            float(tokens_seen), dtype=torch.float64, device=device
+        )  # exact to 2**53
         self._clipped = torch.tensor(float(clipped), device=device)
-        self._steps = steps  # since the last row, as are the clipped ones; a resume may lie in between
+        self._steps = (
+            steps  # since the last row, as are the clipped ones; a resume may lie in between
+        )
         self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
 
     def add(self, target_tokens: Tensor, clipped: Tensor) -> None:
-        """Counts one step, without a host wait."""
+        """Count one step, without a host wait."""
         self._tokens += target_tokens
         self._clipped += clipped
         self._steps += 1
@@ -42,15 +48,17 @@ class Meter:
         self._data_time += time.perf_counter() - start
 
     def counts(self) -> tuple[int, int, int]:
-        """(tokens seen in all, steps clipped since the last row, steps since the last row); the host waits."""
+        """Return (tokens seen in all, steps clipped since the last row, steps since the last row);
+        the host waits."""
         return round(float(self._tokens)), round(float(self._clipped)), self._steps
 
     def step_time(self) -> float | None:
-        """Mean seconds of the steps of this attempt since the last row; None where there were none."""
+        """Return mean seconds of the steps of this attempt since the last row; None where there
+        were none."""
         return self._step_time / self._timed_steps if self._timed_steps else None
 
     def take(self, ranks: int) -> dict[str, float]:
-        """The counts and rates since the last row, and starts over. The host waits."""
+        """Return the counts and rates since the last row, and starts over. The host waits."""
         tokens_seen, clipped, steps = self.counts()
         rate = (tokens_seen - self._timed_from) / self._step_time
         found = {

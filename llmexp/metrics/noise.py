@@ -1,7 +1,8 @@
 """The gradient noise scale, from the norms of gradients of two batch sizes that a step has anyway.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training": B_simple = tr(Sigma) / |G|^2, with G the true
-gradient and Sigma the covariance of the gradient of one sequence, both estimated as in appendix A.1.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training": B_simple = tr(Sigma) / |G|^2,
+with G the true gradient and Sigma the covariance of the gradient of one sequence, both estimated as
+in appendix A.1.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ NORMAL = 1.959964  # the normal distribution's 97.5 % quantile
 
 
 class SmallGradient:
-    """The norm of the gradient of a step's first micro-batch, on each rank its own or over all of them together.
+    """The norm of the gradient of a step's first micro-batch, on each rank its own or over all of
+    them together.
 
-    Several micro-batches: it is what lies in `.grad` after the first backward. One, under DDP: it is read as it
-    comes out of the backward, before the ranks are averaged. Reading changes nothing, and nothing waits for it. Not
-    to be had with one micro-batch in all, and where FSDP has no gradient of the first alone.
+    Several micro-batches: it is what lies in `.grad` after the first backward. One, under DDP: it
+    is read as it comes out of the backward, before the ranks are averaged. Reading changes nothing,
+    and nothing waits for it. Not to be had with one micro-batch in all, and where FSDP has no
+    gradient of the first alone.
     """
 
     def __init__(self, joined: mesh.Mesh, every: int | None) -> None:
@@ -35,7 +38,11 @@ class SmallGradient:
 
     @contextlib.contextmanager
     def watching(
-        self, step: int, micro_step: int, micro_batches: Sequence[tuple[Tensor, Tensor]], parameters: list[nn.Parameter]
+        self,
+        step: int,
+        micro_step: int,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        parameters: list[nn.Parameter],
     ) -> Iterator[None]:
         """Around the backward of a micro-batch; both numbers count from 1."""
         due = self._every is not None and step > 0 and step % self._every == 0
@@ -47,8 +54,12 @@ class SmallGradient:
         norms: list[Tensor] = []
         handles = []
         if own and not several and self._mesh.dp_size > 1:
-            # Around the backward alone: a compiler that met the hooks in the forward would compile it anew.
-            handles = [p.register_hook(lambda g: norms.append(torch.linalg.vector_norm(g))) for p in parameters]
+            # Around the backward alone: a compiler that met the hooks in the forward would compile
+            # it anew.
+            handles = [
+                p.register_hook(lambda g: norms.append(torch.linalg.vector_norm(g)))
+                for p in parameters
+            ]
         try:
             yield
         finally:
@@ -57,24 +68,32 @@ class SmallGradient:
         if norms:
             self._norm = torch.linalg.vector_norm(torch.stack(norms))
         elif several and (own or not self._mesh.once):
-            self._norm = mesh.global_norm(self._mesh, [p.grad for p in parameters if p.grad is not None])
+            self._norm = mesh.global_norm(
+                self._mesh, [p.grad for p in parameters if p.grad is not None]
+            )
         self._targets = int((micro_batches[0][1] >= 0).sum())  # they are on the host
 
     def take(self, count: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """(mean square norm of the gradient of a small batch, that batch's size in targets), 0-dim; nothing where the
-        step was not measured. `count`: targets of the window; `scale`: the loss scale. All ranks call together.
+        """Return (mean square norm of the gradient of a small batch, that batch's size in targets),
+        0-dim; nothing where the step was not measured. `count`: targets of the window; `scale`: the
+        loss scale. All ranks call together.
 
-        Ranks are weighted by their targets n: sum n |g|^2 / sum n has the noise of a batch of sum n / sum 1 targets.
+        Ranks are weighted by their targets n: sum n |g|^2 / sum n has the noise of a batch of sum n
+        / sum 1 targets.
         """
         norm, self._norm = self._norm, None
         if norm is None:
             return ()
         together = self._mesh.sharding is not None  # FSDP has already averaged over the ranks
-        targets = torch.tensor(float(self._targets), dtype=torch.float64).to(count.device, non_blocking=True)
+        targets = torch.tensor(float(self._targets), dtype=torch.float64).to(
+            count.device, non_blocking=True
+        )
         if together:
             targets = mesh.total(self._mesh, targets)
         # What was summed is the gradient of nll x loss scale x weight (see train_step).
-        square = (norm.double() * count / ((1 if together else self._mesh.dp_size) * scale.double())).square()
+        square = (
+            norm.double() * count / ((1 if together else self._mesh.dp_size) * scale.double())
+        ).square()
         there = targets > 0
         figures = torch.stack((square / targets.clamp(min=1), targets, there.double()))
         if not together:
@@ -84,7 +103,8 @@ class SmallGradient:
 
 
 class NoiseScale:
-    """The estimate, on the host: tr(Sigma) and |G|^2 of each measurement are smoothed apart, then divided.
+    """The estimate, on the host: tr(Sigma) and |G|^2 of each measurement are smoothed apart, then
+    divided.
 
     The unit is sequences: `sequence_length` valid targets, wherever they lie.
     """
@@ -92,11 +112,15 @@ class NoiseScale:
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
         self.measurements = 0
-        # Sums with weights DECAY^age: of 1, of squared weights, of S = tr(Sigma), G = |G|^2, SS, GG, SG, batch size.
+        # Sums with weights DECAY^age: of 1, of squared weights, of S = tr(Sigma), G = |G|^2, SS,
+        # GG, SG, batch size.
         self._sums = [0.0] * 8
 
-    def add(self, small_square: float, small_targets: float, big_square: float, big_targets: float) -> None:
-        """One step's mean square norms and batch sizes in targets (A.1, equations for S and |G|^2)."""
+    def add(
+        self, small_square: float, small_targets: float, big_square: float, big_targets: float
+    ) -> None:
+        """One step's mean square norms and batch sizes in targets (A.1, equations for S and
+        |G|^2)."""
         small, big = small_targets / self._length, big_targets / self._length
         if not (math.isfinite(small_square) and math.isfinite(big_square) and 0 < small < big):
             return
@@ -108,8 +132,9 @@ class NoiseScale:
         self._sums = [d * old + x for d, old, x in zip(decays, self._sums, new, strict=True)]
 
     def figures(self) -> dict[str, float]:
-        """noise_scale and the ends of its 95 % interval (Fieller 1954: the ratios that the two means allow). Absent:
-        all where a mean is not positive; the ends where the measurements are few, or allow any ratio, however large."""
+        """noise_scale and the ends of its 95 % interval (Fieller 1954: the ratios that the two
+        means allow). Absent: all where a mean is not positive; the ends where the measurements are
+        few, or allow any ratio, however large."""
         if not self.measurements:
             return {}
         weight, squares, *sums, _ = self._sums
@@ -125,14 +150,20 @@ class NoiseScale:
         if a <= 0 or b * b < a * c:
             return found
         root = math.sqrt(b * b - a * c)
-        return found | {"noise_scale_low": max(0.0, (b - root) / a), "noise_scale_high": (b + root) / a}
+        return found | {
+            "noise_scale_low": max(0.0, (b - root) / a),
+            "noise_scale_high": (b + root) / a,
+        }
 
     def verdict(self, real_batch_size: int) -> str:
-        """Where `real_batch_size` stands to the noise scale, as a sentence."""
+        """Return where `real_batch_size` stands to the noise scale, as a sentence."""
         found = self.figures()
         many = f"{self.measurements:,} measurement{'s' * (self.measurements != 1)}"
         if not found:
-            return f"whether real_batch_size {real_batch_size:,} is large is not known: {many} found no noise scale"
+            return (
+                f"whether real_batch_size {real_batch_size:,} is large is not known: {many} "
+                "found no noise scale"
+            )
         batch = self._sums[7] / self._sums[0]
         name = f"real_batch_size {real_batch_size:,}"
         if abs(batch / real_batch_size - 1) > 0.01:  # masked targets
@@ -163,7 +194,8 @@ class NoiseScale:
 
 
 def _student(freedom: float) -> float:
-    """Student's 97.5 % quantile, by its expansion about the normal one (Abramowitz & Stegun 26.7.5)."""
+    """Student's 97.5 % quantile, by its expansion about the normal one (Abramowitz & Stegun
+    26.7.5)."""
     z = NORMAL
     terms = (
         (z**3 + z) / 4,

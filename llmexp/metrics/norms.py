@@ -1,6 +1,7 @@
 """Gradient norms of a run: how often and how strongly it clipped, and how other limits would have.
 
-Norms are counted in logarithmic bins on the host, which reads every step's norm with the verdict on that step.
+Norms are counted in logarithmic bins on the host, which reads every step's norm with the verdict on
+that step.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import math
 from typing import Any
 
 PER_OCTAVE = 64  # bins: 1.1 % wide; every power of two is an edge
-EPSILON = 1e-6  # of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
+EPSILON = (
+    1e-6  # of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
+)
 LOWEST, HIGHEST = -20 * PER_OCTAVE, 20 * PER_OCTAVE - 1
 QUANTILES = (50, 90, 99)  # per cent
 
 
 class Norms:
-    """The norms of a run's applied updates, before clipping. `kind` and `limit` are those of its own clipping."""
+    """The norms of a run's applied updates, before clipping. `kind` and `limit` are those of its
+    own clipping."""
 
     def __init__(self, kind: str, limit: float | None) -> None:
         self.limit = limit if kind == "norm" else None
@@ -23,7 +27,9 @@ class Norms:
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         self._taken = [0, 0.0]  # steps and the sum of their coefficients at the last row
-        self._bins: dict[int, list[float]] = {}  # by number: how many, and the sum of 1 / (norm + EPSILON)
+        self._bins: dict[
+            int, list[float]
+        ] = {}  # by number: how many, and the sum of 1 / (norm + EPSILON)
 
     def add(self, norm: float, clipped: bool) -> None:
         """One applied update; `norm` is finite and at least 0."""
@@ -37,15 +43,19 @@ class Norms:
         self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
 
     def take(self) -> dict[str, float]:
-        """The mean factor on the gradient since the last row, and starts over; absent where there is none."""
+        """Return the mean factor on the gradient since the last row, and starts over; absent where
+        there is none."""
         steps, total = self.steps - self._taken[0], self._coefficients - self._taken[1]
         self._taken = [self.steps, self._coefficients]
         if self.by_value or not steps:
             return {}
-        return {"clip_coefficient": min(1.0, total / steps)}  # a difference of sums may round past 1
+        return {
+            "clip_coefficient": min(1.0, total / steps)
+        }  # a difference of sums may round past 1
 
     def quantile(self, percent: float) -> float:
-        """The upper edge of the bin that this quantile of the norm lies in. Needs at least one norm."""
+        """Return the upper edge of the bin that this quantile of the norm lies in. Needs at least
+        one norm."""
         below = 0.0
         for number, (count, _) in sorted(self._bins.items()):
             below += count
@@ -54,8 +64,9 @@ class Norms:
         raise ValueError("no norm was counted")
 
     def at(self, limit: float) -> tuple[float, float]:
-        """(share of steps clipped, mean coefficient) had these norms met this limit: exact where the limit is an edge
-        of a bin, else with the bin that it lies in divided in proportion. Needs at least one norm."""
+        """Return (share of steps clipped, mean coefficient) had these norms met this limit: exact
+        where the limit is an edge of a bin, else with the bin that it lies in divided in
+        proportion. Needs at least one norm."""
         if limit == self.limit:
             return self.clipped / self.steps, self._coefficients / self.steps
         above = inverse = 0.0  # sums round by their order: one that a resume does not change
@@ -69,19 +80,29 @@ class Norms:
         return above / self.steps, (self.steps - above + limit * inverse) / self.steps
 
     def summary(self) -> dict[str, Any]:
-        """For status.json: steps, share clipped, quantiles of the norm, and the table of other limits. To the first
-        order only: under another limit the run would have gone elsewhere. Empty where no norm was counted."""
+        """For status.json: steps, share clipped, quantiles of the norm, and the table of other
+        limits. To the first order only: under another limit the run would have gone elsewhere.
+        Empty where no norm was counted."""
         if not self.steps:
             return {}
         quantiles = {str(q): self.quantile(q) for q in QUANTILES}
         first, last = min(self._bins) // PER_OCTAVE, max(self._bins) // PER_OCTAVE + 1
         middle = math.floor(math.log2(quantiles["50"]))
-        limits = {2.0**k for k in range(max(first, middle - 3), min(last, middle + 4) + 1)} | {*quantiles.values()}
+        limits = {2.0**k for k in range(max(first, middle - 3), min(last, middle + 4) + 1)} | {
+            *quantiles.values()
+        }
         if self.limit is not None:
             limits.add(self.limit)
         rows = [(limit, *self.at(limit)) for limit in sorted(limits)]
-        table = [{"limit": limit, "share": share, "coefficient": mean} for limit, share, mean in rows]
-        return {"steps": self.steps, "share": self.clipped / self.steps, "quantiles": quantiles, "table": table}
+        table = [
+            {"limit": limit, "share": share, "coefficient": mean} for limit, share, mean in rows
+        ]
+        return {
+            "steps": self.steps,
+            "share": self.clipped / self.steps,
+            "quantiles": quantiles,
+            "table": table,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]
@@ -95,12 +116,18 @@ class Norms:
 
 
 def clip_table(summary: dict[str, Any], own: float | None) -> str:
-    """`Norms.summary` as lines for a reader; `own` is the run's own limit."""
+    """Return `Norms.summary` as lines for a reader; `own` is the run's own limit."""
     lines = [f"{'limit':>9} {'steps clipped':>14} {'mean coefficient':>17}"]
     for row in summary["table"]:
-        names = [f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == row["limit"]]
+        names = [
+            f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == row["limit"]
+        ]
         names += ["this run"] if row["limit"] == own else []
         name = f"  {', '.join(names)}" if names else ""
-        lines.append(f"{row['limit']:>9.4g} {row['share']:>13.1%} {row['coefficient']:>17.3f}{name}")
-    lines.append(f"from {summary['steps']:,} norms, to the first order: another limit leads elsewhere")
+        lines.append(
+            f"{row['limit']:>9.4g} {row['share']:>13.1%} {row['coefficient']:>17.3f}{name}"
+        )
+    lines.append(
+        f"from {summary['steps']:,} norms, to the first order: another limit leads elsewhere"
+    )
     return "\n".join(lines)

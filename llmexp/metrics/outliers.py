@@ -22,18 +22,21 @@ class Limits:
 
 
 class Outliers:
-    """A trailing window over loss and norm, on the host. Values enter it clamped to the limits of their step, so that
-    one spike does not blind it and a level that lasts is learned; what is not finite never enters."""
+    """A trailing window over loss and norm, on the host. Values enter it clamped to the limits of
+    their step, so that one spike does not blind it and a level that lasts is learned; what is not
+    finite never enters."""
 
     def __init__(self, sigma: float | None, window: int) -> None:
         self.sigma = sigma
         self._needed = min(ENOUGH, window)
-        self._values = np.empty((2, window))  # losses and norms, oldest first: the order decides how sums round
+        self._values = np.empty(
+            (2, window)
+        )  # losses and norms, oldest first: the order decides how sums round
         self._count = 0
         self.limits: Limits | None = None  # for the next step; None while too little is known
 
     def add(self, loss: float, norm: float) -> None:
-        """The figures of a step, which become part of the limits of the next one."""
+        """Take the figures of a step, which become part of the limits of the next one."""
         if self.sigma is None or not (math.isfinite(loss) and math.isfinite(norm)):
             return
         if self.limits is not None:
@@ -56,7 +59,10 @@ class Outliers:
                 self.sigma * max(math.sqrt(square / (self._count - 1)), LEAST_DEVIATION * abs(mean))
                 for mean, square in zip(means.tolist(), squares, strict=True)
             ]
-            loss, norm = ((mean - reach, mean + reach) for mean, reach in zip(means.tolist(), reaches, strict=True))
+            loss, norm = (
+                (mean - reach, mean + reach)
+                for mean, reach in zip(means.tolist(), reaches, strict=True)
+            )
             self.limits = Limits(loss, norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,11 +76,17 @@ class Outliers:
 
 
 def describe(limits: Limits, loss: float, norm: float) -> str:
-    """What is off, with figures."""
+    """Return what is off, with figures."""
     found = []
-    for name, value, (low, high) in (("loss", loss, limits.loss), ("gradient norm", norm, limits.norm)):
+    for name, value, (low, high) in (
+        ("loss", loss, limits.loss),
+        ("gradient norm", norm, limits.norm),
+    ):
         inside = low <= value <= high
-        found.append(f"{name} {value:.4g}" + ("" if inside else f", not within {max(low, 0.0):.4g} to {high:.4g}"))
+        found.append(
+            f"{name} {value:.4g}"
+            + ("" if inside else f", not within {max(low, 0.0):.4g} to {high:.4g}")
+        )
     return "; ".join(found)
 
 

@@ -21,10 +21,12 @@ Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Write a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over `tokens_seen`.
+    """Write a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over
+    `tokens_seen`.
 
-    A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None or not
-    finite are left out; with no loss at all nothing is written. Raises OSError if `path` cannot be written.
+    A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None
+    or not finite are left out; with no loss at all nothing is written. Raises OSError if `path`
+    cannot be written.
     """
     train_x, train_y = _series(rows, "train/loss")
     val_x, val_y = _series(rows, "val/loss")
@@ -57,24 +59,32 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         label = f"validation (last {val_y[-1]:.4f})"
         size = 4.5 if len(val_x) <= 60 else 2.5
         top.plot(val_x, val_y, color=VAL, marker="o", markersize=size, linewidth=1.0, label=label)
-    top.set_title(textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False)  # a $ in a name is no formula
+    top.set_title(
+        textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False
+    )  # a $ in a name is no formula
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False, fontsize=9)
     _clean(top)
     bottom.set_xlabel("tokens seen")
     bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
 
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # no name that a link could have
+    temporary = path.with_name(
+        f".{path.name}.{os.urandom(4).hex()}.tmp"
+    )  # no name that a link could have
     try:
         with open(temporary, "xb") as file, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a title in any script is fine
+            warnings.filterwarnings(
+                "ignore", message="Glyph .* missing"
+            )  # a title in any script is fine
             figure.savefig(file, format="png")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _draw_settings(axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]) -> None:
+def _draw_settings(
+    axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]
+) -> None:
     if len(lr[0]):
         axes.plot(*lr, color=LR, linewidth=1.3)
         axes.set_ylabel("lr", color=LR)
@@ -99,18 +109,23 @@ def _clean(axes: Axes) -> None:
 
 
 def _series(rows: list[dict[str, Any]], key: str) -> Series:
-    """`tokens_seen` and `key` of the rows that have both as finite numbers, in the order of tokens."""
+    """Return `tokens_seen` and `key` of the rows that have both as finite numbers, in the order of
+    tokens."""
     pairs = [
         (row["tokens_seen"], row[key])
         for row in rows
-        if all(isinstance(row.get(k), int | float) and math.isfinite(row[k]) for k in ("tokens_seen", key))
+        if all(
+            isinstance(row.get(k), int | float) and math.isfinite(row[k])
+            for k in ("tokens_seen", key)
+        )
     ]
     values = np.asarray(sorted(pairs), dtype=float).reshape(-1, 2)
     return values[:, 0], values[:, 1]
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over `window` (odd) values, over what there is at the ends: it lags neither way."""
+    """Centred mean over `window` (odd) values, over what there is at the ends: it lags neither
+    way."""
     half = window // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

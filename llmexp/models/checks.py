@@ -24,7 +24,9 @@ def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) 
 def check_dropout(dropout: float) -> None:
     """Raise ValueError unless `dropout` is a number in [0, 1)."""
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout={dropout!r}: must be a number from 0 up to but not including 1")
+        raise ValueError(
+            f"model.dropout={dropout!r}: must be a number from 0 up to but not including 1"
+        )
 
 
 def check_length(length: int, max_position_embeddings: int) -> None:

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
-Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, k head width,
-v vocabulary.
+Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, k head
+width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = d_model // n_heads
         self.dropout = dropout
-        # Three matrices instead of one: each can be split over ranks by its output rows, that is by heads.
+        # Three matrices instead of one: each can be split over ranks by its output rows, that is by
+        # heads.
         self.q_proj = nn.Linear(d_model, d_model)
         self.k_proj = nn.Linear(d_model, d_model)
         self.v_proj = nn.Linear(d_model, d_model)
@@ -37,7 +38,9 @@ class Attention(nn.Module):
         k_bhtk = self.k_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         v_bhtk = self.v_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
-        y_bhtk = F.scaled_dot_product_attention(q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout, is_causal=True)
+        y_bhtk = F.scaled_dot_product_attention(
+            q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout, is_causal=True
+        )
         return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -72,8 +75,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
 
-    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is the
-    probability used on the embedding, on the attention weights and on each residual branch.
+    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is
+    the probability used on the embedding, on the attention weights and on each residual branch.
     Raises ValueError for sizes that do not fit together.
     """
 
@@ -102,13 +105,16 @@ class GPT2(nn.Module):
         check_dropout(dropout)
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
-        # Without torch's own initial values: init_weights alone draws random numbers, once per weight.
+        # Without torch's own initial values: init_weights alone draws random numbers, once per
+        # weight.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.token_embedding = nn.Embedding(vocab_size, d_model)
             self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
             self.dropout = nn.Dropout(dropout)
-            self.blocks = nn.ModuleList(Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers))
+            self.blocks = nn.ModuleList(
+                Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers)
+            )
             self.final_norm = nn.LayerNorm(d_model)
         self.to_empty(device=device)
         self.init_weights()
@@ -117,8 +123,8 @@ class GPT2(nn.Module):
     def init_weights(self) -> None:
         """Draw all parameters anew from the global generator (needed after `to_empty`).
 
-        Weights N(0, 0.02^2), biases 0, norms 1 and 0; the two projections of a block that end on the
-        residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper).
+        Weights N(0, 0.02^2), biases 0, norms 1 and 0; the two projections of a block that end on
+        the residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper).
         """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
@@ -136,7 +142,8 @@ class GPT2(nn.Module):
         return self.token_embedding.weight
 
     def features(self, tokens_bt: Tensor) -> Tensor:
-        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a sequence."""
+        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
+        sequence."""
         t = tokens_bt.shape[1]
         check_length(t, self.max_position_embeddings)
         positions_t = torch.arange(t, device=tokens_bt.device)
@@ -146,15 +153,15 @@ class GPT2(nn.Module):
         return self.final_norm(h_btd)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Logits (b, t, v) of the next token."""
+        """Return logits (b, t, v) of the next token."""
         return F.linear(self.features(tokens_bt), self.head_weight)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
 
-        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not) and
-        12 x layers x length x width for attention, counted as the full square as is usual although half of
-        it is masked (PaLM, Chowdhery et al. 2022, appendix B).
+        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not)
+        and 12 x layers x length x width for attention, counted as the full square as is usual
+        although half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
         """
         linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
         matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023; grouped-query attention and sizes as in Llama 3, Dubey et al. 2024).
 
-Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, g key/value
-heads, k head width, v vocabulary.
+Names end in their dimensions: b batch, t time (tokens), d model width, f MLP width, h heads, g
+key/value heads, k head width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ INIT_STD = 0.02
 def rope_tables(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine (t, k) of the rotary position embedding (Su et al. 2021, section 3.4).
 
-    The halves of the last dimension are equal: feature i is rotated with feature i + k/2. Computed in fp32
-    (fp64 where `like` is fp64) on the device of `like`, whatever autocast says: in bf16 neighbouring
-    positions beyond 256 would be one and the same.
+    The halves of the last dimension are equal: feature i is rotated with feature i + k/2. Computed
+    in fp32 (fp64 where `like` is fp64) on the device of `like`, whatever autocast says: in bf16
+    neighbouring positions beyond 256 would be one and the same.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents_k = torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim
@@ -84,7 +84,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; dropout on what each branch adds to the residual stream."""
 
-    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int, d_ff: int, dropout: float, norm_eps: float) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        d_ff: int,
+        dropout: float,
+        norm_eps: float,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.attention = Attention(d_model, n_heads, n_kv_heads, dropout)
@@ -98,11 +106,13 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no rope scaling.
+    """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no rope
+    scaling.
 
-    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens, a stated limit only,
-    as rotary positions need no table); `dropout` is the probability used on the embedding, on the attention
-    weights and on each residual branch. Raises ValueError for sizes that do not fit together.
+    Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens, a stated limit
+    only, as rotary positions need no table); `dropout` is the probability used on the embedding, on
+    the attention weights and on each residual branch. Raises ValueError for sizes that do not fit
+    together.
     """
 
     flops_formula = "6 x matmul parameters + 12 x layers x length x width"
@@ -137,22 +147,29 @@ class Llama(nn.Module):
         self.head_dim = d_model // n_heads
         if self.head_dim % 2:
             raise ValueError(
-                f"model.d_model={d_model} / model.n_heads={n_heads} gives heads {self.head_dim} wide: rotary "
-                f"positions need an even width, e.g. model.d_model={(self.head_dim + 1) * n_heads}"
+                f"model.d_model={d_model} / model.n_heads={n_heads} gives heads {self.head_dim} "
+                f"wide: rotary positions need an even width, e.g. "
+                f"model.d_model={(self.head_dim + 1) * n_heads}"
             )
         for name, value in {"rope_theta": rope_theta, "norm_eps": norm_eps}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 < value < math.inf
+            ):
                 raise ValueError(f"model.{name}={value!r}: must be a finite number above 0")
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.rope_theta = float(rope_theta)
-        # Without torch's own initial values: init_weights alone draws random numbers, once per weight.
+        # Without torch's own initial values: init_weights alone draws random numbers, once per
+        # weight.
         device = torch.get_default_device()
         with torch.device("meta"):
             self.token_embedding = nn.Embedding(vocab_size, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
-                Block(d_model, n_heads, n_kv_heads, d_ff, dropout, norm_eps) for _ in range(n_layers)
+                Block(d_model, n_heads, n_kv_heads, d_ff, dropout, norm_eps)
+                for _ in range(n_layers)
             )
             self.final_norm = nn.RMSNorm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
@@ -163,8 +180,8 @@ class Llama(nn.Module):
     def init_weights(self) -> None:
         """Draw all parameters anew from the global generator (needed after `to_empty`).
 
-        Weights N(0, 0.02^2), norms 1; as in GPT-2 the two projections of a block that end on the residual
-        stream are scaled by 1/sqrt(2 n_layers).
+        Weights N(0, 0.02^2), norms 1; as in GPT-2 the two projections of a block that end on the
+        residual stream are scaled by 1/sqrt(2 n_layers).
         """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
@@ -176,30 +193,33 @@ class Llama(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Output projection (v, d), a Parameter: the token embedding's weight unless `tied_head` is false."""
+        """Output projection (v, d), a Parameter: the token embedding's weight unless `tied_head` is
+        false."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def features(self, tokens_bt: Tensor) -> Tensor:
-        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a sequence."""
+        """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
+        sequence."""
         t = tokens_bt.shape[1]
         check_length(t, self.max_position_embeddings)
         h_btd = self.dropout(self.token_embedding(tokens_bt))
-        # Made anew each time: a buffer would not survive `to_empty`, and the tables are a few kilobytes.
+        # Made anew each time: a buffer would not survive `to_empty`, and the tables are a few
+        # kilobytes.
         cos_tk, sin_tk = rope_tables(t, self.head_dim, self.rope_theta, like=h_btd)
         for block in self.blocks:
             h_btd = block(h_btd, cos_tk, sin_tk)
         return self.final_norm(h_btd)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Logits (b, t, v) of the next token."""
+        """Return logits (b, t, v) of the next token."""
         return F.linear(self.features(tokens_bt), self.head_weight)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
 
         6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-up not) and
-        12 x layers x length x width for attention, counted as the full square as is usual although half of
-        it is masked (PaLM, Chowdhery et al. 2022, appendix B).
+        12 x layers x length x width for attention, counted as the full square as is usual although
+        half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
         """
         linears = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
         matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()

@@ -1,7 +1,9 @@
-"""The loss end: from hidden states and targets to a summed cross-entropy, without ever holding all logits.
+"""The loss end: from hidden states and targets to a summed cross-entropy, without ever holding all
+logits.
 
-Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model width,
-v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for broadcasting.
+Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model
+width, v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for
+broadcasting.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ MIN_CHUNKED_VOCAB = 2048
 class VocabShard:
     """One rank's part of an output head whose rows, the vocabulary, are split over several ranks.
 
-    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a tensor in
-    place over these ranks and return it; `gather` returns the ranks' tensors joined along the last dimension.
+    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a
+    tensor in place over these ranks and return it; `gather` returns the ranks' tensors joined along
+    the last dimension.
     """
 
     first: int  # id of the first row of the part
@@ -39,8 +42,8 @@ class VocabShard:
 def _chunk_sizes(device: torch.device) -> tuple[int, int]:
     """Rows per chunk, which bounds the memory for logits, and vocabulary per tile.
 
-    On a CPU a tile of logits (512 x 2048 fp32, 4 MiB) stays in the cache between its product and its sums.
-    On an accelerator large products and few launches count.
+    On a CPU a tile of logits (512 x 2048 fp32, 4 MiB) stays in the cache between its product and
+    its sums. On an accelerator large products and few launches count.
     """
     return (512, 2048) if device.type == "cpu" else (4096, 1 << 30)
 
@@ -48,8 +51,9 @@ def _chunk_sizes(device: torch.device) -> tuple[int, int]:
 def _compute_dtypes(h_nd: Tensor, weight_vd: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """Dtype that the head's operands are rounded to, and dtype that its products are computed in.
 
-    They differ on a CPU without instructions for the first: rounding the operands and multiplying in fp32
-    gives what the instructions would, and is many times faster than torch's loops in plain C++.
+    They differ on a CPU without instructions for the first: rounding the operands and multiplying
+    in fp32 gives what the instructions would, and is many times faster than torch's loops in plain
+    C++.
     """
     device_type = h_nd.device.type
     if torch.is_autocast_enabled(device_type) and h_nd.dtype != torch.float64:
@@ -63,7 +67,8 @@ def _compute_dtypes(h_nd: Tensor, weight_vd: Tensor) -> tuple[torch.dtype, torch
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with the result in `dtype`; on an accelerator never rounded to the operands' dtype between."""
+    """Multiply a @ b, with the result in `dtype`; on an accelerator never rounded to the operands'
+    dtype between."""
     if a.dtype == dtype:
         return a @ b
     if a.device.type == "cuda":
@@ -81,7 +86,8 @@ def _chunked_nll(
     compute_dtype: torch.dtype,
     shard: VocabShard | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`, in one pass.
+    """Return the summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`,
+    in one pass.
 
     Rows are taken in chunks and the vocabulary in tiles. Of each tile of logits z only e = exp(z - m) is
     kept, m being the tile's row maximum. When a chunk has seen all tiles, softmax = e * c with
@@ -90,7 +96,7 @@ def _chunked_nll(
         dh = sum over tiles (e @ W) * c - W[target],   dW = e^T @ (h * c) - one_hot(target)^T @ h.
     With a shard the ranks share a chunk's row maxima and sums in two reductions (MAX, then SUM) and dh in one
     at the end. Its W is then a part, of which W[target] and one_hot see only the targets that lie there.
-    """
+    """  # noqa: E501
     sum_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     # softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal range.
     scale = 256.0 if compute_dtype == torch.float16 else 1.0
@@ -99,7 +105,9 @@ def _chunked_nll(
     first_id = 0 if shard is None else shard.first
 
     nll = torch.zeros((), dtype=sum_dtype, device=h_nd.device)
-    grad_h_nd = h_nd.new_zeros(h_nd.shape, dtype=sum_dtype) if needs_h else None  # contiguous, to be reduced
+    grad_h_nd = (
+        h_nd.new_zeros(h_nd.shape, dtype=sum_dtype) if needs_h else None
+    )  # contiguous, to be reduced
     grad_weight_vd = torch.zeros_like(weight_vd, dtype=sum_dtype) if needs_weight else None
     h_nd, weight_vd = h_nd.to(operand_dtype), weight_vd.to(operand_dtype)
 
@@ -113,7 +121,8 @@ def _chunked_nll(
         valid_n1 = target_n1 != IGNORE_INDEX
         target_n1 = target_n1 - first_id
         here_n1 = valid_n1 & (target_n1 >= 0) & (target_n1 < weight_vd.shape[0])
-        # Other rows are computed with target 0 and multiplied away: their place is not known on the host.
+        # Other rows are computed with target 0 and multiplied away: their place is not known on the
+        # host.
         target_n1 = target_n1.masked_fill(~here_n1, 0)
 
         target_logit_n1 = torch.zeros_like(target_n1, dtype=sum_dtype)
@@ -124,7 +133,9 @@ def _chunked_nll(
             z_nv = (chunk_nd @ weight_tile(start).T).to(sum_dtype)
             column_n1 = target_n1 - start
             clamped_n1 = column_n1.clamp(0, z_nv.shape[1] - 1)
-            target_logit_n1 = torch.where(column_n1 == clamped_n1, z_nv.gather(1, clamped_n1), target_logit_n1)
+            target_logit_n1 = torch.where(
+                column_n1 == clamped_n1, z_nv.gather(1, clamped_n1), target_logit_n1
+            )
             maxima.append(z_nv.amax(1, keepdim=True))
             e_nv = z_nv.sub_(maxima[-1]).exp_()
             sums.append(e_nv.sum(1, keepdim=True))
@@ -140,7 +151,9 @@ def _chunked_nll(
         at_target_n1 = (target_logit_n1 - max_n1).masked_fill(~here_n1, 0)
         owners_n1 = here_n1.to(sum_dtype)
         if shard is not None:
-            total_n1, at_target_n1, owners_n1 = shard.sum(torch.stack((total_n1, at_target_n1, owners_n1)))
+            total_n1, at_target_n1, owners_n1 = shard.sum(
+                torch.stack((total_n1, at_target_n1, owners_n1))
+            )
         # A target that is nobody's spoils the loss instead of passing unseen.
         at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
         nll += (total_n1.log() - at_target_n1).masked_fill(~valid_n1, 0).sum()
@@ -190,8 +203,11 @@ class _ChunkedNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("second backward through the same loss: its gradients were given away")
-        # In place and only once: a copy of the weight's gradient would be the largest tensor of the step.
+            raise RuntimeError(
+                "second backward through the same loss: its gradients were given away"
+            )
+        # In place and only once: a copy of the weight's gradient would be the largest tensor of the
+        # step.
         scaled = [
             None if gradient is None else gradient.mul_(grad_output).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
@@ -203,38 +219,50 @@ class _ChunkedNLL(torch.autograd.Function):
 def chunked_cross_entropy_sum(
     h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
 ) -> Tensor:
-    """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64 in fp64).
+    """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64
+    in fp64).
 
-    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum nan. Under
-    autocast the operands are rounded to its dtype. It never holds more than 512 (on an accelerator 4096) rows
-    of logits, and does no gradient work without grad mode. The gradient can be taken once, and not
-    differentiated again.
+    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum
+    nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 (on an
+    accelerator 4096) rows of logits, and does no gradient work without grad mode. The gradient can
+    be taken once, and not differentiated again.
 
-    With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with the same h
-    and targets. Each gets the whole sum and the whole gradient by h, and the gradient of its own part.
+    With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with
+    the same h and targets. Each gets the whole sum and the whole gradient by h, and the gradient of
+    its own part.
     """
     grad_mode = torch.is_grad_enabled()
     needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
     dtypes = _compute_dtypes(h_btd, weight_vd)
     with torch.autocast(h_btd.device.type, enabled=False):
         return _ChunkedNLL.apply(
-            h_btd.flatten(0, -2), weight_vd, targets_bt.flatten(), needs_h, needs_weight, *dtypes, shard
+            h_btd.flatten(0, -2),
+            weight_vd,
+            targets_bt.flatten(),
+            needs_h,
+            needs_weight,
+            *dtypes,
+            shard,
         )
 
 
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in fp64)."""
+    """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in
+    fp64)."""
     logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
-    return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 class WindowLoss(nn.Module):
-    """Summed cross-entropy of a model over the valid targets of one micro-batch: all that a step calls.
+    """Summed cross-entropy of a model over the valid targets of one micro-batch: all that a step
+    calls.
 
-    `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d) and
-    `head_weight` (v, d), whose product the logits are, the logits are never held as a whole. Its parameters
-    are the model's, without copies. `kernel`: "chunked", "plain", or "auto", which takes "chunked" where the
-    model allows it and the vocabulary is large enough to gain.
+    `model(tokens_bt)` returns logits (b, t, v). Where it also has `features(tokens_bt)` (b, t, d)
+    and `head_weight` (v, d), whose product the logits are, the logits are never held as a whole.
+    Its parameters are the model's, without copies. `kernel`: "chunked", "plain", or "auto", which
+    takes "chunked" where the model allows it and the vocabulary is large enough to gain.
     """
 
     def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
@@ -245,43 +273,55 @@ class WindowLoss(nn.Module):
         self.shard: VocabShard | None = None
         if kernel == "chunked" and not self._has_head():
             raise ValueError(
-                f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; use 'plain'"
+                f"loss kernel 'chunked': {type(model).__name__} lacks features() or head_weight; "
+                "use 'plain'"
             )
         self.chunked = kernel == "chunked" or (
-            kernel == "auto" and self._has_head() and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
+            kernel == "auto"
+            and self._has_head()
+            and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         )
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
 
     def _has_head(self) -> bool:
-        return hasattr(self.model, "features") and getattr(self.model, "head_weight", None) is not None
+        return (
+            hasattr(self.model, "features") and getattr(self.model, "head_weight", None) is not None
+        )
 
     def share_vocabulary(self, shard: VocabShard) -> None:
-        """From now on this rank's head is a part of the vocabulary; only the chunked loss can handle that.
+        """From now on this rank's head is a part of the vocabulary; only the chunked loss can
+        handle that.
 
-        `model.head_weight` is then a DTensor split by rows, or this rank's rows themselves. Raises ValueError
-        where the model has no head of its own that could be split.
+        `model.head_weight` is then a DTensor split by rows, or this rank's rows themselves. Raises
+        ValueError where the model has no head of its own that could be split.
         """
         if not self._has_head():
             raise ValueError(
-                f"tensor parallelism: {type(self.model).__name__} lacks features() or head_weight, so its output "
-                "head cannot be split over ranks; use e.g. parallelism=fsdp"
+                f"tensor parallelism: {type(self.model).__name__} lacks features() or head_weight, "
+                "so its output head cannot be split over ranks; use e.g. parallelism=fsdp"
             )
         self.shard = shard
         self.chunked = True
 
     def _trunk(self, tokens_bt: Tensor) -> Tensor:
-        """Everything before the chunked loss, or the whole model before the plain one."""
+        """Return everything before the chunked loss, or the whole model before the plain one."""
         return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
 
     def _head_weight(self) -> Tensor:
-        """The rows of the head that are on this rank (v, d); gradients flow back to the model's parameter."""
+        """Return the rows of the head that are on this rank (v, d); gradients flow back to the
+        model's parameter."""
         weight_vd = self.model.head_weight
-        return weight_vd.to_local() if self.shard is not None and hasattr(weight_vd, "to_local") else weight_vd
+        return (
+            weight_vd.to_local()
+            if self.shard is not None and hasattr(weight_vd, "to_local")
+            else weight_vd
+        )
 
     def loss_kernel(self, device: torch.device) -> str:
-        """Which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)".
+        """Return which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)".
 
-        With a shared vocabulary "vocab=160 of 320" counts this rank's rows: ask before FSDP cuts them further.
+        With a shared vocabulary "vocab=160 of 320" counts this rank's rows: ask before FSDP cuts
+        them further.
         """
         if not self.chunked:
             return "plain"
@@ -290,17 +330,20 @@ class WindowLoss(nn.Module):
         return f"chunked(rows={rows}, vocab={min(tile, self._head_weight().shape[0])}{whole})"
 
     def compile_trunk(self) -> None:
-        """Run the trunk through torch.compile from now on; parameters and their names stay as they are.
+        """Run the trunk through torch.compile from now on; parameters and their names stay as they
+        are.
 
         The trunk is all before the chunked loss, or the whole model before the plain one.
         """
         self._run_trunk = torch.compile(self._trunk, dynamic=False)
 
     def compile_blocks(self) -> None:
-        """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it has none.
+        """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it
+        has none.
 
-        Blocks of the same shapes share one compiled graph. For trunks that something in Python has to enter
-        between the blocks, as the gathering of sharded parameters does. Parameters' names stay as they are.
+        Blocks of the same shapes share one compiled graph. For trunks that something in Python has
+        to enter between the blocks, as the gathering of sharded parameters does. Parameters' names
+        stay as they are.
         """
         blocks = getattr(self.model, "blocks", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
@@ -309,11 +352,12 @@ class WindowLoss(nn.Module):
             block.compile(dynamic=False)
 
     def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than -100.
+        """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than
+        -100.
 
-        `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of 0. Without
-        targets it returns the logits (b, t, v) of the whole vocabulary, which carry no gradient.
-        Raises ValueError where a model's own logits do not have the shape (b, t, v).
+        `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of
+        0. Without targets it returns the logits (b, t, v) of the whole vocabulary, which carry no
+        gradient. Raises ValueError where a model's own logits do not have the shape (b, t, v).
         """
         if targets_bt is None:
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
@@ -332,7 +376,7 @@ class WindowLoss(nn.Module):
         return logits_btv if self.shard is None else self.shard.gather(logits_btv)
 
     def _checked(self, out: Any, tokens_bt: Tensor) -> Tensor:
-        """What the model returned, if that is logits."""
+        """Return what the model returned, if that is logits."""
         if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens_bt.shape:
             got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 
 def saved_bytes(model: nn.Module, length: int, *, whole_logits: bool) -> int | None:
-    """Bytes that autograd keeps of one sequence besides the parameters; `model` is on the meta device.
+    """Return bytes that autograd keeps of one sequence besides the parameters; `model` is on the
+    meta device.
 
-    An upper bound of what fused kernels and autocast keep: attention matrices count, and everything counts in the
-    model's own dtype. `whole_logits`: the loss is taken of all logits at once. None for a model that cannot
-    run there.
+    An upper bound of what fused kernels and autocast keep: attention matrices count, and everything
+    counts in the model's own dtype. `whole_logits`: the loss is taken of all logits at once. None
+    for a model that cannot run there.
     """
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     held: dict[int, Any] = {}

@@ -1,4 +1,5 @@
-"""Activation checkpointing: a block's activations are computed again in the backward pass instead of being kept."""
+"""Activation checkpointing: a block's activations are computed again in the backward pass instead
+of being kept."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-# What `selective` keeps: products and attention, which cost most to compute again. All else is a matter of memory.
+# What `selective` keeps: products and attention, which cost most to compute again. All else is a
+# matter of memory.
 _KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -23,16 +29,17 @@ _KEPT = (
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: its attribute `blocks`, or none."""
+    """Return the blocks of a model: its attribute `blocks`, or none."""
     blocks = getattr(model, "blocks", None)
     return list(blocks) if isinstance(blocks, nn.ModuleList) else []
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:
-    """Makes each block keep its inputs only ("full": Chen et al. 2016), or its products and attention ("selective").
+    """Make each block keep its inputs only ("full": Chen et al. 2016), or its products and
+    attention ("selective").
 
-    The blocks' forward functions are replaced in place, so that parameters keep their names. Dropout draws the same
-    numbers again, and losses stay bit-equal.
+    The blocks' forward functions are replaced in place, so that parameters keep their names.
+    Dropout draws the same numbers again, and losses stay bit-equal.
     """
     if kind == "none":
         return

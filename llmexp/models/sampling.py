@@ -21,11 +21,12 @@ def generate(
 ) -> Iterator[int]:
     """Yield `max_new_tokens` token ids that continue `prompt_tokens`.
 
-    The model sees the last `context_length` tokens, on the generator's device. `temperature` 0 takes the
-    most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not true in `allowed_v`
-    (bool; None: all are), such as rows that only pad the vocabulary, never come out. The generator is the
-    only source of randomness. For each token the model is put into eval mode and back into the mode it was in.
-    Raises ValueError, at the call, for an empty prompt or a setting out of range.
+    The model sees the last `context_length` tokens, on the generator's device. `temperature` 0
+    takes the most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not
+    true in `allowed_v` (bool; None: all are), such as rows that only pad the vocabulary, never come
+    out. The generator is the only source of randomness. For each token the model is put into eval
+    mode and back into the mode it was in. Raises ValueError, at the call, for an empty prompt or a
+    setting out of range.
     """
     if not prompt_tokens:
         raise ValueError("empty prompt: at least one token is needed to continue from")
@@ -35,7 +36,10 @@ def generate(
         if value < minimum:
             raise ValueError(f"{name}={value}: must be at least {minimum}")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be a finite number, 0 (the most likely token) or above")
+        raise ValueError(
+            f"temperature={temperature}: must be a finite number, 0 (the most likely token) or "
+            "above"
+        )
 
     def continuation() -> Iterator[int]:
         tokens = list(prompt_tokens)
@@ -53,7 +57,8 @@ def generate(
 
 @torch.no_grad()
 def _last_logits(model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
-    """Logits (v,) of the token after `tokens`, in eval mode, which is then undone module by module."""
+    """Return logits (v,) of the token after `tokens`, in eval mode, which is then undone module by
+    module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -63,7 +68,9 @@ def _last_logits(model: nn.Module, tokens: list[int], device: torch.device) -> T
             module.training = training
 
 
-def _draw(logits_v: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _draw(
+    logits_v: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
     if temperature == 0:
         return int(logits_v.argmax())
     k = len(logits_v) if top_k is None else min(top_k, len(logits_v))

@@ -24,4 +24,6 @@ def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[st
 def command_with(arguments: Sequence[str], budget: str) -> str:
     """Return the same command with another budget, into a folder of its own."""
     replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
-    return f"llmexp train {shlex.join([a for a in arguments if not a.startswith(replaced)])} {budget}"
+    return (
+        f"llmexp train {shlex.join([a for a in arguments if not a.startswith(replaced)])} {budget}"
+    )

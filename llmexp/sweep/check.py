@@ -1,4 +1,5 @@
-"""Check points in a process of its own: `python -m llmexp.sweep.check`; the other end is sweep/checker.py."""
+"""Check points in a process of its own: `python -m llmexp.sweep.check`; the other end is
+sweep/checker.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from llmexp.train import worker
 
 
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
-    """Assemble a point; return what is known of its run. `shared`: what points have in common. Raises ConfigError."""
+    """Assemble a point; return what is known of its run. `shared`: what points have in common.
+    Raises ConfigError."""
     parts = assemble(build(request["config"]), write=True, shared=shared)
     if purpose == "queue":
         path, fresh = worker.open_folder(parts, request)

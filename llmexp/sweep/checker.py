@@ -1,4 +1,5 @@
-"""Have the points of a sweep checked by another process, so that torch and the devices stay out of this one."""
+"""Have the points of a sweep checked by another process, so that torch and the devices stay out of
+this one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from llmexp.sweep.progress import counted
 
 
 class Checker:
-    """The process that assembles points (sweep/check.py). It imports torch while the points are composed."""
+    """The process that assembles points (sweep/check.py). It imports torch while the points are
+    composed."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-m", "llmexp.sweep.check"]
@@ -34,13 +36,18 @@ class Checker:
                 stream.close()
 
     def ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-        """An answer for each point: {"refused": reason}, or what is known of its run. `purpose` check prepares the
-        data, which the runs need anyway; queue also makes the folders of the runs. Raises ConfigError."""
+        """Return an answer for each point: {"refused": reason}, or what is known of its run.
+        `purpose` check prepares the data, which the runs need anyway; queue also makes the folders
+        of the runs. Raises ConfigError."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         found = []
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({purpose: [p.request() for p in points]}), file=self._child.stdin, flush=True)
+            print(
+                json.dumps({purpose: [p.request() for p in points]}),
+                file=self._child.stdin,
+                flush=True,
+            )
             for _ in counted({"check": "checking", "queue": "queueing"}[purpose], points):
                 if line := self._child.stdout.readline():
                     found.append(json.loads(line))

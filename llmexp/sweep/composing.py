@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 class Composer:
     """From the overrides of a point to its config.
 
-    Hydra composes the first of the points that differ in plain values alone (numbers, texts, switches); of the others
-    these values are put into that config, with the same words of OmegaConf's as Hydra has for them.
+    Hydra composes the first of the points that differ in plain values alone (numbers, texts,
+    switches); of the others these values are put into that config, with the same words of
+    OmegaConf's as Hydra has for them.
     """
 
     def __init__(self, loader: Any, base: DictConfig) -> None:
@@ -28,7 +29,8 @@ class Composer:
         self._last: tuple[list[str], str, DictConfig] | None = None
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
-        """Return the config of the point with this name; the next call may change it. Raises Hydra's exceptions."""
+        """Return the config of the point with this name; the next call may change it. Raises
+        Hydra's exceptions."""
         if self._last is not None and self._last[:2] == (list(overrides), name):
             return self._last[2]
         for text in overrides:
@@ -39,14 +41,18 @@ class Composer:
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
         if cfg is None:
-            cfg = self._composed[shape] = self._loader.load_sweep_config(self._base, list(overrides))
+            cfg = self._composed[shape] = self._loader.load_sweep_config(
+                self._base, list(overrides)
+            )
         else:
             for override in plain:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
             task = [o for o in parsed if not o.is_hydra_override()]
             cfg.hydra.overrides.task = [o.input_line for o in task]
             told = cfg.hydra.job.config.override_dirname
-            cfg.hydra.job.override_dirname = get_overrides_dirname(task, told.exclude_keys, told.item_sep, told.kv_sep)
+            cfg.hydra.job.override_dirname = get_overrides_dirname(
+                task, told.exclude_keys, told.item_sep, told.kv_sep
+            )
         with open_dict(cfg):
             cfg.hydra.job.name = name
             cfg.hydra.job.id = cfg.hydra.job.num = "???"
@@ -61,9 +67,23 @@ class Composer:
             key, value = o.key_or_group, o.value()
             scalar = value is None or isinstance(value, (bool, int, float, str))
             fixed = not (isinstance(value, str) and "$" in value)
-            named = o.type == OverrideType.CHANGE and o.package is None and re.fullmatch(r"\w+(\.\w+)*", key)
-            alone = sum(f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.") for k in keys) == 1
-            if scalar and fixed and named and alone and not o.is_hydra_override() and not self._is_group(key):
+            named = (
+                o.type == OverrideType.CHANGE
+                and o.package is None
+                and re.fullmatch(r"\w+(\.\w+)*", key)
+            )
+            alone = (
+                sum(f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.") for k in keys)
+                == 1
+            )
+            if (
+                scalar
+                and fixed
+                and named
+                and alone
+                and not o.is_hydra_override()
+                and not self._is_group(key)
+            ):
                 found.append(o)
         return found
 

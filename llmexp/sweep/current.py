@@ -29,15 +29,19 @@ class Current:
     checker: Checker
     stack: contextlib.ExitStack
     ledger: Ledger | None = None  # once the first points have passed their checks
-    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the checker knows of a run, by its folder
+    knobs: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what the checker knows of a run, by its folder
     stop: Stopped = field(default_factory=Stopped)
     halted: bool = False  # by sweep.stop_on_failure
     grid: bool = True  # all points are known beforehand
-    reasons: set[str] = field(default_factory=set)  # folders of points whose failure was told in full
+    reasons: set[str] = field(
+        default_factory=set
+    )  # folders of points whose failure was told in full
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is started."""
+        """Return whether nothing more is started."""
         return self.stop.requested or self.halted
 
 
@@ -45,4 +49,6 @@ class PointFailed(RuntimeError):
     """What a sweeper gets for the value of a point that failed."""
 
 
-CURRENT: list[Current] = []  # one or none: Hydra makes the launchers, which get nothing else from here
+CURRENT: list[
+    Current
+] = []  # one or none: Hydra makes the launchers, which get nothing else from here

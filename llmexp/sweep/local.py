@@ -1,4 +1,5 @@
-"""Runs of a sweep on this machine: a process tree each, as many at the same time as there are devices for."""
+"""Runs of a sweep on this machine: a process tree each, as many at the same time as there are
+devices for."""
 
 from __future__ import annotations
 
@@ -14,17 +15,30 @@ from types import FrameType
 from typing import Any
 
 from llmexp import rundir
-from llmexp.child import DONE, FAILED, PASSED_ON, PREEMPTED, REFUSED, handling, how_it_died, kill_family, start_worker
+from llmexp.child import (
+    DONE,
+    FAILED,
+    PASSED_ON,
+    PREEMPTED,
+    REFUSED,
+    handling,
+    how_it_died,
+    kill_family,
+    start_worker,
+)
 from llmexp.config import ConfigError
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
-STDERR = "stderr.log"  # in the run folder: what its processes said; the console's rows are in train.log
+STDERR = (
+    "stderr.log"  # in the run folder: what its processes said; the console's rows are in train.log
+)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run folder to train in, on so many ranks, each with a device or only with a share of the CPU's cores."""
+    """A run folder to train in, on so many ranks, each with a device or only with a share of the
+    CPU's cores."""
 
     path: Path
     ranks: int
@@ -63,7 +77,7 @@ class Stopped:
 
 
 def visible_devices(count: int) -> list[str]:
-    """The names of this process's CUDA devices, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of this process's CUDA devices, as CUDA_VISIBLE_DEVICES has them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     named = [name.strip() for name in given.split(",") if name.strip()]
     return named[:count] if named else [str(i) for i in range(count)]
@@ -83,10 +97,11 @@ def run_all(
     tick: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Runs every job in the order given, each as soon as its devices are free, until `stop` is requested.
+    """Run every job in the order given, each as soon as its devices are free, until `stop` is
+    requested.
 
-    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the cores. `tick` is called
-    now and then.
+    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the
+    cores. `tick` is called now and then.
     """
     slots = max_parallel or (len(devices) or 1)
     waiting, free, halted, told = list(jobs), list(devices), False, False
@@ -102,7 +117,9 @@ def run_all(
             try:
                 process = start(job, taken, slots)
             except (ConfigError, OSError) as error:  # something is in the place of its files
-                rundir.write_status(job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time())
+                rundir.write_status(
+                    job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time()
+                )
                 free += taken
                 halted |= stop_on_failure
                 ended(job)
@@ -122,18 +139,24 @@ def run_all(
             ended(one.job)
         if stop.requested and active and not told:
             told = True
-            say(f"stopping: {len(active)} under way {'saves' if len(active) == 1 else 'save'} a checkpoint first")
+            say(
+                f"stopping: {len(active)} under way {'saves' if len(active) == 1 else 'save'} a "
+                "checkpoint first"
+            )
         tick()
         time.sleep(POLL_S)
 
 
 def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """The job's worker. It starts its own ranks, with a port and a process group of their own."""
+    """Return the job's worker. It starts its own ranks, with a port and a process group of their
+    own."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     if slots > 1 and not devices:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)))
+        env.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks))
+        )
     with open(job.path / STDERR, "ab") as errors:
         return start_worker(
             str(job.path),
@@ -146,12 +169,15 @@ def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[byte
 
 
 def end_if_silent(one: Active, silence_s: float | None) -> None:
-    """Kills a job that has written nothing for too long: what hangs must not hold up the others."""
+    """Kill a job that has written nothing for too long: what hangs must not hold up the others."""
     now = time.monotonic()
     if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
         return
     path = one.job.path
-    files = (path / name for name in (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"))
+    files = (
+        path / name
+        for name in (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs")
+    )
     sign = tuple(file.stat().st_mtime for file in files if file.exists())
     if sign != one.sign:
         one.sign, one.sign_at = sign, now
@@ -161,7 +187,7 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
 
 
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
-    """Whether the run failed; records a death that it could not record itself."""
+    """Return whether the run failed; records a death that it could not record itself."""
     status = rundir.read_status(path)
     state, left = status.get("state"), code in (DONE, PREEMPTED)
     if code == REFUSED and rundir.is_alive(path, status):  # another command's process trains there
@@ -171,11 +197,15 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
         return False
     if stopped and (left or by_signal):
         if state == "running" and not rundir.is_locked(path):
-            rundir.write_status(path, "preempted", error="stopped before it could save", ended=time.time())
+            rundir.write_status(
+                path, "preempted", error="stopped before it could save", ended=time.time()
+            )
         return False
     if left and state == "preempted":
         if not status.get("error") and not by_plan(path, status):
-            rundir.write_status(path, "preempted", error="a signal that was not for the whole sweep stopped it")
+            rundir.write_status(
+                path, "preempted", error="a signal that was not for the whole sweep stopped it"
+            )
         return False
     if state == "failed" and code >= 0 and not cause:
         return True
@@ -189,14 +219,15 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
 
 
 def by_plan(path: Path, status: dict[str, Any]) -> bool:
-    """Whether a run stopped where train.stop_step had it stop."""
+    """Return whether a run stopped where train.stop_step had it stop."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         return bool(status["summary"]["steps"] == rundir.read_config(path)["train"]["stop_step"])
     return False
 
 
 def last_words(path: Path) -> str:
-    """The last line that the worker itself said on standard error, such as why it refused."""
+    """Return the last line that the worker itself said on standard error, such as why it
+    refused."""
     with contextlib.suppress(OSError):
         lines = (path / STDERR).read_text(encoding="utf-8", errors="replace").splitlines()
         said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]

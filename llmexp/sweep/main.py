@@ -1,6 +1,8 @@
-"""A sweep from its points to its answer: ledger, what is left to do, rungs, the tables and the exit code.
+"""A sweep from its points to its answer: ledger, what is left to do, rungs, the tables and the exit
+code.
 
-points -> check them all -> ledger and run folders -> local | slurm | ray -> table, comparison, exit code
+points -> check them all -> ledger and run folders -> local | slurm | ray -> table, comparison, exit
+code
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
@@ -46,7 +49,7 @@ LOCK = ".lock-sweep"
 
 
 def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs a sweep, or goes on with one. `arguments`: the command line, for the way to go on.
+    """Run a sweep, or goes on with one. `arguments`: the command line, for the way to go on.
 
     Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
     """
@@ -55,24 +58,40 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
         settings, where = settings_of(cfg)
         refuse_secrets(list(arguments), "the command line")
         current = Current(
-            settings, where, settings.resume is not None or fixed_folder(overrides, "hydra.sweep.dir"), str(cfg.name),
+            settings, where, settings.resume is not None or fixed_folder(overrides,
+            "hydra.sweep.dir"), str(cfg.name),
             check_launcher(cfg), cfg, list(arguments), checker, stack, grid=is_grid(cfg),
         )  # fmt: skip
         CURRENT[:] = [current]
         stack.callback(CURRENT.clear)
         if settings.twins and not current.grid:
             sweeper = str(cfg.hydra.sweeper.get("_target_")).rpartition(".")[2]
-            text = f"needs a grid; {sweeper} chooses its points while it runs. Train twins of its best point afterwards"
-            raise refuse("sweep.twins", settings.twins, text, "0 and, with that point's values, -m train.twin=0,1")
+            text = (
+                f"needs a grid; {sweeper} chooses its points while it runs. Train twins of its "
+                "best point afterwards"
+            )
+            raise refuse(
+                "sweep.twins",
+                settings.twins,
+                text,
+                "0 and, with that point's values, -m train.twin=0,1",
+            )
         if current.grid:
-            points, refused = load_points(hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where)
+            points, refused = load_points(
+                hydra.config_loader, cfg, expand(hydra, cfg, overrides), 0, settings, where
+            )
             run_batch(current, points, refused)
         else:
             if not sys.stderr.isatty():
-                os.environ.setdefault("NO_COLOR", "1")  # for the log of Optuna, which is coloured in files too
+                os.environ.setdefault(
+                    "NO_COLOR", "1"
+                )  # for the log of Optuna, which is coloured in files too
             here = f"hydra.sweep.dir={quoted(str(where))}"  # what ${now:} says is said once
             try:
-                with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
+                with (
+                    user_errors(hydra.config_loader, overrides),
+                    contextlib.suppress(KeyboardInterrupt),
+                ):
                     hydra.multirun(
                         CONFIG_NAME,
                         task_function=lambda _: None,
@@ -82,7 +101,9 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
             except PointFailed as failure:
                 say(f"the sweeper gives up for a point that failed: {failure}")
             except ValueError:  # it finds no best one where none has come to its end
-                if current.ledger is None or any(e.state == "finished" for e in current.ledger.points):
+                if current.ledger is None or any(
+                    e.state == "finished" for e in current.ledger.points
+                ):
                     raise
         if current.ledger is None:
             raise ConfigError("hydra/sweeper: it asked for no point")
@@ -97,18 +118,27 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
 
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
-    """The section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
+    """Return the section `sweep`, checked, and the sweep's folder. Raises ConfigError."""
     with user_errors():
-        settings = build_sweep(OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True))  # type: ignore
+        section: Any = OmegaConf.to_container(cfg.sweep, resolve=True, throw_on_missing=True)
+        settings = build_sweep(section)
     if settings.halving is None and settings.halving_keep != 0.5 and settings.resume is None:
-        text = "does nothing without sweep.halving, the share of its steps that each point gets at first"
+        text = (
+            "does nothing without sweep.halving, the share of its steps that each point gets at "
+            "first"
+        )
         raise refuse("sweep.halving_keep", settings.halving_keep, text, "0.25 sweep.halving=0.125")
     if settings.twins and settings.report == "throughput":
         raise refuse(
-            "sweep.twins", settings.twins, "measures losses, which sweep.report=throughput does not compare", 0
+            "sweep.twins",
+            settings.twins,
+            "measures losses, which sweep.report=throughput does not compare",
+            0,
         )
     if settings.halving_keep == 1 and settings.halving is not None:
-        raise refuse("sweep.halving_keep", settings.halving_keep, "keeps all points at every rung", 0.5)
+        raise refuse(
+            "sweep.halving_keep", settings.halving_keep, "keeps all points at every rung", 0.5
+        )
     if settings.resume is not None:
         where = Path(settings.resume)
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
@@ -118,16 +148,22 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
-        raise refuse("hydra.sweep.dir", where, f"holds a sweep already; to go on with it: sweep.resume={where}")
+        raise refuse(
+            "hydra.sweep.dir",
+            where,
+            f"holds a sweep already; to go on with it: sweep.resume={where}",
+        )
     return settings, where
 
 
 def run_batch(
     current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
 ) -> list[tuple[Point, Entry]]:
-    """Checks all points, then runs those that are not finished; the points with their entries in the ledger.
+    """Check all points, then run those that are not finished; the points with their entries in the
+    ledger.
 
-    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is written.
+    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is
+    written.
     """
     if current.launcher != "slurm":
         for point in points:
@@ -135,13 +171,22 @@ def run_batch(
     if not again and (same := duplicates(points, [p.identity for p in points])):
         raise no_start([*same, *refused])
     found = current.checker.ask("check", points)
-    refused += [p.refused(f["refused"]) for p, f in zip(points, found, strict=True) if "refused" in f]
+    refused += [
+        p.refused(f["refused"]) for p, f in zip(points, found, strict=True) if "refused" in f
+    ]
     feasible = [(p, f) for p, f in zip(points, found, strict=True) if "refused" not in f]
     if current.launcher == "local":
         most = len(visible_devices(max((f["devices"] for _, f in feasible), default=0)))
         if most and (current.settings.devices_per_run or 0) > most:
-            raise refuse("sweep.devices_per_run", current.settings.devices_per_run, f"this host has {most}", most)
-    if not again and (same := duplicates([p for p, _ in feasible], [f["solved"] for _, f in feasible])):
+            raise refuse(
+                "sweep.devices_per_run",
+                current.settings.devices_per_run,
+                f"this host has {most}",
+                most,
+            )
+    if not again and (
+        same := duplicates([p for p, _ in feasible], [f["solved"] for _, f in feasible])
+    ):
         raise no_start([*same, *refused])
     if refused and (current.settings.on_infeasible == "refuse" or not (feasible or again)):
         raise no_start(refused)
@@ -172,7 +217,8 @@ def run_batch(
 
 
 def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
-    """The points of earlier commands that are not finished, from their folders. Twins have their time at the end."""
+    """Return the points of earlier commands that are not finished, from their folders. Twins have
+    their time at the end."""
     found = []
     for entry in ledger.points:
         if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
@@ -187,40 +233,52 @@ def others(current: Current, ledger: Ledger, asked: set[str]) -> list[Pair]:
 
 
 def open_ledger(current: Current) -> Ledger:
-    """The sweep's folder with its ledger, made now or found; locked until the sweep ends. Raises ConfigError."""
+    """Return the sweep's folder with its ledger, made now or found; locked until the sweep ends.
+    Raises ConfigError."""
     resumed = current.settings.resume is not None
     if resumed and not os.access(current.where, os.W_OK | os.X_OK):
-        text = "this folder cannot be written; copy the sweep to one that can, with all its runs, and go on there"
+        text = (
+            "this folder cannot be written; copy the sweep to one that can, with all its runs, "
+            "and go on there"
+        )
         raise refuse("sweep.resume", current.where, text, "/tmp/sweep")
     if resumed:
         rundir.check_plain(current.where)
     # Two of one second get two folders.
-    path = current.where if resumed else rundir.claim(current.where, current.fixed, "hydra.sweep.dir")
+    path = (
+        current.where if resumed else rundir.claim(current.where, current.fixed, "hydra.sweep.dir")
+    )
     current.stack.enter_context(rundir.locked(path, LOCK, "running the sweep in"))
     if resumed:
         if ledgers.is_sweep(path):
             ledger = ledgers.read(path)
         else:
-            ledger = ledgers.rebuilt(path, current.name, current.launcher, recordable(current.arguments))
+            ledger = ledgers.rebuilt(
+                path, current.name, current.launcher, recordable(current.arguments)
+            )
             runs = plural(len(ledger.points), "run")
             say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
         ledger.launcher, ledger.arguments = current.launcher, recordable(current.arguments)
     elif ledgers.is_sweep(path):
         raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
     else:
-        ledger = Ledger(path, current.name, str(path), current.launcher, recordable(current.arguments), [])
+        ledger = Ledger(
+            path, current.name, str(path), current.launcher, recordable(current.arguments), []
+        )
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
     if given or ledger.negligible is None:  # else a sweep keeps what it began with
         ledger.negligible = current.settings.negligible
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
-    current.stack.callback(conclude, current, say)  # however the sweep ends, and while the lock is held
+    current.stack.callback(
+        conclude, current, say
+    )  # however the sweep ends, and while the lock is held
     return ledger
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:
-    """End the ledger; print the answer of the comparison, or a table where there is nothing to compare, why points did
-    not finish, and where everything is."""
+    """End the ledger; print the answer of the comparison, or a table where there is nothing to
+    compare, why points did not finish, and where everything is."""
     if (ledger := current.ledger) is None:
         return
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
@@ -232,7 +290,9 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     try:
         lines = report(current, ledger)
     except Exception as error:  # the runs are recorded, so what goes wrong here is only told
-        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")  # its repr may hold a page
+        say(
+            f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}"
+        )  # its repr may hold a page
     for line in lines or [show.results_table(ledger)]:
         say(line)
     for line in show.unfinished(ledger, current.reasons):
@@ -243,10 +303,12 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
 
 
 def report(current: Current, ledger: Ledger) -> list[str]:
-    """Compare the points that ran, write the page or the tables of rates, and return what to print; nothing where fewer
-    than two ran or none finished."""
+    """Compare the points that ran, write the page or the tables of rates, and return what to print;
+    nothing where fewer than two ran or none finished."""
     ran = [
-        e for e in ledger.points if e.state not in ("queued", "infeasible") and rundir.is_run(ledger.path / e.folder)
+        e
+        for e in ledger.points
+        if e.state not in ("queued", "infeasible") and rundir.is_run(ledger.path / e.folder)
     ]
     if len(ran) < 2 or not any(e.state == "finished" for e in ran):
         return []

@@ -1,4 +1,5 @@
-"""What is said of a sweep before anything is spent: a row a point, and a warning of unequal budgets."""
+"""What is said of a sweep before anything is spent: a row a point, and a warning of unequal
+budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from llmexp.sweep.points import Point, Refused, duplicates, reasons
 from llmexp.sweep.progress import counted
 from llmexp.sweep.show import fitted, naming, table, width_of
 
-# Columns that say where a point's batch and budget come from, with the swept key that a column would repeat.
+# Columns that say where a point's batch and budget come from, with the swept key that a column
+# would repeat.
 COLUMNS = {
     "micro": "batch.micro_batch_size",
     "accum": "batch.gradient_accumulation_steps",
@@ -30,8 +32,11 @@ COLUMNS = {
 }
 
 
-def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]) -> int:
-    """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if there is one."""
+def plan_sweep(
+    points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]
+) -> int:
+    """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if
+    there is one."""
     shared, solved = Shared(), list[Point]()
     found: dict[str, tuple[Point, dict[str, str], budgets.Spent]] = {}
     identities = []
@@ -42,9 +47,20 @@ def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arg
             refused.append(point.refused(str(error)))
             continue
         run = parts.run
-        sizes = (run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size, run.real_batch_size)
+        sizes = (
+            run.micro_batch_size,
+            run.gradient_accumulation_steps,
+            run.dp_size,
+            run.real_batch_size,
+        )
         counts = (run.sequence_length, run.max_steps, run.max_tokens)
-        row = dict(zip(COLUMNS, [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"], strict=True))
+        row = dict(
+            zip(
+                COLUMNS,
+                [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"],
+                strict=True,
+            )
+        )
         found[point.name] = point, row, budgets.Spent(point.values, run.max_tokens, run.max_steps)
         solved.append(point)
         identities.append(identity(plain(parts.config)))
@@ -61,7 +77,8 @@ def plan_sweep(points: list[Point], refused: list[Refused], settings: Sweep, arg
 
 
 def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
-    """Print the points by the swept keys with the figures that differ, and those once that all share."""
+    """Print the points by the swept keys with the figures that differ, and those once that all
+    share."""
     swept = {key for point in points for key in point.values}
     shown = [name for name, key in COLUMNS.items() if key not in swept]
     same = [name for name in shown if len(points) > 1 and len({row[name] for row in figures}) == 1]
@@ -69,11 +86,17 @@ def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], 
     shown = [name for name in shown if name not in same]
     rest = [shown, *([row[name] for name in shown] for row in figures)]
     names = naming([(p.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
-    print(table([(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)), flush=True)
+    print(
+        table(
+            [(*a, *b) for a, b in zip(names, rest, strict=True)], left=1, width=width_of(sys.stdout)
+        ),
+        flush=True,
+    )
     count = plural(len(points), "run")
     if twins:
         count = (
-            f"{count}, then {plural(twins, 'twin')} of the leading setting: {plural(len(points) + twins, 'run')} in all"
+            f"{count}, then {plural(twins, 'twin')} of the leading setting: "
+            f"{plural(len(points) + twins, 'run')} in all"
         )
     all_have = ", ".join(f"{name} {figures[0][name]}" for name in same)
     print(fitted(f"{count}; all with {all_have}" if same else count), flush=True)

@@ -65,7 +65,7 @@ class Point:
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
-        """The swept keys with their values, of a group its option."""
+        """Return the swept keys with their values, of a group its option."""
         flat = flatten(plain(self.config))
         given = dict(o.lstrip("+").partition("=")[::2] for o in self.overrides)
         return {key: flat.get(key, given.get(key)) for key in (k.lstrip("+") for k in self.swept)}
@@ -74,7 +74,7 @@ class Point:
         return Refused(self.number, self.label, self.overrides, redacted(reason))
 
     def request(self) -> dict[str, Any]:
-        """What a worker needs to make the run, or to go on with it."""
+        """Return what a worker needs to make the run, or to go on with it."""
         checkpoint = dataclasses.replace(self.config.checkpoint, resume="auto")
         return {
             "config": plain(dataclasses.replace(self.config, checkpoint=checkpoint)),
@@ -90,20 +90,25 @@ class Point:
         return dataclasses.replace(self, label=text, swept=swept)
 
     def moved(self, number: int, where: Path) -> Point:
-        """The same point under another number, in the sweep's folder `where`."""
+        """Return the same point under another number, in the sweep's folder `where`."""
         assert self.composer is not None
         cfg = self.composer(self.overrides, self.label)
         cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
         path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
-            raise refuse("hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}")
+            raise refuse(
+                "hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}"
+            )
         return dataclasses.replace(self, number=number, path=path)
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """The swept keys with their values, in characters that neither a shell nor an override needs quotes for."""
+    """Return the swept keys with their values, in characters that neither a shell nor an override
+    needs quotes for."""
     chosen = [o for o in overrides if o.partition("=")[0] in swept]
-    text = "+".join(f"{o.partition('=')[0].rpartition('.')[2]}={o.partition('=')[2]}" for o in chosen)
+    text = "+".join(
+        f"{o.partition('=')[0].rpartition('.')[2]}={o.partition('=')[2]}" for o in chosen
+    )
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text.replace("=", "_"))[:120].strip("._-") or "point"
 
 
@@ -116,12 +121,15 @@ def load_points(
     where: Path,
     fixed: Sequence[str] = (),
 ) -> tuple[list[Point], list[Refused]]:
-    """Every point that composes and divides, and each one that is refused.
+    """Return every point that composes and divides, and each one that is refused.
 
-    Swept are the keys that differ between the points; with `fixed`, those that are not among these overrides.
+    Swept are the keys that differ between the points; with `fixed`, those that are not among these
+    overrides.
     """
     keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
-    values = {k: {o for job in job_overrides for o in job if o.partition("=")[0] == k} for k in keys}
+    values = {
+        k: {o for job in job_overrides for o in job if o.partition("=")[0] == k} for k in keys
+    }
     swept = [k for k in keys if (values[k] - set(fixed) if fixed else len(values[k]) > 1)]
     points: list[Point] = []
     refused: list[Refused] = []
@@ -132,9 +140,13 @@ def load_points(
             with user_errors(loader, overrides):
                 cfg = composer(overrides, name)
             config = with_devices(typed(cfg), settings)
-            if (ranks := config.parallelism.nproc_per_node) is not None:  # else the devices decide, which torch counts
+            if (
+                ranks := config.parallelism.nproc_per_node
+            ) is not None:  # else the devices decide, which torch counts
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
-            point = Point(number, list(overrides), swept, composer, config, name, where).moved(number, where)
+            point = Point(number, list(overrides), swept, composer, config, name, where).moved(
+                number, where
+            )
         except ConfigError as error:
             refused.append(Refused(number, name, list(overrides), redacted(str(error))))
             continue
@@ -143,29 +155,42 @@ def load_points(
 
 
 def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The overrides of a sweeper, those that only repeat one of the command line as that has it: Optuna's writes its
-    values as Python does, False for false and None for null, which no longer is that."""
+    """Return the overrides of a sweeper, those that only repeat one of the command line as that has
+    it: Optuna's writes its values as Python does, False for false and None for null, which no
+    longer is that."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    fixed = [o for o in OverridesParser.create().parse_overrides(list(given)) if not o.is_sweep_override()]
-    said = {f"{o.get_key_element()}={o.value()}": str(o.input_line) for o in fixed if not o.is_delete()}
+    fixed = [
+        o
+        for o in OverridesParser.create().parse_overrides(list(given))
+        if not o.is_sweep_override()
+    ]
+    said = {
+        f"{o.get_key_element()}={o.value()}": str(o.input_line) for o in fixed if not o.is_delete()
+    }
     ours = budgets_in(given)  # they replace that of a file
     kept = [o for o in overrides if not ours or o.partition("=")[0] in ours or not budgets_in([o])]
     return [said.get(o, o) for o in kept]
 
 
 def duplicates(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
-    """The points that are another one again: the same config but for what cannot change results, or the same folder."""
+    """Return the points that are another one again: the same config but for what cannot change
+    results, or the same folder."""
     found = []
     configs: dict[str, Point] = {}
     folders: dict[Path, Point] = {}
     for point, known_by in zip(points, identities, strict=True):
         if other := configs.get(known_by):
             found.append(
-                point.refused(f"resolves to the same config as {other.name}; what differs cannot change results")
+                point.refused(
+                    f"resolves to the same config as {other.name}; what differs cannot change "
+                    "results"
+                )
             )
         elif other := folders.get(point.path):
-            reason = f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
+            reason = (
+                f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
+            )
             found.append(point.refused(reason))
         configs.setdefault(known_by, point)
         folders.setdefault(point.path, point)
@@ -185,14 +210,17 @@ def with_devices(config: Config, settings: Sweep) -> Config:
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises ConfigError."""
+    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises
+    ConfigError."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     params = cfg.hydra.sweeper.get("params") or {}
     typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
     typed |= set(BUDGETS) if budgets_in(overrides) else set()
-    fixed = {k: v for k, v in params.items() if str(k).lstrip("+") not in typed}  # the command line replaces a file
+    fixed = {
+        k: v for k, v in params.items() if str(k).lstrip("+") not in typed
+    }  # the command line replaces a file
     # Those of Hydra's own are in what the points are composed from.
     overrides = [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
@@ -209,7 +237,7 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
 
 
 def is_grid(cfg: DictConfig) -> bool:
-    """Whether Hydra's own sweeper makes the points, so that they are known beforehand."""
+    """Return whether Hydra's own sweeper makes the points, so that they are known beforehand."""
     return str(cfg.hydra.sweeper.get("_target_", "")).endswith("BasicSweeper")
 
 
@@ -218,7 +246,7 @@ def no_start(refused: Sequence[Refused]) -> ConfigError:
 
 
 def reasons(refused: Sequence[Refused]) -> list[str]:
-    """A line for each reason, with the first of the points that share it."""
+    """Return a line for each reason, with the first of the points that share it."""
     lines = []
     for reason in dict.fromkeys(r.reason for r in refused):
         names = [r.name for r in refused if r.reason == reason]

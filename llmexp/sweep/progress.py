@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 def counted(doing: str, points: Sequence[T]) -> Iterator[T]:
-    """The points, with a line on standard error that counts them once that takes a second; none in a pipe."""
+    """Yield the points, with a line on standard error that counts them once that takes a second;
+    none in a pipe."""
     began = shown = time.monotonic()
     terminal = sys.stderr.isatty()
     told = False

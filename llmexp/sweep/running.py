@@ -1,4 +1,5 @@
-"""Runs the points of a sweep: each to its end, or from rung to rung of successive halving; failed ones again."""
+"""Runs the points of a sweep: each to its end, or from rung to rung of successive halving; failed
+ones again."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 
 
 def rungs(settings: Sweep) -> list[float | None]:
-    """Shares of a run's steps at which successive halving compares the points; None is all of them.
+    """Share of a run's steps at which successive halving compares the points; None is all of them.
 
     Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
     """
@@ -35,9 +36,11 @@ def rungs(settings: Sweep) -> list[float | None]:
 
 
 def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
-    """Runs the points to the end, or from rung to rung with the best of them."""
+    """Run the points to the end, or from rung to rung with the best of them."""
     for _, entry in pairs:
-        entry.rung = None  # who goes on follows from the losses at the rungs, whatever was interrupted
+        entry.rung = (
+            None  # who goes on follows from the losses at the rungs, whatever was interrupted
+        )
     racing = pairs
     for share in rungs(current.settings):
         stops = {}
@@ -49,7 +52,8 @@ def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]
             return
         scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
         ranked = sorted(
-            (pair for pair in racing if scores[pair[1].folder] < math.inf), key=lambda r: scores[r[1].folder]
+            (pair for pair in racing if scores[pair[1].folder] < math.inf),
+            key=lambda r: scores[r[1].folder],
         )
         count = max(1, math.ceil(len(ranked) * current.settings.halving_keep))
         for _, entry in ranked[count:]:
@@ -59,7 +63,8 @@ def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]
 
 
 def score(path: Path, step: int | None) -> float:
-    """The loss of a run at a step, which says whether it goes on; inf for one that did not come so far."""
+    """Return the loss of a run at a step, which says whether it goes on; inf for one that did not
+    come so far."""
     with contextlib.suppress(ConfigError):
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
@@ -69,12 +74,16 @@ def score(path: Path, step: int | None) -> float:
 
 
 def reached(path: Path, step: int | None) -> bool:
-    """Whether a run has been at the step where it has to stop; None: it has to go to its end."""
+    """Return whether a run has been at the step where it has to stop; None: it has to go to its
+    end."""
     return step is not None and score(path, step) < math.inf
 
 
-def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
-    """Runs points up to a step (None: to the end), where they have not been there before; failed ones again."""
+def run_points(
+    current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]
+) -> None:
+    """Run points up to a step (None: to the end), where they have not been there before; failed
+    ones again."""
     left = []
     for point, entry, stop_step in todo:
         state = ledger.look(entry).get("state")
@@ -98,19 +107,28 @@ def run_points(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, 
 
 
 def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
-    """Queues the points' runs and waits until all have ended, or have been stopped."""
-    at_work = launchers.at_work(current, [p for p, _, _ in todo], say)  # jobs of an earlier command that are not over
+    """Queue the points' runs and wait until all have ended, or have been stopped."""
+    at_work = launchers.at_work(
+        current, [p for p, _, _ in todo], say
+    )  # jobs of an earlier command that are not over
     new, deadline = [], time.monotonic() + ORPHAN_S
     for point, entry, stop_step in todo:
         if point.path in at_work:
             continue
         if not is_free(point.path, current, deadline):
-            say(f"{show.name_of(entry, ledger.swept)}  left alone: another process is training there")
+            say(
+                f"{show.name_of(entry, ledger.swept)}  left alone: another process is training "
+                "there"
+            )
             continue
-        config = dataclasses.replace(point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step))
+        config = dataclasses.replace(
+            point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step)
+        )
         new.append((dataclasses.replace(point, config=config), entry))
     queued = []
-    for (point, entry), fact in zip(new, current.checker.ask("queue", [p for p, _ in new]), strict=True):
+    for (point, entry), fact in zip(
+        new, current.checker.ask("queue", [p for p, _ in new]), strict=True
+    ):
         if "refused" in fact:
             error = ledgers.one_line(fact["refused"])
             ledger.update(entry, state="failed", exit_code=REFUSED, error=error)
@@ -126,11 +144,14 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
     ) as display:  # jobs are told of with their ids
         launchers.execute(current, ledger, queued, at_work, display)
         display.tick()
-    current.halted |= current.settings.stop_on_failure and any(e.state == "failed" for _, e, _ in todo)
+    current.halted |= current.settings.stop_on_failure and any(
+        e.state == "failed" for _, e, _ in todo
+    )
 
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:
-    """Whether nobody trains there. A run whose sweep was killed has until the deadline to save and leave."""
+    """Return whether nobody trains there. A run whose sweep was killed has until the deadline to
+    save and leave."""
     while rundir.is_held(path):
         if time.monotonic() > deadline or current.over:
             return False

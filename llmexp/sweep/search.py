@@ -15,14 +15,18 @@ from llmexp.sweep.points import as_given, load_points
 
 
 def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """What our Hydra launchers do: the points of one batch of a sweeper that chooses them while it runs.
+    """Return what our Hydra launchers do: the points of one batch of a sweeper that chooses them
+    while it runs.
 
-    The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal stopped the sweep.
+    The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal
+    stopped the sweep.
     """
     (current,) = CURRENT
     given = list(current.cfg.hydra.overrides.task)
     asked = [as_given(overrides, given) for overrides in job_overrides]
-    points, refused = load_points(loader, current.cfg, asked, first, current.settings, current.where, given)
+    points, refused = load_points(
+        loader, current.cfg, asked, first, current.settings, current.where, given
+    )
     done = run_batch(current, points, refused, again=True)
     if current.over:
         raise KeyboardInterrupt
@@ -33,9 +37,14 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
         assert current.ledger is not None
         summary = show.summary_of(current.ledger.path / entry.folder) if entry else {}
         losses = ("final val/loss", "final train/loss", "latest train/loss")
-        value = next((summary[key] for key in losses if ledgers.figure(summary.get(key)) is not None), None)
+        value = next(
+            (summary[key] for key in losses if ledgers.figure(summary.get(key)) is not None), None
+        )
         if entry is None or entry.state != "finished" or value is None:
-            result.status, value = JobStatus.FAILED, PointFailed(entry.error if entry else "this point cannot run")
+            result.status, value = (
+                JobStatus.FAILED,
+                PointFailed(entry.error if entry else "this point cannot run"),
+            )
         result.return_value = value
         results.append(result)
     return results

@@ -1,8 +1,9 @@
 """Slurm: jobs for run folders, waiting for them, and what happens inside a job.
 
-`python -m llmexp.sweep.slurm RUN_DIR`, or its twin in a submitit job, runs once on each node of a job around
-`python -m llmexp.train RUN_DIR`. Slurm's signals reach every process of a job; training saves and leaves by itself, and
-what is left to do here is to put a preempted job, or one at its time limit, back into the queue.
+`python -m llmexp.sweep.slurm RUN_DIR`, or its twin in a submitit job, runs once on each node of a
+job around `python -m llmexp.train RUN_DIR`. Slurm's signals reach every process of a job; training
+saves and leaves by itself, and what is left to do here is to put a preempted job, or one at its
+time limit, back into the queue.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, handling, leave, star
 from llmexp.config import Config, ConfigError, conf_dir, refuse
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
-SETTLE_S = 10.0  # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
+SETTLE_S = (
+    10.0  # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
+)
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
 # Slurm's names for states that a job does not leave by itself.
 OVER = (
-    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "REVOKED",
     "TIMEOUT",
 )  # fmt: skip
 # What describes the job that this process is in, its GPUs and its ranks included.
@@ -59,28 +63,42 @@ class Settings:
 
 
 def check(s: Settings) -> None:
-    """Raises ConfigError for settings that no cluster takes, or where there is no Slurm."""
+    """Raise ConfigError for settings that no cluster takes, or where there is no Slurm."""
     if shutil.which("sbatch") is None or shutil.which("squeue") is None:
-        raise ConfigError("hydra/launcher=slurm: there is no sbatch on this host; start it where Slurm's commands are")
-    for key, low in (("timeout_min", 1), ("cpus_per_task", 1), ("gpus_per_node", 0), ("signal_delay_s", 1),
+        raise ConfigError(
+            "hydra/launcher=slurm: there is no sbatch on this host; start it where Slurm's "
+            "commands are"
+        )
+    for key, low in (("timeout_min", 1), ("cpus_per_task", 1), ("gpus_per_node", 0),
+    ("signal_delay_s", 1),
                      ("array_parallelism", 1)):  # fmt: skip
         value = getattr(s, key)
         if value is not None and value < low:
             raise refuse(f"hydra.launcher.{key}", value, f"must be at least {low}", max(low, 2))
     for key in ("partition", "account", "qos"):
         text = getattr(s, key)
-        if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):  # they go into a shell script
-            raise refuse(f"hydra.launcher.{key}", repr(text), "one word of letters, digits and . , : @ / + - is needed")
+        if text is not None and not re.fullmatch(
+            r"[\w.,:@/+-]+", text
+        ):  # they go into a shell script
+            raise refuse(
+                f"hydra.launcher.{key}",
+                repr(text),
+                "one word of letters, digits and . , : @ / + - is needed",
+            )
     if s.mem_gb is not None and not 0 < s.mem_gb < float("inf"):
         raise refuse("hydra.launcher.mem_gb", s.mem_gb, "must be above 0", 32)
     if s.timeout_min is not None and s.timeout_min * 60 <= s.signal_delay_s:
-        text = f"ends before its own warning, which comes signal_delay_s={s.signal_delay_s} seconds earlier"
+        text = (
+            f"ends before its own warning, which comes signal_delay_s={s.signal_delay_s} "
+            "seconds earlier"
+        )
         raise refuse("hydra.launcher.timeout_min", s.timeout_min, text, s.signal_delay_s // 60 + 60)
 
 
 def outside() -> dict[str, str]:
-    """The environment without that of the Slurm job that this process may be in: what is submitted from inside a job
-    is no part of it. $SLURM_CONF stays, which says where the cluster is.
+    """Return the environment without that of the Slurm job that this process may be in: what is
+    submitted from inside a job is no part of it. $SLURM_CONF stays, which says where the cluster
+    is.
     """
     if "SLURM_JOB_ID" not in os.environ:  # then SLURM_* are the user's own defaults
         return dict(os.environ)
@@ -100,7 +118,7 @@ def _outside() -> Iterator[None]:
 
 
 def client(*command: str) -> str:
-    """The output of one of Slurm's commands. Raises OSError with what it said."""
+    """Return the output of one of Slurm's commands. Raises OSError with what it said."""
     try:
         done = subprocess.run(
             command,
@@ -119,19 +137,24 @@ def client(*command: str) -> str:
 
 
 def submit(paths: Sequence[Path], s: Settings, where: Path, name: str) -> dict[Path, str]:
-    """Submits a job for each queued run folder, one job array for those that need the same nodes; job ids by folder.
-    submitit's files go to `where`. Raises ConfigError with what sbatch said.
+    """Submit a job for each queued run folder, one job array for those that need the same nodes;
+    job ids by folder. submitit's files go to `where`. Raises ConfigError with what sbatch said.
     """
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     jobs: dict[Path, str] = {}
     recorded = {path: fileio.read_json(path / rundir.RUN) for path in paths}
-    shapes = {path: (run["nnodes"], run["nproc_per_node"], run["device"]) for path, run in recorded.items()}
+    shapes = {
+        path: (run["nnodes"], run["nproc_per_node"], run["device"])
+        for path, run in recorded.items()
+    }
     for nodes, ranks, device in dict.fromkeys(shapes.values()):
         alike = [path for path in paths if shapes[path] == (nodes, ranks, device)]
         cpus = s.cpus_per_task or ranks
-        gpus = s.gpus_per_node if s.gpus_per_node is not None else ranks if device == "cuda" else None
+        gpus = (
+            s.gpus_per_node if s.gpus_per_node is not None else ranks if device == "cuda" else None
+        )
         executor = SlurmExecutor(where, python=f"{shlex.quote(sys.executable)} -P")
         executor.update_parameters(
             job_name=name,
@@ -148,16 +171,23 @@ def submit(paths: Sequence[Path], s: Settings, where: Path, name: str) -> dict[P
             array_parallelism=s.array_parallelism,
             setup=s.setup or None,
             additional_parameters={"requeue": True, **s.additional_parameters},
-            # srun takes the CPUs of a task from neither sbatch nor its environment in newer versions. One node may
-            # leave before the others have: the job ends when all have.
+            # srun takes the CPUs of a task from neither sbatch nor its environment in newer
+            # versions. One node may leave before the others have: the job ends when all have.
             srun_args=[f"--cpus-per-task={cpus}", "--kill-on-bad-exit=0"],
         )
         try:
-            with _outside(), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it also raises
-                submitted = executor.map_array(run_submitted, [str(path.absolute()) for path in alike])
+            with (
+                _outside(),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):  # submitit prints what it also raises
+                submitted = executor.map_array(
+                    run_submitted, [str(path.absolute()) for path in alike]
+                )
         except (FailedJobError, FailedSubmissionError) as error:
             others = f"; submitted before: {', '.join(jobs.values())}" if jobs else ""
-            raise ConfigError(f"hydra/launcher=slurm: sbatch refused the jobs: {error}{others}") from None
+            raise ConfigError(
+                f"hydra/launcher=slurm: sbatch refused the jobs: {error}{others}"
+            ) from None
         for path, job in zip(alike, submitted, strict=True):
             jobs[path] = job.job_id
             fileio.write_json(path / JOB, {"job_id": job.job_id})
@@ -165,7 +195,8 @@ def submit(paths: Sequence[Path], s: Settings, where: Path, name: str) -> dict[P
 
 
 def states() -> dict[str, tuple[str, str]]:
-    """(state, reason or nodes) of the user's jobs by id, 12 or 12_3, ended ones for a while too. Raises OSError."""
+    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3, ended ones for a while
+    too. Raises OSError."""
     form = "--format=%i|%T|%R"
     out = client("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form)
     rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
@@ -173,7 +204,8 @@ def states() -> dict[str, tuple[str, str]]:
 
 
 def live_jobs(paths: Sequence[Path]) -> dict[Path, str]:
-    """The jobs, submitted earlier for these run folders, that have not ended. Raises ConfigError."""
+    """Return the jobs, submitted earlier for these run folders, that have not ended. Raises
+    ConfigError."""
     told = {p: fileio.read_json(p / JOB) for p in paths if (p / JOB).is_file()}
     known = {p: str(job.get("job_id")) for p, job in told.items() if isinstance(job, dict)}
     if not known:
@@ -181,7 +213,9 @@ def live_jobs(paths: Sequence[Path]) -> dict[Path, str]:
     try:
         found = states()
     except OSError as error:
-        raise ConfigError(f"hydra/launcher=slurm: whether earlier jobs are still there is not known: {error}") from None
+        raise ConfigError(
+            f"hydra/launcher=slurm: whether earlier jobs are still there is not known: {error}"
+        ) from None
     return {path: job for path, job in known.items() if job in found and found[job][0] not in OVER}
 
 
@@ -191,9 +225,9 @@ def wait(
     say: Callable[[str], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Returns when every job has ended; `changed` gets each change of a job's state (run folder, job, words, whether it
-    is over), `tick` is called every second. Needs no accounting database: the run's own status.json tells how a job
-    ended, and squeue whether it is still there.
+    """Return when every job has ended; `changed` gets each change of a job's state (run folder,
+    job, words, whether it is over), `tick` is called every second. Needs no accounting database:
+    the run's own status.json tells how a job ended, and squeue whether it is still there.
 
     Raises KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP. The jobs do not notice.
     """
@@ -225,14 +259,15 @@ def wait(
 
 
 def cancel_pending(jobs: Iterable[str]) -> None:
-    """Takes those jobs out of the queue that have not started."""
+    """Take those jobs out of the queue that have not started."""
     if jobs := list(jobs):
         with contextlib.suppress(OSError):
             client("scancel", "--state=PENDING", *jobs)
 
 
 def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[str, bool]:
-    """(what to say of a run and its job, whether that is final). `settled`: the job ended a while ago.
+    """Return (what to say of a run and its job, whether that is final). `settled`: the job ended a
+    while ago.
 
     Records the failure of a run whose job ended without a word of it.
     """
@@ -245,7 +280,12 @@ def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[
         shown = state.lower()
         if state in ("RUNNING", "COMPLETING"):
             return f"running on {reason}" if state == "RUNNING" else "ending", False
-        return shown if reason in ("None", "Priority", "Resources", "BeginTime") else f"{shown} ({reason})", False
+        return shown if reason in (
+            "None",
+            "Priority",
+            "Resources",
+            "BeginTime",
+        ) else f"{shown} ({reason})", False
     if own == "failed" and (settled or state == "FAILED"):
         return f"failed: {status.get('error')}", True
     if not settled:
@@ -262,7 +302,7 @@ def look(path: Path, job: str, state: str, reason: str, settled: bool) -> tuple[
 
 
 def how_to_start(path: Path, config: Config) -> str:
-    """The folder of a run that was queued, and the commands that start it."""
+    """Return the folder of a run that was queued, and the commands that start it."""
     lines = [f"folder      {path}"]
     if rundir.read_status(path).get("state") == "queued":  # else it was finished before
         nodes, root = config.parallelism.nnodes, conf_dir().parent / "launchers"
@@ -270,9 +310,15 @@ def how_to_start(path: Path, config: Config) -> str:
         if os.environ.get("LLMEXP_ALLOW"):
             needed |= {k: os.environ[k] for k in ("LLMEXP_ALLOW", "PYTHONPATH")}
         python = " ".join(f"{k}={shlex.quote(v)}" for k, v in needed.items())
-        sbatch, torchrun = (shlex.quote(str(root / name)) for name in ("slurm.sbatch", "torchrun.sh"))
+        sbatch, torchrun = (
+            shlex.quote(str(root / name)) for name in ("slurm.sbatch", "torchrun.sh")
+        )
         run_dir = shlex.quote(str(path.absolute()))
-        where, meet = ("on each host", "LLMEXP_RDZV_ENDPOINT=HOST1:29400 ") if nodes > 1 else ("on any host", "")
+        where, meet = (
+            ("on each host", "LLMEXP_RDZV_ENDPOINT=HOST1:29400 ")
+            if nodes > 1
+            else ("on any host", "")
+        )
         if note := fixed_here(config, path):
             lines.append(f"note        {note}")
         lines.append(f"with Slurm  {python} sbatch --nodes={nodes} {sbatch} {run_dir}")
@@ -281,27 +327,36 @@ def how_to_start(path: Path, config: Config) -> str:
 
 
 def fixed_here(config: Config, path: Path) -> str:
-    """What this host has chosen for a run that may start on another kind of host; empty if nothing."""
+    """Return what this host has chosen for a run that may start on another kind of host; empty if
+    nothing."""
     p, recorded = config.parallelism, fileio.read_json(path / rundir.RUN)
     if config.train.device != "auto" or recorded["device"] != "cpu":
         return ""
     chosen = [f"precision={recorded['precision']}"] if config.precision.kind == "auto" else []
     if p.kind != "single" and p.nproc_per_node is None:
         chosen.append(f"parallelism.nproc_per_node={recorded['nproc_per_node']}")
-    return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it" if chosen else ""
+    return (
+        f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
+        if chosen
+        else ""
+    )
 
 
 # Inside a job.
 
 
 def run(path: Path) -> int:
-    """Trains the run on this node; its exit code. A job that Slurm stopped goes back into the queue, once."""
+    """Train the run on this node; its exit code. A job that Slurm stopped goes back into the queue,
+    once."""
     seen: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        # Not ignored, which the child would inherit. Not passed on: Slurm sends it to all processes of the job, and
-        # training takes a third signal for impatience.
+        # Not ignored, which the child would inherit. Not passed on: Slurm sends it to all processes
+        # of the job, and training takes a third signal for impatience.
         signal.signal(number, lambda number, frame: seen.append(number))
-    env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # else a lost node is told by traces of C++ before the words
+    env = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
+    }  # else a lost node is told by traces of C++ before the words
     code: int = start_worker(str(path), env=env).wait()
     first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if seen and first_node and code not in (DONE, REFUSED):
@@ -310,37 +365,51 @@ def run(path: Path) -> int:
 
 
 def requeue(job: str, *, warned: bool, saved: bool) -> bool:
-    """Puts this job back into the queue when Slurm preempts it or ends it at its time limit; whether it did so.
+    """Put this job back into the queue when Slurm preempts it or end it at its time limit; whether
+    it did so.
 
-    A job that leaves within the grace time of a preemption would count as failed, and would not come back. At a time
-    limit (`warned` of it, or past it) only a run that `saved` comes back: the next time would be as short. What a plain
-    scancel stopped shows neither, and stays out.
+    A job that leaves within the grace time of a preemption would count as failed, and would not
+    come back. At a time limit (`warned` of it, or past it) only a run that `saved` comes back: the
+    next time would be as short. What a plain scancel stopped shows neither, and stays out.
     """
     for attempt in range(3):
         try:
             text = client("scontrol", "show", "job", "--oneliner", job)
             facts = dict(re.findall(r"(?<!\S)(JobState|Reason|PreemptTime)=(\S*)", text))
-            state, preempted = facts.get("JobState"), facts.get("PreemptTime", "None") not in ("None", "Unknown")
+            state, preempted = (
+                facts.get("JobState"),
+                facts.get("PreemptTime", "None") not in ("None", "Unknown"),
+            )
             running, late = state == "RUNNING", facts.get("Reason") == "TimeLimit"
             if not ((running and preempted) or (saved and late) or (saved and running and warned)):
                 return False
             client("scontrol", "requeue", job)
         except OSError as error:
-            print(f"llmexp: Slurm job {job} cannot be queued again (attempt {attempt + 1}): {error}", file=sys.stderr)
+            print(
+                f"llmexp: Slurm job {job} cannot be queued again (attempt {attempt + 1}): {error}",
+                file=sys.stderr,
+            )
             time.sleep(2)
         else:
-            print(f"llmexp: Slurm job {job} was {'preempted' if preempted else 'near its time limit'}; queued again")
+            print(
+                f"llmexp: Slurm job {job} was "
+                f"{'preempted' if preempted else 'near its time limit'}; queued again"
+            )
             return True
     return False
 
 
 def run_submitted(path: str) -> None:
-    """What a submitit job calls. Leaves with the exit code, so that a failed run shows as FAILED in Slurm."""
+    """Run what a submitit job calls. Leaves with the exit code, so that a failed run shows as
+    FAILED in Slurm."""
     if code := run(Path(path)):
         leave(code)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or "SLURM_JOB_ID" not in os.environ:
-        sys.exit("usage, inside a Slurm job (see launchers/slurm.sbatch): python -m llmexp.sweep.slurm RUN_DIR")
+        sys.exit(
+            "usage, inside a Slurm job (see launchers/slurm.sbatch): python -m llmexp.sweep.slurm "
+            "RUN_DIR"
+        )
     leave(run(Path(sys.argv[1])))

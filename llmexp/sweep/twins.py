@@ -1,4 +1,5 @@
-"""Trains the leading setting of a grid again, different in rounding only: the measured floor of a comparison."""
+"""Trains the leading setting of a grid again, different in rounding only: the measured floor of a
+comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def is_twin(entry: Entry) -> bool:
 
 
 def leading(ledger: Ledger) -> Entry | None:
-    """Return the finished point with the lowest final loss; of several seeds the setting's mean counts."""
+    """Return the finished point with the lowest final loss; of several seeds the setting's mean
+    counts."""
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not is_twin(e)] or finished
     summaries = {e.folder: summary_of(ledger.path / e.folder) for e in finished}
@@ -37,12 +39,15 @@ def leading(ledger: Ledger) -> Entry | None:
                 setting = tuple(o for o in entry.overrides if not o.startswith("train.seed="))
                 groups.setdefault(setting, []).append(entry)
         if groups:
-            return min(groups.values(), key=lambda group: fmean(losses[e.folder] or 0.0 for e in group))[0]
+            return min(
+                groups.values(), key=lambda group: fmean(losses[e.folder] or 0.0 for e in group)
+            )[0]
     return None
 
 
 def run_twins(current: Current, ledger: Ledger) -> None:
-    """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not finished."""
+    """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not
+    finished."""
     if current.over:
         return
     # Twins that never began may be those of a setting that leads no more.
@@ -63,11 +68,14 @@ def run_twins(current: Current, ledger: Ledger) -> None:
 
 def is_cut(ledger: Ledger, entry: Entry) -> bool:
     """Tell whether a twin of an earlier command has still to be trained."""
-    return rundir.is_run(ledger.path / entry.folder) and ledger.look(entry).get("state") != "finished"
+    return (
+        rundir.is_run(ledger.path / entry.folder) and ledger.look(entry).get("state") != "finished"
+    )
 
 
 def twins_of(current: Current, ledger: Ledger, lead: Entry) -> list[Pair]:
-    """Return the twins of a finished point, with new places in the ledger for those that it does not have yet."""
+    """Return the twins of a finished point, with new places in the ledger for those that it does
+    not have yet."""
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
     there = [e for e in ledger.points if is_twin(e)]
@@ -83,7 +91,9 @@ def twins_of(current: Current, ledger: Ledger, lead: Entry) -> list[Pair]:
         twin = dataclasses.replace(config, train=train)
         swept = list(dict.fromkeys([*ledger.swept, TWIN.rstrip("=")]))
         path = ledger.path / entry.folder
-        points.append(Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group))
+        points.append(
+            Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group)
+        )
         entries.append(entry)
     facts = current.checker.ask("check", points)
     new = [e for e in entries if e not in ledger.points]
@@ -94,7 +104,11 @@ def twins_of(current: Current, ledger: Ledger, lead: Entry) -> list[Pair]:
     for entry, point, fact in zip(entries, points, facts, strict=True):
         entry.identity = point.identity
         if "refused" in fact:
-            entry.state, entry.exit_code, entry.error = "failed", REFUSED, ledgers.one_line(fact["refused"])
+            entry.state, entry.exit_code, entry.error = (
+                "failed",
+                REFUSED,
+                ledgers.one_line(fact["refused"]),
+            )
     ledger.points += new
     ledger.save()
     return [(p, e, f) for p, e, f in zip(points, entries, facts, strict=True) if "refused" not in f]

@@ -1,7 +1,7 @@
 """The mirror of metrics.jsonl in an experiment tracker. The only file that imports wandb.
 
-Whatever wandb does (is missing, is slow, cannot reach its server, dies), training neither waits nor fails:
-everything runs on one daemon thread behind a queue, and what goes wrong is said in one line.
+Whatever wandb does (is missing, is slow, cannot reach its server, dies), training neither waits nor
+fails: everything runs on one daemon thread behind a queue, and what goes wrong is said in one line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class NoTracker:
 
 
 class WandbTracker:
-    """Mirrors rows to one wandb run, from a thread of its own. No method raises, and only `finish` waits."""
+    """Mirrors rows to one wandb run, from a thread of its own. No method raises, and only `finish`
+    waits."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -82,7 +83,8 @@ class WandbTracker:
             self._queue.put(dict(row))
 
     def _begin(self) -> None:
-        """With the first row: importing wandb would hold up the first steps, and a run without rows needs none."""
+        """With the first row: importing wandb would hold up the first steps, and a run without rows
+        needs none."""
         if not self._started:
             self._started = True
             self._thread.start()
@@ -100,15 +102,18 @@ class WandbTracker:
             forget_wandb(kill=False)
 
     def _fail(self, text: str) -> None:
-        """Say what happened, once: whoever reads it needs the first cause, not its echoes. From then on rows are owed,
-        which tracker.json says too, also where wandb never came so far as to be given one."""
+        """Say what happened, once: whoever reads it needs the first cause, not its echoes. From
+        then on rows are owed, which tracker.json says too, also where wandb never came so far as to
+        be given one."""
         if not self._failed:
             self._failed = True
             if not upload_is_pending(self._plan.run_dir):
                 self._write_position(self._handed_before())
             with contextlib.suppress(Exception):
                 again = f"llmexp sync {shlex.quote(str(self._plan.run_dir))}"
-                self._plan.say(f"wandb: {text}; metrics.jsonl has every row, to upload them: {again}")
+                self._plan.say(
+                    f"wandb: {text}; metrics.jsonl has every row, to upload them: {again}"
+                )
 
     def _work(self) -> None:
         try:
@@ -120,17 +125,22 @@ class WandbTracker:
             forget_wandb(kill=False)
 
     def _start(self) -> Any:
-        """The open run, offline where online does not work; None where there is to be none."""
+        """Return the open run, offline where online does not work; None where there is to be
+        none."""
         try:
             wandb, settings = _set_up()
         except ImportError as error:
             self._fail(f"cannot be imported ({one_line(error)}), going on without it")
             return None
 
-        wanted = os.environ.get("WANDB_MODE", "auto") if self._plan.mode == "auto" else self._plan.mode
+        wanted = (
+            os.environ.get("WANDB_MODE", "auto") if self._plan.mode == "auto" else self._plan.mode
+        )
         if wanted == "disabled":
             return None
-        logged_in = has_login(settings)  # asked here, because wandb would prompt for a key on a terminal
+        logged_in = has_login(
+            settings
+        )  # asked here, because wandb would prompt for a key on a terminal
         if wanted == "online" and not logged_in:
             self._fail("no login (WANDB_API_KEY, or `wandb login`), going on offline")
         mode = "online" if logged_in and wanted not in ("offline", "dryrun") else "offline"
@@ -146,7 +156,9 @@ class WandbTracker:
             run = start_run(wandb, self._plan, mode, _root(self._plan.run_dir))
         self._online = mode == "online"
         self._known = replace(self._known, run_id=run.id, entity=run.entity or self._known.entity)
-        if sweep := os.environ.get(SWEEP_ID):  # its agent has chosen id and project, whatever was asked for
+        if sweep := os.environ.get(
+            SWEEP_ID
+        ):  # its agent has chosen id and project, whatever was asked for
             self._known = replace(self._known, sweep=sweep, project=run.project)
         if run.id != self._plan.run_id:
             self._write_position(self._handed_before())
@@ -158,19 +170,28 @@ class WandbTracker:
         plan, run = self._plan, self._run
         sent_before = self._handed_before()
         position, written, written_at = sent_before, sent_before, time.monotonic()
-        earlier = deque(plan.earlier if self._online else ())  # of these, offline, the position tells
+        earlier = deque(
+            plan.earlier if self._online else ()
+        )  # of these, offline, the position tells
         rows, last = 0, -1
         while True:
             try:
-                item = earlier.popleft() if earlier else self._queue.get(timeout=POSITION_INTERVAL_S)
+                item = (
+                    earlier.popleft() if earlier else self._queue.get(timeout=POSITION_INTERVAL_S)
+                )
             except queue.Empty:
                 item = None
             if isinstance(item, End):
                 break
             if item is not None:
                 rows, last = rows + 1, item["step"]
-                # Online the server knows best: what was handed to a process that died may never have arrived.
-                if item["step"] >= run.starting_step if self._online else _position(item) > sent_before:
+                # Online the server knows best: what was handed to a process that died may never
+                # have arrived.
+                if (
+                    item["step"] >= run.starting_step
+                    if self._online
+                    else _position(item) > sent_before
+                ):
                     log_row(run, item)
                     position = max(position, _position(item))
             if position != written and time.monotonic() - written_at >= POSITION_INTERVAL_S:
@@ -193,12 +214,18 @@ class WandbTracker:
             if there < rows:
                 self._fail(f"the server has {there} of {rows} rows")
             elif rows:
-                mark = {"project": run_project, "step": last, "exit_code": item.exit_code, "url": self.url_or_path}
+                mark = {
+                    "project": run_project,
+                    "step": last,
+                    "exit_code": item.exit_code,
+                    "url": self.url_or_path,
+                }
                 self._write_position(position, mark)
         wandb.teardown(exit_code=item.exit_code)  # else an exit hook of wandb does it
 
     def _handed_before(self) -> tuple[int, int]:
-        """How far this run came in the tracker by tracker.json, as `_position` of its last row there."""
+        """Return how far this run came in the tracker by tracker.json, as `_position` of its last
+        row there."""
         saved = read_position(self._plan.run_dir)
         if saved is None or saved.run_id != self._known.run_id:
             return (-1, -1)
@@ -211,7 +238,9 @@ class WandbTracker:
             write_position(self._plan.run_dir, known)
         except OSError as error:  # of a full disk this is the only sign: wandb-core says nothing
             path = self._plan.run_dir / POSITION_FILE
-            self._fail(f"{path} cannot be written ({one_line(error)}), the mirror may be incomplete")
+            self._fail(
+                f"{path} cannot be written ({one_line(error)}), the mirror may be incomplete"
+            )
 
 
 Tracker = NoTracker | WandbTracker
@@ -237,12 +266,12 @@ def open_tracker(
 ) -> Tracker:
     """Start mirroring a run; returns at once, before wandb is even imported.
 
-    Rows carry the keys of metrics.jsonl: `step` and `tokens_seen` in every one, each step in one row only,
-    and `tokens_seen` as the step metric of all. With the same `run_dir` and `run_id` as before the wandb run
-    is continued, and rows that it already has are not sent again; those that its server lacks are sent, also of
-    the `earlier` ones of metrics.jsonl. wandb's own files go to `run_dir`/wandb.
-    `mode` auto is online where there is a login and WANDB_MODE does not say otherwise; it never asks for one.
-    `say` gets at most one line, from another thread.
+    Rows carry the keys of metrics.jsonl: `step` and `tokens_seen` in every one, each step in one
+    row only, and `tokens_seen` as the step metric of all. With the same `run_dir` and `run_id` as
+    before the wandb run is continued, and rows that it already has are not sent again; those that
+    its server lacks are sent, also of the `earlier` ones of metrics.jsonl. wandb's own files go to
+    `run_dir`/wandb. `mode` auto is online where there is a login and WANDB_MODE does not say
+    otherwise; it never asks for one. `say` gets at most one line, from another thread.
 
     Raises ValueError for an unknown `kind` or `mode`, before anything has started.
     """
@@ -287,13 +316,17 @@ class Upload:
 
 
 def check_login() -> None:
-    """Raises TrackerError when nothing can be uploaded from here, with the way to change that."""
+    """Raise TrackerError when nothing can be uploaded from here, with the way to change that."""
     try:
         _, settings = _set_up()
     except ImportError as error:
-        raise TrackerError(f"wandb cannot be imported ({one_line(error)}); to install it: pip install wandb") from None
+        raise TrackerError(
+            f"wandb cannot be imported ({one_line(error)}); to install it: pip install wandb"
+        ) from None
     if not has_login(settings):
-        raise TrackerError(f"no login for {settings.base_url}; to log in: wandb login, or set WANDB_API_KEY")
+        raise TrackerError(
+            f"no login for {settings.base_url}; to log in: wandb login, or set WANDB_API_KEY"
+        )
 
 
 def upload(
@@ -308,10 +341,12 @@ def upload(
 ) -> Upload:
     """Send what wandb's server does not have yet of a run that is over, and its end.
 
-    `rows` are all of the run's, in order of their steps; `fields` are those of `open_tracker` that describe the run.
-    The server's last step says where to go on, and its count of rows whether they arrived. Waits for the upload.
+    `rows` are all of the run's, in order of their steps; `fields` are those of `open_tracker` that
+    describe the run. The server's last step says where to go on, and its count of rows whether they
+    arrived. Waits for the upload.
 
-    Raises TrackerError when not everything that was sent is there; the same call again sends the rest.
+    Raises TrackerError when not everything that was sent is there; the same call again sends the
+    rest.
     """
     plan = Plan(
         run_dir=run_dir,
@@ -343,12 +378,14 @@ def upload(
 
 
 def _position(row: Row) -> tuple[int, int]:
-    """What orders the rows of a run: tokens_seen stands still in a step without targets, step does not."""
+    """Return what orders the rows of a run: tokens_seen stands still in a step without targets,
+    step does not."""
     return (row["tokens_seen"], row["step"])
 
 
 def _root(run_dir: Path) -> Path:
-    """Return the folder for wandb's own files. An agent sets WANDB_DIR to the current one, which nobody asked for."""
+    """Return the folder for wandb's own files. An agent sets WANDB_DIR to the current one, which
+    nobody asked for."""
     given = os.environ.get("WANDB_DIR")
     if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
         return run_dir
@@ -356,7 +393,7 @@ def _root(run_dir: Path) -> Path:
 
 
 def _set_up() -> tuple[Any, Any]:
-    """(wandb, its settings). Raises ImportError."""
+    """Return (wandb, its settings). Raises ImportError."""
     # wandb reports its errors to its server, and at exit waits up to 20 s for a silent one.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb

@@ -48,7 +48,8 @@ class End:
 
 
 def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
-    """The run in wandb, new or as its server knows it, with tokens_seen below every curve."""
+    """Return the run in wandb, new or as its server knows it, with tokens_seen below every
+    curve."""
     wanted = {
         "root_dir": str(root),
         "use_dot_wandb": False,
@@ -90,12 +91,13 @@ def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
 
 
 def log_row(run: Any, row: Row) -> None:
-    # With its step, what is sent later lines up; and without `commit` a row with a step would wait for the next one.
+    # With its step, what is sent later lines up; and without `commit` a row with a step would wait
+    # for the next one.
     run.log(row, step=row["step"], commit=True)
 
 
 def finish_run(run: Any, end: End) -> None:
-    """Raises TimeoutError when the upload does not end in time."""
+    """Raise TimeoutError when the upload does not end in time."""
     run.summary.update(end.summary)
     if end.exit_code == PREEMPTED:
         run.mark_preempting()  # else wandb calls it failed
@@ -103,7 +105,8 @@ def finish_run(run: Any, end: End) -> None:
 
 
 def rows_there(wandb: Any, path: str, wanted: int, wait_s: float) -> int:
-    """How many rows the server has of a run; waits until they are `wanted`, about `wait_s` at most."""
+    """Return how many rows the server has of a run; waits until they are `wanted`, about `wait_s`
+    at most."""
     deadline = time.monotonic() + wait_s
     api = wandb.Api(timeout=10)
     while True:
@@ -115,8 +118,12 @@ def rows_there(wandb: Any, path: str, wanted: int, wait_s: float) -> int:
 
 
 def has_login(settings: Any) -> bool:
-    """Whether wandb would find credentials for its server without asking for them."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.api_key:
+    """Return whether wandb would find credentials for its server without asking for them."""
+    if (
+        os.environ.get("WANDB_API_KEY")
+        or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+        or settings.api_key
+    ):
         return True
     for candidate in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         if candidate and (path := Path(candidate).expanduser()).exists():
@@ -129,10 +136,11 @@ def has_login(settings: Any) -> bool:
 
 
 def forget_wandb(*, kill: bool) -> None:
-    """Drop wandb's exit hook, which would wait again for what has already been given up; `kill` its process.
+    """Drop wandb's exit hook, which would wait again for what has already been given up; `kill` its
+    process.
 
-    There is no public way while a call hangs, and after a failed start the process keeps the run id taken.
-    A process that is left alive ends by itself after this one.
+    There is no public way while a call hangs, and after a failed start the process keeps the run id
+    taken. A process that is left alive ends by itself after this one.
     """
     with contextlib.suppress(Exception):
         setup = sys.modules["wandb.sdk.wandb_setup"]

@@ -1,1 +1,2 @@
-"""The worker side: `python -m llmexp.train RUN_DIR` trains the run that a folder describes. No Hydra in here."""
+"""The worker side: `python -m llmexp.train RUN_DIR` trains the run that a folder describes. No
+Hydra in here."""

@@ -15,11 +15,11 @@ from llmexp.train.step import TrainingFailed
 
 
 def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
-    """Saves a checkpoint of the current step, which is settled; its rows reach the disk first.
+    """Save a checkpoint of the current step, which is settled; its rows reach the disk first.
 
-    Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does the rest between
-    later steps. A failure is a warning, up to checkpoint.max_failures of them in a row; one that comes after these,
-    or where this save `must` succeed, raises OSError.
+    Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does
+    the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a
+    row; one that comes after these, or where this save `must` succeed, raises OSError.
     """
     s, p, out = loop.s, loop.p, loop.out
     finish_saving(loop)
@@ -30,7 +30,9 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     run, root, keep = s.parts.run, out.path / rundir.CHECKPOINTS, s.parts.config.checkpoint.keep
     if out.rows is not None:
         out.rows.sync()
-    geometry = {k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")}
+    geometry = {
+        k: getattr(run, k) for k in ("real_batch_size", "sequence_length", "dp_size", "world_size")
+    }
     meta = {
         "tokens_seen": tokens_seen,
         "geometry": {**geometry, "parallelism": run.facts.parallelism},
@@ -46,14 +48,17 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     }
     pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
     whole = tuple(loop.saved)
-    loop.saving = Saving(p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep, whole))
+    loop.saving = Saving(
+        p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep, whole)
+    )
     loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
     if wait:
         finish_saving(loop, must)
 
 
 def refuse_changed_data(loop: Loop) -> None:
-    """Raises TrainingFailed where a data file was written to under the run: what is saved must be of one corpus."""
+    """Raise TrainingFailed where a data file was written to under the run: what is saved must be of
+    one corpus."""
     corpus, joined = loop.s.parts.corpus, loop.s.mesh
     text = corpus.changed()
     if ranks := mesh.ranks_where(joined, text is not None):
@@ -62,8 +67,8 @@ def refuse_changed_data(loop: Loop) -> None:
         if text is None:
             time.sleep(1.0)  # who knows the file says it first
         raise TrainingFailed(
-            f"{text or 'a data file changed under the run'}{where}; the steps since {since} may have seen other data, "
-            f"and step {loop.p.step:,} is not saved"
+            f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
+            f"have seen other data, and step {loop.p.step:,} is not saved"
         )
     if loop.out.main and not loop.told_of_data and (text := corpus.replaced()):
         loop.told_of_data = True
@@ -71,8 +76,8 @@ def refuse_changed_data(loop: Loop) -> None:
 
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:
-    """The next stage of the checkpoint that is on its way. All ranks are here at the same step. Raises OSError for a
-    failure too many, or for one that `must` not be."""
+    """Take the next stage of the checkpoint that is on its way. All ranks are here at the same
+    step. Raises OSError for a failure too many, or for one that `must` not be."""
     due, joined = loop.saving, loop.s.mesh
     assert due is not None
     error: OSError | None = None
@@ -91,17 +96,30 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
             if error is None:
                 time.sleep(1.0)  # who knows the cause says it first
             why = error or f"rank {ranks} could not write"
-            limit = "the run may not end without it" if must else f"checkpoint.max_failures={most} in a row"
-            raise OSError(f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}") from error
+            limit = (
+                "the run may not end without it"
+                if must
+                else f"checkpoint.max_failures={most} in a row"
+            )
+            raise OSError(
+                f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}"
+            ) from error
         if loop.out.main:
             reason = error or f"rank {ranks} could not write; its log says why"
-            kept = f"the newest is of step {loop.saved_step}" if loop.saved_step is not None else "there is none yet"
+            kept = (
+                f"the newest is of step {loop.saved_step}"
+                if loop.saved_step is not None
+                else "there is none yet"
+            )
             loop.out.console.line(
-                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({reason}); training goes on, "
-                f"{kept}; failure {loop.failed_saves} of at most {most} in a row (checkpoint.max_failures)"
+                f"WARNING: the checkpoint of step {due.step:,} could not be saved ({reason}); "
+                f"training goes on, {kept}; failure {loop.failed_saves} of at most {most} in a row "
+                "(checkpoint.max_failures)"
             )
         elif error is not None:
-            print(f"the checkpoint of step {due.step:,} could not be saved: {error}", file=sys.stderr)
+            print(
+                f"the checkpoint of step {due.step:,} could not be saved: {error}", file=sys.stderr
+            )
         return
     if not due.committing:
         due.committing = True
@@ -114,9 +132,11 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
 
 
 def finish_saving(loop: Loop, must: bool = False) -> None:
-    """Waits until the checkpoint that is on its way, if there is one, is committed. Raises OSError as `save` does."""
+    """Wait until the checkpoint that is on its way, if there is one, is committed. Raises OSError
+    as `save` does."""
     while loop.saving is not None:
-        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be missing.
+        # By turns, not in one long wait: a large checkpoint may take longer than a rank may be
+        # missing.
         pause = 0.001
         while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
             time.sleep(pause)
@@ -125,8 +145,8 @@ def finish_saving(loop: Loop, must: bool = False) -> None:
 
 
 def leave_saving(loop: Loop) -> None:
-    """Before a run ends by an exception: the checkpoint that is on its way is finished where no other rank is needed
-    for that, and else said to be lost."""
+    """Before a run ends by an exception: the checkpoint that is on its way is finished where no
+    other rank is needed for that, and else said to be lost."""
     due, loop.saving = loop.saving, None
     if due is None:
         return
@@ -139,4 +159,6 @@ def leave_saving(loop: Loop) -> None:
         loop.saved.append(due.step)
     except OSError as error:
         if loop.out.main:
-            loop.out.console.line(f"WARNING: the checkpoint of step {due.step:,} was not finished: {error}")
+            loop.out.console.line(
+                f"WARNING: the checkpoint of step {due.step:,} was not finished: {error}"
+            )

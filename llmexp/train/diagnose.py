@@ -1,5 +1,5 @@
-"""After a window whose loss or gradient is not finite: the window once more, with a hook on every module, to name the
-first one that goes wrong. Nothing of this is there while training goes well."""
+"""After a window whose loss or gradient is not finite: the window once more, with a hook on every
+module, to name the first one that goes wrong. Nothing of this is there while training goes well."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ from llmexp import mesh, precision
 from llmexp.data.reader import Window
 from llmexp.train.step import Setup, seed_step
 
-NOTHING = "a second pass over the step was finite: it does not come from the config and the data alone"
+NOTHING = (
+    "a second pass over the step was finite: it does not come from the config and the data alone"
+)
 
 
 def first_bad(s: Setup, window: Window) -> str:
-    """What of the window's step is the first not to be finite, in words; on all ranks together, the same answer.
+    """Return what of the window's step is the first not to be finite, in words; on all ranks
+    together, the same answer.
 
-    The parameters must still be those of the step, as a bad update is not applied. Gradients are lost.
+    The parameters must still be those of the step, as a bad update is not applied. Gradients are
+    lost.
     """
-    looks, first = 0, list[tuple[int, str]]()  # the number of the first look that found something, and what it was
+    looks, first = (
+        0,
+        list[tuple[int, str]](),
+    )  # the number of the first look that found something, and what it was
 
     def look(value: Tensor | bool, text: str) -> None:
-        """Ranks make the same looks in the same order: what one of them meets first, it met before all others."""
+        """Ranks make the same looks in the same order: what one of them meets first, it met before
+        all others."""
         nonlocal looks
         looks += 1
         if not (first or (value if isinstance(value, bool) else _finite(value))):
@@ -46,13 +54,18 @@ def first_bad(s: Setup, window: Window) -> str:
     if not bad:
         return NOTHING
     text = _said_by(s.mesh, bad[0], text)
-    return f"the first thing to go wrong: {text}" + (f" (rank {bad[0]})" if s.mesh.distributed else "")
+    return f"the first thing to go wrong: {text}" + (
+        f" (rank {bad[0]})" if s.mesh.distributed else ""
+    )
 
 
 def _repeat(s: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
-    """Forward and backward of the step, as train_step has them: ranks must meet in the same places."""
+    """Forward and backward of the step, as train_step has them: ranks must meet in the same
+    places."""
     kind, device, scale = s.parts.precision, s.mesh.device, s.scaler.value
-    count = mesh.total(s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device))
+    count = mesh.total(
+        s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device)
+    )
     weight = (s.mesh.dp_size / count.clamp(min=1)).to(precision.parameter_dtype(kind))
     for p in s.parameters:
         if p.grad is not None:
@@ -69,14 +82,21 @@ def _repeat(s: Setup, window: Window, look: Callable[[Tensor, str], None]) -> No
             look(p.grad, f"the gradient of {name}, summed over the step")
 
 
-def _watch(model: nn.Module, look: Callable[[Tensor | bool, str], None]) -> list[Callable[[], None]]:
+def _watch(
+    model: nn.Module, look: Callable[[Tensor | bool, str], None]
+) -> list[Callable[[], None]]:
     """Hooks that look at what modules return and at gradients; functions that end them.
 
     Inner modules report before those that hold them, so the first report is the innermost module.
     """
-    names = {module: f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()}
+    names = {
+        module: f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+    }
     handles: list[Any] = []
-    met: dict[int, tuple[Tensor, list[str], list[str]]] = {}  # by id: a tensor, what made it, what takes it
+    met: dict[
+        int, tuple[Tensor, list[str], list[str]]
+    ] = {}  # by id: a tensor, what made it, what takes it
 
     def meet(tensor: Tensor) -> tuple[list[str], list[str]]:
         if id(tensor) not in met:
@@ -84,7 +104,11 @@ def _watch(model: nn.Module, look: Callable[[Tensor | bool, str], None]) -> list
             met[id(tensor)] = tensor, made, taken  # held, so that no other gets its id
 
             def on_the_way_back(gradient: Tensor) -> None:
-                look(gradient, "the gradient that " + (f"{taken[0]} returns" if taken else f"reaches {made[0]}"))
+                look(
+                    gradient,
+                    "the gradient that "
+                    + (f"{taken[0]} returns" if taken else f"reaches {made[0]}"),
+                )
 
             tensor.register_hook(on_the_way_back)
         return met[id(tensor)][1:]
@@ -104,7 +128,9 @@ def _watch(model: nn.Module, look: Callable[[Tensor | bool, str], None]) -> list
         handles.append(module.register_forward_hook(after_forward))
     for name, p in model.named_parameters():
         if p.requires_grad:
-            handles.append(p.register_hook(functools.partial(_look_at, look, f"the gradient of {name}")))
+            handles.append(
+                p.register_hook(functools.partial(_look_at, look, f"the gradient of {name}"))
+            )
     return [handle.remove for handle in handles]
 
 
@@ -113,7 +139,7 @@ def _look_at(look: Callable[[Tensor, str], None], text: str, gradient: Tensor) -
 
 
 def _said_by(joined: mesh.Mesh, rank: int, text: str) -> str:
-    """The text of one rank, on every rank."""
+    """Return the text of one rank, on every rank."""
     room = torch.zeros(400, dtype=torch.int64)
     if joined.rank == rank:
         encoded = text.encode()[: len(room)]
@@ -128,7 +154,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module takes or returns."""
+    """Yield the tensors in what a module takes or returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):

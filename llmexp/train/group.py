@@ -1,4 +1,5 @@
-"""A run on more than one rank: the agent that starts and watches a host's ranks, and what ranks owe each other."""
+"""A run on more than one rank: the agent that starts and watches a host's ranks, and what ranks owe
+each other."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ REPORT_S = 4.0  # for all ranks that waited in vain to say so
 
 
 def supervise(path: Path, parts: Parts) -> tuple[int, str]:
-    """Starts this host's ranks and waits: (exit code, what went wrong). The code comes from status.json, because
-    torch's agent flattens it. The trace of the rank that failed first is printed. Raises ConfigError, and SystemExit
-    where a signal stops what has not begun to train.
+    """Start this host's ranks and wait: (exit code, what went wrong). The code comes from
+    status.json, because torch's agent flattens it. The trace of the rank that failed first is
+    printed. Raises ConfigError, and SystemExit where a signal stops what has not begun to train.
     """
     p = parts.config.parallelism
-    began = time.time() if p.nnodes > 1 else 0.0  # on one host no clock is asked: what is there is of this start
+    began = (
+        time.time() if p.nnodes > 1 else 0.0
+    )  # on one host no clock is asked: what is there is of this start
     if p.nnodes == 1:
         for old in (path / "logs").glob("failure-*.json"):
             old.unlink(missing_ok=True)
@@ -38,7 +41,11 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     def outcome() -> tuple[str, float]:
         status = rundir.read_status(path)
         when = status.get("ended") or 0.0
-        state = "given up" if status.get("state") == "failed" and status.get("final") else status.get("state", "")
+        state = (
+            "given up"
+            if status.get("state") == "failed" and status.get("final")
+            else status.get("state", "")
+        )
         return (state, when) if when > began else ("", 0.0)
 
     try:
@@ -57,9 +64,14 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     except agent.HostsMissing as error:
         status = rundir.read_status(path)
         state = status.get("state")
-        if state in ("finished", "preempted") or (state == "running" and rundir.is_alive(path, status)):
+        if state in ("finished", "preempted") or (
+            state == "running" and rundir.is_alive(path, status)
+        ):
             # The hosts that met without this one, or an earlier start, have the say.
-            return REFUSED, f"{error}; by its records this run is {state}, and it was left untouched"
+            return (
+                REFUSED,
+                f"{error}; by its records this run is {state}, and it was left untouched",
+            )
         before = [r["text"] for r in _reports(path) if r["time"] > began]
         return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
     for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
@@ -69,7 +81,9 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         if death is not None or outcome()[0] in agent.FAILED:
             break
         time.sleep(0.5)
-    if death is not None and death.exit_code < 0:  # for the other hosts, which only see that it has gone
+    if (
+        death is not None and death.exit_code < 0
+    ):  # for the other hosts, which only see that it has gone
         on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
         text = f"{death}{on}{rundir.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
@@ -78,7 +92,9 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         latest = max((r["restarts"] for r in reports if not r["killed"]), default=0)
         reports = [r for r in reports if r["killed"] or r["restarts"] == latest]
     if reports:
-        first = min(reports, key=lambda r: not r["killed"])  # after a signal the others only saw what followed
+        first = min(
+            reports, key=lambda r: not r["killed"]
+        )  # after a signal the others only saw what followed
         sys.stderr.write(first["trace"])
         who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
         return first["exit_code"], first["text"] + who
@@ -86,7 +102,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
 
 
 def join(path: Path, parts: Parts) -> mesh.Mesh:
-    """This rank's place among the ranks, which must all run the same code on the same config. Raises ConfigError."""
+    """Return this rank's place among the ranks, which must all run the same code on the same
+    config. Raises ConfigError."""
     p, layout = parts.config.parallelism, parts.run.facts.layout
     try:
         joined = mesh.join(
@@ -102,8 +119,8 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
     except ValueError as error:
         asked = f"{layout.nnodes} x {layout.nproc_per_node}"
         raise ConfigError(
-            f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or go on with other "
-            f"numbers: llmexp resume {path} parallelism.nproc_per_node=2"
+            f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or "
+            f"go on with other numbers: llmexp resume {path} parallelism.nproc_per_node=2"
         ) from None
     for what, value in (
         ("config", plain(parts.config)),
@@ -113,16 +130,17 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
         digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):
             raise ConfigError(
-                f"{path}: rank {', '.join(map(str, differing))} has another {what} than rank 0; all hosts need one "
-                "shared run folder and the same versions"
+                f"{path}: rank {', '.join(map(str, differing))} has another {what} than rank 0; "
+                "all hosts need one shared run folder and the same versions"
             )
     return joined
 
 
 @contextlib.contextmanager
 def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
-    """The folder's locks, held by rank 0 for all; False where an agent holds the first already. The second outlives an
-    agent that was killed, while its ranks still save. Raises ConfigError, on all ranks."""
+    """Yield the folder's locks, held by rank 0 for all; False where an agent holds the first
+    already. The second outlives an agent that was killed, while its ranks still save. Raises
+    ConfigError, on all ranks."""
     alone = agent.LOCK_HELD not in os.environ
     with contextlib.ExitStack() as stack:
         refused: ConfigError | None = None
@@ -138,33 +156,46 @@ def held(path: Path, joined: mesh.Mesh) -> Iterator[bool]:
         yield alone
 
 
-def report(path: Path, rank: int, code: int, text: str, trace: str, *, killed: bool = False) -> None:
-    """Leaves a rank's account of its failure where the agents find it; one that was `killed` has it left for it."""
+def report(
+    path: Path, rank: int, code: int, text: str, trace: str, *, killed: bool = False
+) -> None:
+    """Leave a rank's account of its failure where the agents find it; one that was `killed` has it
+    left for it."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     where = {"rank": rank, "host": socket.gethostname(), "restarts": restarts}
     account = {"time": time.time(), **where, "exit_code": code, "text": text}
     with contextlib.suppress(OSError):
         (path / "logs").mkdir(exist_ok=True)
-        fileio.write_json(path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed})
+        fileio.write_json(
+            path / "logs" / f"failure-{rank}.json", {**account, "trace": trace, "killed": killed}
+        )
 
 
 def _reports(path: Path) -> list[dict[str, Any]]:
-    """What failed ranks said, the earliest first."""
+    """Return what failed ranks said, the earliest first."""
     found = [fileio.read_json(p) for p in (path / "logs").glob("failure-*.json")]
     return sorted(found, key=lambda account: account["time"])
 
 
 def given_up(path: Path) -> bool:
-    """Whether a rank of the group that the agent now starts again has failed in a way that would only come again."""
+    """Return whether a rank of the group that the agent now starts again has failed in a way that
+    would only come again."""
     status, since = rundir.read_status(path), os.environ.get(agent.STARTED)
-    return bool(since and status.get("final") and status.get("state") == "failed" and status["ended"] > float(since))
+    return bool(
+        since
+        and status.get("final")
+        and status.get("state") == "failed"
+        and status["ended"] > float(since)
+    )
 
 
 def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> str:
-    """After a collective that failed for want of other ranks: which were not in it, or the empty string. Each rank that
-    waited says so in the run folder, which needs no network."""
+    """After a collective that failed for want of other ranks: which were not in it, or the empty
+    string. Each rank that waited says so in the run folder, which needs no network."""
     late = re.search(r"time(d )?-?out", error, re.I)
-    lost = p.nnodes > 1 and re.search(r"connection (closed|reset)|broken pipe", error, re.I)  # else the agent sees it
+    lost = p.nnodes > 1 and re.search(
+        r"connection (closed|reset)|broken pipe", error, re.I
+    )  # else the agent sees it
     if not joined.distributed or not (late or lost):
         return ""
     since, own = time.time(), path / "logs" / "waiting" / str(joined.rank)
@@ -180,12 +211,20 @@ def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> s
         absent = sorted(set(range(joined.world_size)) - waited.keys() - known)
         which = ", ".join(map(str, absent))
         if absent and late:
-            return f"rank {which} did not arrive within {p.timeout_s:g} s (hung, stopped or cut off)"
+            return (
+                f"rank {which} did not arrive within {p.timeout_s:g} s (hung, stopped or cut off)"
+            )
         if absent:
             return f"rank {which} was lost (killed, or its host is down)"
         if late and p.nnodes > 1 and not known:
-            hosts = [(host, sorted(r for r in waited if waited[r] == host)) for host in sorted(set(waited.values()))]
-            ranks = ", ".join(f"{h} ({f'ranks {r[0]}-{r[-1]}' if len(r) > 1 else f'rank {r[0]}'})" for h, r in hosts)
+            hosts = [
+                (host, sorted(r for r in waited if waited[r] == host))
+                for host in sorted(set(waited.values()))
+            ]
+            ranks = ", ".join(
+                f"{h} ({f'ranks {r[0]}-{r[-1]}' if len(r) > 1 else f'rank {r[0]}'})"
+                for h, r in hosts
+            )
             waited_s = f"all ranks waited {p.timeout_s:g} s for each other in vain"
             return f"{waited_s}; is the network between their hosts cut? {ranks}"
     return ""

@@ -18,8 +18,8 @@ from llmexp.train.step import TrainingFailed
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no row is due; `user` is
-    the config's section of that name."""
+    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no
+    row is due; `user` is the config's section of that name."""
 
     step: int
     model: nn.Module
@@ -29,35 +29,46 @@ class HookContext:
     user: dict[str, Any]
 
 
-def call_hooks(loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False) -> None:
-    """Calls the user's functions, here and nowhere else. Of what they return, finite figures are kept for the row of
-    this step where there will be one (`wanted`)."""
+def call_hooks(
+    loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False
+) -> None:
+    """Call the user's functions, here and nowhere else. Of what they return, finite figures are
+    kept for the row of this step where there will be one (`wanted`)."""
     parts = loop.s.parts
     for name, hook in parts.hooks:
         so_far = None if row is None else dict(row)
         context = HookContext(step, loop.s.model, loop.s.optimizers, parts.run, so_far, parts.user)
         try:
             found = hook(event, context)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook does not decide how a run ends
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # a hook does not decide how a run ends
             where = own_line(error)
             if loop.s.mesh.distributed:
                 where = f"rank {loop.s.mesh.rank}, {where}"
-            raise TrainingFailed(f"the hook {name} failed at {event} of step {step}: {error!r} ({where})") from error
+            raise TrainingFailed(
+                f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
+            ) from error
         try:
             figures = _checked(found)
             if wanted:  # else reading a tensor would make the host wait for nothing
                 read = {key: _float(key, value) for key, value in figures.items()}
                 source = f"{name}{place(hook)}"
-                loop.figures |= {k: (v, source) for k, v in read.items() if math.isfinite(v)}  # a row is strict JSON
+                loop.figures |= {
+                    k: (v, source) for k, v in read.items() if math.isfinite(v)
+                }  # a row is strict JSON
         except ValueError as error:
             raise TrainingFailed(
-                f"the hook {name} returned {error} at {event} of step {step}; a hook returns None or a dict of "
-                f"numbers, for example {{'mine/norm': 1.5}}{place(hook)}"
+                f"the hook {name} returned {error} at {event} of step {step}; a hook returns None "
+                f"or a dict of numbers, for example {{'mine/norm': 1.5}}{place(hook)}"
             ) from None
 
 
 def _checked(found: Any) -> dict[str, Any]:
-    """Return the figures that a hook returned, without reading a tensor. Raise ValueError for anything else."""
+    """Return the figures that a hook returned, without reading a tensor. Raise ValueError for
+    anything else."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):

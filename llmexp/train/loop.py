@@ -46,7 +46,8 @@ from llmexp.train.step import (
 
 
 def train(loop: Loop) -> str:
-    """Trains to the end ("finished") or to a signal ("preempted", with a checkpoint). Raises TrainingFailed."""
+    """Train to the end ("finished") or to a signal ("preempted", with a checkpoint). Raises
+    TrainingFailed."""
     s, p, meter, config = loop.s, loop.p, loop.meter, loop.s.parts.config
     max_steps = s.parts.run.max_steps
     stop_step = max_steps if config.train.stop_step is None else config.train.stop_step
@@ -73,7 +74,9 @@ def train(loop: Loop) -> str:
                 window = next(reader)
             hook("backward_start")  # before the seed: it may draw random numbers
             seed_step(config.train.seed, p.step, s.mesh.dp_rank, s.mesh.device)
-            step = train_step(s, window, lambda: settle(loop), functools.partial(hook, "backward_end"))
+            step = train_step(
+                s, window, lambda: settle(loop), functools.partial(hook, "backward_end")
+            )
             p.step += 1
             loop.pending, loop.own_nll = step.verdict, step.own_nll
             meter.add(step.target_tokens, step.clipped)
@@ -91,7 +94,9 @@ def train(loop: Loop) -> str:
         if due_save:
             last = p.step == max_steps
             save(loop, wait=last or not config.checkpoint.async_, must=last)
-        if due_sample and (loop.out.main or s.mesh.sharded):  # a split model speaks with all its ranks
+        if due_sample and (
+            loop.out.main or s.mesh.sharded
+        ):  # a split model speaks with all its ranks
             say_sample(loop)
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
@@ -99,14 +104,15 @@ def train(loop: Loop) -> str:
         return "preempted"
     if p.updates == 0:
         raise TrainingFailed(
-            f"none of the {p.step:,} steps applied an update: every window had no valid target (as data.ignore_id may "
-            "cause), overflowed in fp16, or was skipped as an outlier"
+            f"none of the {p.step:,} steps applied an update: every window had no valid target (as "
+            "data.ignore_id may cause), overflowed in fp16, or was skipped as an outlier"
         )
     return "finished"
 
 
 def due_at(loop: Loop, step: int) -> tuple[bool, bool, bool, bool]:
-    """Whether a row, an evaluation, a checkpoint and a text sample are due after this step."""
+    """Return whether a row, an evaluation, a checkpoint and a text sample are due after this
+    step."""
     config, last = loop.s.parts.config, step == loop.s.parts.run.max_steps
 
     def every(steps: int | None) -> bool:
@@ -114,11 +120,17 @@ def due_at(loop: Loop, step: int) -> tuple[bool, bool, bool, bool]:
 
     evaluation = last or step == config.train.stop_step or every(config.train.eval_every)
     row = evaluation or every(config.train.log_every)
-    return row, evaluation, last or every(config.checkpoint.every), not last and every(config.train.sample_every)
+    return (
+        row,
+        evaluation,
+        last or every(config.checkpoint.every),
+        not last and every(config.train.sample_every),
+    )
 
 
 def settle(loop: Loop) -> int:
-    """Looks at the verdict on the last step; the number of applied updates. Raises TrainingFailed."""
+    """Look at the verdict on the last step; the number of applied updates. Raises
+    TrainingFailed."""
     p, s = loop.p, loop.s
     if loop.pending is None:
         return p.updates
@@ -129,9 +141,12 @@ def settle(loop: Loop) -> int:
         p.updates += 1
         p.consecutive_skips = 0
         return p.updates
-    what = {EMPTY: "no valid target", SKIPPED_OUTLIER: "an outlier", BAD_LOSS: "a loss", BAD_NORM: "a gradient norm"}[
-        code
-    ]
+    what = {
+        EMPTY: "no valid target",
+        SKIPPED_OUTLIER: "an outlier",
+        BAD_LOSS: "a loss",
+        BAD_NORM: "a gradient norm",
+    }[code]
     overflowed = code in (BAD_LOSS, BAD_NORM)
     if overflowed and not s.scaler.enabled:
         assert loop.own_nll is not None
@@ -148,13 +163,14 @@ def settle(loop: Loop) -> int:
     if overflowed and s.scaler.state_dict()["scale"] < 1:
         before_failing(loop)
         raise TrainingFailed(
-            f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16; {diagnosed(loop)}"
+            f"the fp16 loss scale fell below 1 at step {p.step}: these gradients do not fit fp16; "
+            f"{diagnosed(loop)}"
         )
     if p.consecutive_skips > limit:
         before_failing(loop)
         raise TrainingFailed(
-            f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} ({what}); "
-            f"train.max_consecutive_skips={limit}"
+            f"{p.consecutive_skips} updates in a row were skipped, the last at step {p.step} "
+            f"({what}); train.max_consecutive_skips={limit}"
         )
     return p.updates
 
@@ -168,21 +184,24 @@ def before_failing(loop: Loop) -> None:
 
 
 def grew(loop: Loop) -> str:
-    """A hint, where the losses of the rows had been on their way up."""
+    """Return a hint, where the losses of the rows had been on their way up."""
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     if len(losses) < 2 and loop.p.step < 100:  # too soon for rows to tell
-        return "; if the steps are too large, a smaller optimizer.lr or a longer schedule.warmup_steps helps"
+        return (
+            "; if the steps are too large, a smaller optimizer.lr or a longer "
+            "schedule.warmup_steps helps"
+        )
     if not losses or losses[-1] < min(losses) + 1:
         return ""
     return (
-        f"; the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller optimizer.lr, or a longer "
-        "schedule.warmup_steps, may keep it from that"
+        f"; the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller "
+        "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
     )
 
 
 def diagnosed(loop: Loop) -> str:
-    """Where the last step went wrong, from a second pass over it; for a run that ends."""
+    """Return where the last step went wrong, from a second pass over it; for a run that ends."""
     try:
         window = next(read_ahead(loop.s, loop.p.step - 1))
         return first_bad(loop.s, window)
@@ -191,7 +210,7 @@ def diagnosed(loop: Loop) -> str:
 
 
 def note(loop: Loop, seen: Seen) -> None:
-    """What is measured of the last step; its figures are on the host now."""
+    """Take what is measured of the last step; its figures are on the host now."""
     p, outliers = loop.p, loop.s.outliers
     if seen.code in (OUTLIER, SKIPPED_OUTLIER):
         assert outliers.limits is not None
@@ -209,7 +228,7 @@ def note(loop: Loop, seen: Seen) -> None:
 
 
 def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
-    """Evaluates when due and writes the step's row; the host reads the device here."""
+    """Evaluate when due and write the step's row; the host reads the device here."""
     s, p, run, out = loop.s, loop.p, loop.s.parts.run, loop.out
     code = step.verdict.read().code
     row: dict[str, Any] = {"step": p.step, "tokens_seen": loop.meter.counts()[0]}
@@ -224,11 +243,19 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     row["weight_norm"] = float(mesh.global_norm(s.mesh, [q.detach() for q in s.parameters]))
     if step.loss_scale is not None:
         row["loss_scale"] = float(step.loss_scale)
-    row |= {"skipped": not applied, "skipped_steps": p.skipped_steps, "target_tokens": int(step.target_tokens)}
+    row |= {
+        "skipped": not applied,
+        "skipped_steps": p.skipped_steps,
+        "target_tokens": int(step.target_tokens),
+    }
     if s.parts.config.train.data_digest:
         digest = int(mesh.total(s.mesh, torch.tensor(window.digest, device=s.mesh.device)))
         row["data_digest"] = f"{digest % 2**63:016x}"
-    row |= loop.meter.take(s.mesh.world_size) | loop.measured.norms.take() | loop.measured.noise.figures()
+    row |= (
+        loop.meter.take(s.mesh.world_size)
+        | loop.measured.norms.take()
+        | loop.measured.noise.figures()
+    )
     if run.facts.single_rank_rate is not None:
         row["scaling_efficiency"] = row["tokens_per_sec_per_rank"] / run.facts.single_rank_rate
     if s.outliers.sigma is not None:
@@ -239,7 +266,9 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
         if loop.peak_flops is not None:
             row["mfu"] = flops_per_sec / loop.peak_flops
     row["peak_memory_gib"] = float(
-        mesh.maximum(s.mesh, torch.tensor(hardware.peak_memory_gib(s.mesh.device), dtype=torch.float64))
+        mesh.maximum(
+            s.mesh, torch.tensor(hardware.peak_memory_gib(s.mesh.device), dtype=torch.float64)
+        )
     )
     row["amp"] = int(s.parts.precision in ("bf16", "fp16"))
     row["eta"] = (run.max_steps - p.step) * row["step_time"]
@@ -247,14 +276,16 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     if due_eval:
         row |= evaluate(s, loop.byte_lengths)
         if "val/loss" in row:
-            p.best_val_loss = min(row["val/loss"], math.inf if p.best_val_loss is None else p.best_val_loss)
+            p.best_val_loss = min(
+                row["val/loss"], math.inf if p.best_val_loss is None else p.best_val_loss
+            )
         call_hooks(loop, "evaluated", p.step, row, wanted=True)
     figures, loop.figures = loop.figures, {}
     for key, (value, hook) in figures.items():
         if key in row:
             raise TrainingFailed(
-                f"the hook {hook} returned {key}, which the row of step {p.step} has already; choose another name, for "
-                f"example mine/{key}"
+                f"the hook {hook} returned {key}, which the row of step {p.step} has already; "
+                f"choose another name, for example mine/{key}"
             )
         row[key] = value
     # A row is strict JSON: what has overflowed is absent.
@@ -270,21 +301,31 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
 def measuring(s: Setup) -> Measured:
     """For a run that starts."""
     config = s.parts.config
-    return Measured(Norms(config.clip.kind, config.clip.max_norm), NoiseScale(s.parts.run.sequence_length))
+    return Measured(
+        Norms(config.clip.kind, config.clip.max_norm), NoiseScale(s.parts.run.sequence_length)
+    )
 
 
 def resume(s: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]:
-    """Puts a checkpoint back, whatever the layout that saved it: parameters, moments, scaler, counters, measurements.
-    (The RNG and the data position follow from the step number.) Raises CheckpointError."""
+    """Put a checkpoint back, whatever the layout that saved it: parameters, moments, scaler,
+    counters, measurements. (The RNG and the data position follow from the step number.) Raises
+    CheckpointError."""
     measured = measuring(s)
     try:
         loading.restore_model(loaded, s.model)
         loading.restore_optimizers(loaded, s.model, s.optimizers)
         s.scaler.load_state_dict(loaded.state["scaler"])
-        for name, part in (("norms", measured.norms), ("noise", measured.noise), ("outliers", s.outliers)):
+        for name, part in (
+            ("norms", measured.norms),
+            ("noise", measured.noise),
+            ("outliers", s.outliers),
+        ):
             if name in loaded.state:  # older checkpoints have none
                 part.load_state_dict(loaded.state[name])
-        progress, meter = Progress(**loaded.state["progress"]), Meter(s.mesh.device, **loaded.state["meter"])
+        progress, meter = (
+            Progress(**loaded.state["progress"]),
+            Meter(s.mesh.device, **loaded.state["meter"]),
+        )
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
     except loading.CheckpointError:
@@ -296,7 +337,7 @@ def resume(s: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]
 
 
 def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
-    """This rank's windows from `start_step` on, read ahead in the background."""
+    """Yield this rank's windows from `start_step` on, read ahead in the background."""
     run, config = s.parts.run, s.parts.config
     return read_windows(
         s.parts.corpus.train,
@@ -318,11 +359,17 @@ def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
 
 
 def sample_text(loop: Loop) -> str:
-    """A sampled text from the start of a document, or from the first words of the validation text, on one line."""
+    """Return a sampled text from the start of a document, or from the first words of the validation
+    text, on one line."""
     parts = loop.s.parts
-    length, tokens = parts.run.sequence_length, parts.config.train.sample_tokens  # no position that was never trained
+    length, tokens = (
+        parts.run.sequence_length,
+        parts.config.train.sample_tokens,
+    )  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus)
-    return " ".join(sample(parts.tokenizer, loop.s.loss, length, parts.precision, prompt, tokens).split())
+    return " ".join(
+        sample(parts.tokenizer, loop.s.loss, length, parts.precision, prompt, tokens).split()
+    )
 
 
 def say_sample(loop: Loop) -> None:
@@ -337,7 +384,8 @@ def say_sample(loop: Loop) -> None:
 
 
 def start_profiler(loop: Loop) -> torch.profiler.profile | None:
-    """A torch.profiler trace of steps profile_start .. profile_start+profile_steps-1 into the run folder."""
+    """Return a torch.profiler trace of steps profile_start .. profile_start+profile_steps-1 into
+    the run folder."""
     train_config = loop.s.parts.config.train
     first = train_config.profile_start
     if first is None or not loop.out.main or first <= loop.p.step:

@@ -29,15 +29,18 @@ def sample(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> str:
-    """The prompt and up to `tokens` tokens after it, to the end of the document; uses its own random numbers.
+    """Return the prompt and up to `tokens` tokens after it, to the end of the document; uses its
+    own random numbers.
 
-    Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of a document.
+    Raises ValueError where there is nothing to begin with: no prompt, and no token for the start of
+    a document.
     """
     end = end_of_text(encoding)
     ids = encoding.encode_ordinary(prompt) or ([] if end is None else [end])
     if not ids:
         raise ValueError(
-            f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample needs a --prompt"
+            f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to begin with; llmexp sample "
+            "needs a --prompt"
         )
     device = next(model.parameters()).device
     new: list[int] = []
@@ -59,8 +62,9 @@ def sample(
 
 
 def first_words(encoding: Tokenizer, corpus: Corpus) -> str:
-    """What the samples of a run begin with: nothing, where the start of a document is among the training tokens; else
-    the first words of the validation text. A corpus of one document has no such start, and its token is not trained."""
+    """Return what the samples of a run begin with: nothing, where the start of a document is among
+    the training tokens; else the first words of the validation text. A corpus of one document has
+    no such start, and its token is not trained."""
     if not corpus.is_text or corpus.train.holds(end_of_text(encoding)):
         return ""
     text = corpus.val if corpus.val is not None else corpus.train
@@ -70,7 +74,7 @@ def first_words(encoding: Tokenizer, corpus: Corpus) -> str:
 
 
 def load_for_sampling(config: Config, loaded: loading.Loaded) -> tuple[Tokenizer, nn.Module]:
-    """(tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
+    """Return (tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
     encoding, _ = build_tokenizer(config)
     try:
         with torch.device("meta"):  # a config may ask for more than there is

@@ -30,7 +30,9 @@ class Progress:
     consecutive_skips: int = 0
     best_val_loss: float | None = None
     outlier_count: int = 0
-    outlier_steps: list[int] = dataclasses.field(default_factory=list)  # the last OUTLIERS_KEPT of them
+    outlier_steps: list[int] = dataclasses.field(
+        default_factory=list
+    )  # the last OUTLIERS_KEPT of them
 
 
 OUTLIERS_KEPT = 100
@@ -74,16 +76,24 @@ class Loop:
     meter: Meter
     measured: Measured
     byte_lengths: Tensor
-    fixed: dict[str, Any]  # for manifests: what of the config changes results, with dotted keys; sha256 of the data's
+    fixed: dict[
+        str, Any
+    ]  # for manifests: what of the config changes results, with dotted keys; sha256 of the data's
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
-    own_nll: Tensor | None = None  # of the last step, to say which rank has a loss that is not finite
+    own_nll: Tensor | None = (
+        None  # of the last step, to say which rank has a loss that is not finite
+    )
     writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
-    saved: list[int] = dataclasses.field(default_factory=list)  # steps of checkpoints loaded or committed here
+    saved: list[int] = dataclasses.field(
+        default_factory=list
+    )  # steps of checkpoints loaded or committed here
     failed_saves: int = 0  # since then
     told_of_data: bool = False  # that a data file was replaced
-    figures: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)  # for the row, and the hook of each
+    figures: dict[str, tuple[float, str]] = dataclasses.field(
+        default_factory=dict
+    )  # for the row, and the hook of each
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property

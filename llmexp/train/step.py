@@ -71,12 +71,14 @@ class Seen:
     grad_norm: float
     clipped: bool
     target_tokens: float
-    small: tuple[float, float] | None  # mean square norm and targets of the small batch, where it was measured
+    small: (
+        tuple[float, float] | None
+    )  # mean square norm and targets of the small batch, where it was measured
 
 
 class Verdict:
-    """A window's verdict and the figures behind it on their way to the host, in one copy. `read` waits for that copy
-    alone, not for work queued after it."""
+    """A window's verdict and the figures behind it on their way to the host, in one copy. `read`
+    waits for that copy alone, not for work queued after it."""
 
     def __init__(self, *figures: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -91,30 +93,42 @@ class Verdict:
         if self._event is not None:
             self._event.synchronize()
         code, loss, norm, clipped, count, *small = self._figures.tolist()
-        return Seen(int(code), loss, norm, bool(clipped), count, (small[0], small[1]) if small else None)
+        return Seen(
+            int(code), loss, norm, bool(clipped), count, (small[0], small[1]) if small else None
+        )
 
 
 def train_step(
-    s: Setup, window: Window, settle_last: Callable[[], int], gradients_ready: Callable[[], None] = lambda: None
+    s: Setup,
+    window: Window,
+    settle_last: Callable[[], int],
+    gradients_ready: Callable[[], None] = lambda: None,
 ) -> Step:
-    """One optimizer step in execution order: accumulate, reduce, measure, clip, update.
+    """Return one optimizer step in execution order: accumulate, reduce, measure, clip, update.
 
-    The gradient is that of the summed loss of all valid targets of all ranks over their number. `settle_last`
-    returns the number of applied updates; it is asked as late as possible, because it needs the verdict on the
-    step before, which by then the device has long passed. `gradients_ready` is called when the
-    gradients are complete, reduced and of true scale: what it makes of them is measured, clipped and applied.
+    The gradient is that of the summed loss of all valid targets of all ranks over their number.
+    `settle_last` returns the number of applied updates; it is asked as late as possible, because it
+    needs the verdict on the step before, which by then the device has long passed.
+    `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
+    makes of them is measured, clipped and applied.
     """
     device, kind = s.mesh.device, s.parts.precision
     dtype = precision.parameter_dtype(kind)
     count = mesh.total(
-        s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True)
+        s.mesh,
+        torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True),
     )
-    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)  # x dp_size: DDP and FSDP average what is to be summed
+    weight = (s.mesh.dp_size / count.clamp(min=1)).to(
+        dtype
+    )  # x dp_size: DDP and FSDP average what is to be summed
     nll = torch.zeros((), dtype=dtype, device=device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
-                micro_nll = s.module(tokens_bt.to(device, non_blocking=True), targets_bt.to(device, non_blocking=True))
+                micro_nll = s.module(
+                    tokens_bt.to(device, non_blocking=True),
+                    targets_bt.to(device, non_blocking=True),
+                )
             with s.small.watching(window.step + 1, i, window.micro_batches, s.parameters):
                 (micro_nll * weight * s.scaler.value).backward()
         nll += micro_nll.detach()
@@ -129,10 +143,14 @@ def train_step(
     code = torch.where(norm.isfinite(), OK, BAD_NORM)
     code = torch.where(loss.isfinite(), code, BAD_LOSS)
     code = torch.where(count > 0, code, EMPTY)
-    norm_after, clipped = clipping.clip(s.mesh, s.clip.kind, gradients, norm, s.clip.max_norm, s.clip.max_value)
+    norm_after, clipped = clipping.clip(
+        s.mesh, s.clip.kind, gradients, norm, s.clip.max_norm, s.clip.max_value
+    )
 
     lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
-    code = look_for_outlier(s, code, loss, norm)  # by the limits of the settled steps: all before this one
+    code = look_for_outlier(
+        s, code, loss, norm
+    )  # by the limits of the settled steps: all before this one
     scale = s.scaler.value.clone() if s.scaler.enabled else None
     small = s.small.take(count, s.scaler.value)
     optim.update(s.optimizers, skip=code > OUTLIER)
@@ -144,19 +162,23 @@ def train_step(
 
 
 def look_for_outlier(s: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
-    """The verdict, with outliers told from the windows that were OK. Nothing waits: the limits are numbers."""
+    """Return the verdict, with outliers told from the windows that were OK. Nothing waits: the
+    limits are numbers."""
     limits = s.outliers.limits
     if limits is None:
         return code
     outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
     if not s.parts.config.metrics.skip_outliers:
         return torch.where(outside & (code == OK), OUTLIER, code)
-    return mesh.maximum(s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))  # the same on all ranks
+    return mesh.maximum(
+        s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code)
+    )  # the same on all ranks
 
 
 @torch.no_grad()
 def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
-    """Token-weighted validation loss over all ranks, summed in float64; the training RNG is not touched."""
+    """Token-weighted validation loss over all ranks, summed in float64; the training RNG is not
+    touched."""
     run, val = s.parts.run, s.parts.corpus.val
     if val is None or not run.eval_sequences:
         return {}
@@ -192,10 +214,14 @@ def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """The RNG of a window is a pure function of (seed, step, rank): nothing that happens between two windows can
-    disturb it, and a resumed run needs no RNG state."""
-    number = int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest())
-    torch.default_generator.manual_seed(number)  # torch.manual_seed queues a call a step where CUDA is not started
+    """Seed the RNG of a window, a pure function of (seed, step, rank): nothing that happens between
+    two windows can disturb it, and a resumed run needs no RNG state."""
+    number = int.from_bytes(
+        hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    )
+    torch.default_generator.manual_seed(
+        number
+    )  # torch.manual_seed queues a call a step where CUDA is not started
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
     random.seed(number)
@@ -206,7 +232,9 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
     """Model, loss, wrapping, optimizers and scaler on this rank's device."""
     config = parts.config
     precision.apply(parts.precision)
-    model = parts.build_model()  # on the CPU, the same on each rank: what is split is split from whole tensors
+    model = (
+        parts.build_model()
+    )  # on the CPU, the same on each rank: what is split is split from whole tensors
     if not joined.sharded:
         model.to(joined.device)
     loss = WindowLoss(model)
@@ -219,8 +247,9 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
     model.to(joined.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if module is loss:  # DDP has buckets
-        # Gradients live as long as the run: born between activations in each step they would fragment the heap, and
-        # accumulation would cost memory. A parameter that a window does not touch has gradient 0, not none.
+        # Gradients live as long as the run: born between activations in each step they would
+        # fragment the heap, and accumulation would cost memory. A parameter that a window does not
+        # touch has gradient 0, not none.
         for p in parameters:
             p.grad = torch.zeros_like(p)
     return Setup(
@@ -232,7 +261,10 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         parameters=parameters,
         optimizers=parts.build_optimizers(model),
         scaler=precision.Scaler(
-            parts.precision, joined.device, config.precision.init_scale, config.precision.growth_interval
+            parts.precision,
+            joined.device,
+            config.precision.init_scale,
+            config.precision.growth_interval,
         ),
         clip=config.clip,
         small=SmallGradient(joined, config.metrics.noise_scale_every),

@@ -16,7 +16,8 @@ from llmexp.train.state import Loop
 
 
 def summarise(loop: Loop) -> dict[str, Any]:
-    """The figures that status.json and the tracker's summary end with; what is not known is absent."""
+    """Return the figures that status.json and the tracker's summary end with; what is not known is
+    absent."""
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
     found: dict[str, Any] = {"steps": loop.p.step}
@@ -26,7 +27,9 @@ def summarise(loop: Loop) -> dict[str, Any]:
     for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
         with contextlib.suppress(StopIteration):
             row = next(row for row in reversed(rows) if key in row)
-            when = "final" if row["step"] == loop.p.step else "latest"  # a stop may lie between two of them
+            when = (
+                "final" if row["step"] == loop.p.step else "latest"
+            )  # a stop may lie between two of them
             found[f"{when} {key}"] = row[key]
     if loop.p.best_val_loss is not None:
         found["best val/loss"] = loop.p.best_val_loss
@@ -45,8 +48,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
 
 
 def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
-    """Seconds of training of the whole run; what a resumed run did twice counts once. None where steps after the last
-    row were not timed."""
+    """Return seconds of training of the whole run; what a resumed run did twice counts once. None
+    where steps after the last row were not timed."""
     step, seconds = 0, 0.0
     for row in rows:
         if isinstance(mean := row.get("step_time"), float):
@@ -59,8 +62,8 @@ def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
 
 
 def details(loop: Loop) -> dict[str, Any]:
-    """What status.json holds besides the summary, as far as it was measured: how the run clipped, and the gradient
-    noise scale."""
+    """Return what status.json holds besides the summary, as far as it was measured: how the run
+    clipped, and the gradient noise scale."""
     found: dict[str, Any] = {}
     if clip := loop.measured.norms.summary():
         found["clip"] = clip
@@ -76,7 +79,8 @@ def details(loop: Loop) -> dict[str, Any]:
 
 
 def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
-    """The end of a run for its reader: figures, a sample, a picture, the folder, the next command."""
+    """Show the end of a run to its reader: figures, a sample, a picture, the folder, the next
+    command."""
     console, path, parts = loop.out.console, loop.out.path, loop.s.parts
     reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
     by_plan = loop.p.step == parts.config.train.stop_step

@@ -1,4 +1,5 @@
-"""One worker process: from a request or a run folder to a trained run, a status and an exit code."""
+"""One worker process: from a request or a run folder to a trained run, a status and an exit
+code."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
 def main(argument: str) -> int:
-    """Runs one worker; returns its exit code. `argument` is a run folder, or - for a request on standard input."""
+    """Run one worker; return its exit code. `argument` is a run folder, or - for a request on
+    standard input."""
     STOP.importing = False
     path: Path | None = None
     before: dict[str, bytes] = {}
@@ -65,7 +67,11 @@ def main(argument: str) -> int:
             if not fresh and is_finished(path):
                 return DONE
             if not fresh:
-                before = {name: (path / name).read_bytes() for name in REWRITTEN if (path / name).is_file()}
+                before = {
+                    name: (path / name).read_bytes()
+                    for name in REWRITTEN
+                    if (path / name).is_file()
+                }
                 origins = provenance.folders(path)
         else:
             path = Path(argument)
@@ -88,7 +94,9 @@ def main(argument: str) -> int:
         return code
     except ConfigError as error:
         return never_began(path if argument != "-" else None, REFUSED, str(error))
-    except SystemExit as stopped:  # a signal before training; the caller leaves without the slow finalisation
+    except (
+        SystemExit
+    ) as stopped:  # a signal before training; the caller leaves without the slow finalisation
         return cast(int, stopped.code)
     except OSError as error:
         return never_began(path, FAILED, str(error))
@@ -97,11 +105,15 @@ def main(argument: str) -> int:
 
 
 def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int:
-    """Says why the run at `path` was not begun, and records it there if nobody is at work in it. Returns `code`."""
+    """Say why the run at `path` was not begun, and record it there if nobody is at work in it.
+    Returns `code`."""
     if path is not None and STARTED in os.environ:
         return failed(path, code, text, trace)
     if path is not None and (code == FAILED or rundir.is_run(path)):
-        with contextlib.suppress(ConfigError), contextlib.ExitStack() as locks:  # another process may be at work there
+        with (
+            contextlib.suppress(ConfigError),
+            contextlib.ExitStack() as locks,
+        ):  # another process may be at work there
             with contextlib.suppress(OSError):  # the disk may be what failed
                 locks.enter_context(rundir.locked(path))
                 locks.enter_context(rundir.locked(path, ".lock-ranks"))
@@ -113,17 +125,22 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
 
 def put_back(path: Path, before: dict[str, bytes], origins: list[Path] | None) -> None:
     """After a refusal to go on with a run: its folder is what it was."""
-    with contextlib.suppress(ConfigError, OSError, ValueError), rundir.locked(path):  # the disk may be full
+    with (
+        contextlib.suppress(ConfigError, OSError, ValueError),
+        rundir.locked(path),
+    ):  # the disk may be full
         now = rundir.read_status(path)
         if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
                 fileio.write_whole(path / name, content.decode())
-            for place in set(provenance.folders(path)) - set(provenance.folders(path) if origins is None else origins):
+            for place in set(provenance.folders(path)) - set(
+                provenance.folders(path) if origins is None else origins
+            ):
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the folder's run is finished, which is said."""
+    """Return whether the folder's run is finished, which is said."""
     if rundir.read_status(path).get("state") != "finished":
         return False
     print(f"{path}: this run is finished; nothing to do")
@@ -131,7 +148,8 @@ def is_finished(path: Path) -> bool:
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
-    """The run's folder, made now, or found with a run to go on with: (path, is new). Raises ConfigError."""
+    """Return the run's folder, made now, or found with a run to go on with: (path, is new). Raises
+    ConfigError."""
     wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
@@ -139,32 +157,44 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     if there and mode == "never":
         state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(
-            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: llmexp resume {wanted}"
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
+            f"llmexp resume {wanted}"
         )
     if not there and mode == "must":
-        raise ConfigError(f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume")
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
+        )
     if there:
         refuse_other_run(wanted, parts)
         path = wanted
     else:
         path = rundir.claim(wanted, request["fixed"])
     if "report_fd" in request:
-        with os.fdopen(request["report_fd"], "w", encoding="utf-8", errors="surrogateescape") as report:
+        with os.fdopen(
+            request["report_fd"], "w", encoding="utf-8", errors="surrogateescape"
+        ) as report:
             report.write(str(path))
     return path, not there
 
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
-    """Raises ConfigError when the folder's run differs from `parts` in anything that changes results."""
+    """Raise ConfigError when the folder's run differs from `parts` in anything that changes
+    results."""
     refuse_other_config(path, fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config)))
     there = rundir.read_run(path)
     if not there:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
     known, now = there.get("environment"), environment(parts)
-    if isinstance(known, dict) and (changed := sorted(n for n in known | now if known.get(n) != now.get(n))):
-        raise ConfigError(f"{path}: is another run; the environment has another value of {', '.join(changed)} now")
+    if isinstance(known, dict) and (
+        changed := sorted(n for n in known | now if known.get(n) != now.get(n))
+    ):
+        raise ConfigError(
+            f"{path}: is another run; the environment has another value of {', '.join(changed)} now"
+        )
     recorded = there.get("data_fingerprint")
-    if recorded is not None and recorded != json.loads(json.dumps(concealed(parts.corpus.fingerprint))):
+    if recorded is not None and recorded != json.loads(
+        json.dumps(concealed(parts.corpus.fingerprint))
+    ):
         raise other_data(path, parts)
 
 
@@ -173,17 +203,24 @@ def other_data(path: Path, parts: Parts) -> ConfigError:
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
-    """What of a plain config changes results, with dotted keys."""
+    """Return what of a plain config changes results, with dotted keys."""
     return {key: value for key, value in flatten(config).items() if not may_change(key)}
 
 
 def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ConfigError with the keys in which the fixed parts of two configs differ. A key that one of them does not
-    have yet has its default there."""
-    keys = [k for k in sorted(old.keys() | new.keys()) if old.get(k, default_of(k)) != new.get(k, default_of(k))]
+    """Raise ConfigError with the keys in which the fixed parts of two configs differ. A key that
+    one of them does not have yet has its default there."""
+    keys = [
+        k
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k, default_of(k)) != new.get(k, default_of(k))
+    ]
     differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys)
     if differing:
-        raise ConfigError(f"{path}: is another run; differing keys, which change results and so are fixed: {differing}")
+        raise ConfigError(
+            f"{path}: is another run; differing keys, which change results and so are fixed: "
+            f"{differing}"
+        )
 
 
 def environment(parts: Parts) -> dict[str, str]:
@@ -202,11 +239,13 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     fileio.write_json(path / rundir.RUN, concealed(run))
     provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
-    rundir.write_status(path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh)
+    rundir.write_status(
+        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh
+    )
 
 
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
-    """The run on this host's ranks, from the agent's side; returns the exit code."""
+    """Return the run on this host's ranks, from the agent's side; returns the exit code."""
     with contextlib.ExitStack() as stack:
         if parts.run.facts.layout.nnodes == 1:  # else rank 0 does both, wherever it is
             stack.enter_context(rundir.locked(path))
@@ -217,7 +256,9 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         except SystemExit as stopped:
             if LOCK_HELD in os.environ:  # else the run may be another start's
                 error = "stopped before the first step"
-                rundir.write_status(path, "preempted", exit_code=stopped.code, error=error, ended=time.time())
+                rundir.write_status(
+                    path, "preempted", exit_code=stopped.code, error=error, ended=time.time()
+                )
             raise
         if code == REFUSED:
             print(f"llmexp: {text}", file=sys.stderr)
@@ -229,11 +270,14 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 
 
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
-    """Says and records that the run failed."""
+    """Say and record that the run failed."""
     text, trace = redacted(text), redacted(trace)
     message = text if code == REFUSED else f"training failed: {text}; {rundir.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
-    with contextlib.suppress(OSError, ConfigError), open(path / rundir.LOG, "a", encoding="utf-8") as log:
+    with (
+        contextlib.suppress(OSError, ConfigError),
+        open(path / rundir.LOG, "a", encoding="utf-8") as log,
+    ):
         log.write(f"{trace}{message}\n")
     with contextlib.suppress(OSError):  # the disk may be what failed
         # Of several ranks the first one names the cause.
@@ -242,7 +286,7 @@ def fail(path: Path, code: int, text: str, trace: str = "") -> None:
 
 
 def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
-    """Trains (this rank's part of) the run in the folder; returns the exit code."""
+    """Train (this rank's part of) the run in the folder; return the exit code."""
     if group.given_up(path):
         return FAILED
     joined: mesh.Mesh | None = None
@@ -256,7 +300,9 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 if alone:
                     record(path, parts, request)
                 else:  # again, after a restart
-                    rundir.write_status(path, "running", error=None, exit_code=None, final=None, ended=None)
+                    rundir.write_status(
+                        path, "running", error=None, exit_code=None, final=None, ended=None
+                    )
             code = run_training(path, parts, joined)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
@@ -265,10 +311,14 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
             return DONE if code == PREEMPTED and STARTED in os.environ else code
         except SystemExit as stopped:
             if ours:
-                rundir.write_status(path, "preempted", exit_code=stopped.code, error="stopped before the first step")
+                rundir.write_status(
+                    path, "preempted", exit_code=stopped.code, error="stopped before the first step"
+                )
             raise
         except (ConfigError, loading.CheckpointError) as error:
-            code = FAILED if STOP.training else REFUSED  # a function of the user's may fail in any step
+            code = (
+                FAILED if STOP.training else REFUSED
+            )  # a function of the user's may fail in any step
             return failed(path, code, str(error)) if ours else refused(path, str(error))
         except (TrainingFailed, OSError) as error:
             return failed(path, FAILED, str(error))
@@ -276,43 +326,58 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
             return failed(path, FAILED, *in_words(error, path, parts, joined), final=False)
 
 
-def in_words(error: BaseException, path: Path, parts: Parts, joined: mesh.Mesh | None) -> tuple[str, str]:
-    """(what an exception means for the user, its trace where that says more)."""
+def in_words(
+    error: BaseException, path: Path, parts: Parts, joined: mesh.Mesh | None
+) -> tuple[str, str]:
+    """Return (what an exception means for the user, its trace where that says more)."""
     text, run = f"{type(error).__name__}: {error}", parts.run
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text:
         text = (
-            f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} tokens; a smaller "
-            f"batch.micro_batch_size with more batch.gradient_accumulation_steps computes the same ({text})"
+            f"out of memory with micro_batch_size {run.micro_batch_size} x {run.sequence_length} "
+            "tokens; a smaller batch.micro_batch_size with more batch.gradient_accumulation_steps "
+            f"computes the same ({text})"
         )
-    elif unused := re.search(r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text):
+    elif unused := re.search(
+        r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)", text
+    ):
         numbers = ", ".join(unused[1].split())
         return (
-            "the model has parameters without a part in the loss of a step, which torch's DDP refuses; "
-            f"parallelism=fsdp takes them, or leave them out (number {numbers} in the model's order, from 0)"
+            "the model has parameters without a part in the loss of a step, which torch's DDP "
+            f"refuses; parallelism=fsdp takes them, or leave them out (number {numbers} in the "
+            f"model's order, from 0)"
         ), ""
-    elif joined is not None and (absent := group.absent_ranks(path, joined, text, parts.config.parallelism)):
+    elif joined is not None and (
+        absent := group.absent_ranks(path, joined, text, parts.config.parallelism)
+    ):
         return absent, ""
     where = own_line(error, or_any=False)
     return f"{text} ({where})" if where else text, traceback.format_exc()
 
 
 def failed(path: Path, code: int, text: str, trace: str = "", *, final: bool = True) -> int:
-    """Records a failure and says it, or leaves that to the agent. `final`: it would only come again. Returns `code`."""
+    """Record a failure and say it, or leave that to the agent. `final`: it would only come again.
+    Returns `code`."""
     text, trace = redacted(text), redacted(trace)
     if STARTED not in os.environ:  # on one rank, or under a launcher of another's
         fail(path, code, text, trace)
         return code
     group.report(path, int(os.environ["RANK"]), code, text, trace)
-    if os.environ["LOCAL_RANK"] != "0":  # into this rank's log; what local rank 0 prints is on the console
+    if (
+        os.environ["LOCAL_RANK"] != "0"
+    ):  # into this rank's log; what local rank 0 prints is on the console
         print(f"{trace}{text}", file=sys.stderr)
     with contextlib.suppress(OSError):
-        if rundir.read_status(path).get("state") != "failed":  # the first rank to fail names the cause
-            rundir.write_status(path, "failed", error=text, exit_code=code, ended=time.time(), final=final)
+        if (
+            rundir.read_status(path).get("state") != "failed"
+        ):  # the first rank to fail names the cause
+            rundir.write_status(
+                path, "failed", error=text, exit_code=code, ended=time.time(), final=final
+            )
     return code
 
 
 def refused(path: Path, text: str) -> int:
-    """Says why this rank does not start, without touching what may be another's run."""
+    """Say why this rank does not start, without touching what may be another's run."""
     text = redacted(text)
     if STARTED in os.environ:
         group.report(path, int(os.environ["RANK"]), REFUSED, text, "")
@@ -330,7 +395,10 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     config, run, main_rank = parts.config, parts.run, joined.rank == 0
     stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
     console = Console(path / rundir.LOG if main_rank else None, run.max_steps, stream=stream)
-    begun = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on {joined.device}"
+    begun = (
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on "
+        f"{joined.device}"
+    )
     console.line(banner([*banner_sections(run, str(path)), ("start", begun)]))
     if not main_rank:
         log_line(f"start {begun}")
@@ -338,10 +406,12 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     if main_rank:
         saving.clean(root)
     listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
-    if differing := mesh.differing_ranks(joined, listed):  # after this no rank can be writing what is cleaned away
+    if differing := mesh.differing_ranks(
+        joined, listed
+    ):  # after this no rank can be writing what is cleaned away
         raise ConfigError(
-            f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank 0; all hosts need "
-            "one shared run folder"
+            f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank "
+            "0; all hosts need one shared run folder"
         )
     loaded = loading.latest(
         root,
@@ -350,9 +420,13 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         (joined.rank, joined.world_size),
     )
     fixed_config = json.loads(json.dumps(fixed_part(plain(config))))  # as it comes back from a file
-    if loaded and isinstance(saved := loaded.manifest.get("config"), dict):  # the folder's own could have been edited
+    if loaded and isinstance(
+        saved := loaded.manifest.get("config"), dict
+    ):  # the folder's own could have been edited
         refuse_other_config(loaded.path, saved, fixed_config)
-    data = hashlib.sha256(json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True).encode()).hexdigest()
+    data = hashlib.sha256(
+        json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True).encode()
+    ).hexdigest()
     if loaded and loaded.manifest.get("data") not in (None, data):
         raise other_data(loaded.path, parts)
     s = set_up(parts, joined)
@@ -362,9 +436,14 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
     rows = rundir.Rows(path / rundir.METRICS, p.step) if main_rank else None
     recorded = fileio.read_json(path / rundir.RUN)
-    kind, fields = config.tracker.kind if main_rank else "none", run_fields(path, plain(config), recorded)
+    kind, fields = (
+        config.tracker.kind if main_rank else "none",
+        run_fields(path, plain(config), recorded),
+    )
     if kind != "none":
-        fields["run_id"], unused = given_run_id(path, fields["run_id"], bool(recorded.get("label")), os.environ)
+        fields["run_id"], unused = given_run_id(
+            path, fields["run_id"], bool(recorded.get("label")), os.environ
+        )
         if unused:
             console.line(f"wandb: {unused}")
     tracker = open_tracker(
@@ -406,7 +485,13 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
             rows.close()
         if main_rank and state != "failed":
             rundir.write_status(
-                path, state, error=None, exit_code=code, ended=time.time(), summary=summary, **details(loop)
+                path,
+                state,
+                error=None,
+                exit_code=code,
+                ended=time.time(),
+                summary=summary,
+                **details(loop),
             )
         tracker.finish(summary, code)
         if state == "failed":

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One sentence that held or did not. `found` and `limit` are what was measured and what is allowed."""
+    """One sentence that held or did not. `found` and `limit` are what was measured and what is
+    allowed."""
 
     what: str
     passed: bool | None  # None: could not be looked at here, for the reason in `note`
@@ -21,20 +22,25 @@ class Check:
 
 
 def at_most(what: str, found: float, limit: float, note: str = "") -> Check:
-    """`found` must not be above `limit`; what is not finite is."""
+    """Return `found` must not be above `limit`; what is not finite is."""
     return Check(what, math.isfinite(found) and found <= limit, found, limit, note)
 
 
 def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check:
-    """Nothing may differ, of so many that were compared bit by bit. Comparing nothing is no proof."""
+    """Nothing may differ, of so many that were compared bit by bit. Comparing nothing is no
+    proof."""
     shown = f"{len(differing)} of {of} differ"
     where = f"first: {differing[0]}" if differing else ""
-    return Check(what, not differing and of > 0, shown, "none", "; ".join(filter(None, (note, where))))
+    return Check(
+        what, not differing and of > 0, shown, "none", "; ".join(filter(None, (note, where)))
+    )
 
 
 def said(text: str, indent: str = "") -> None:
-    """Prints, as wide as the terminal is. Paths and names stay whole, to be copied."""
-    lines = textwrap.wrap(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Print, as wide as the terminal is. Paths and name stay whole, to be copied."""
+    lines = textwrap.wrap(
+        text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     print("\n".join(lines), flush=True)
 
 

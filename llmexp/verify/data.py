@@ -1,4 +1,5 @@
-"""`llmexp verify data`: every token in range, files as they were written, each sequence once per epoch."""
+"""`llmexp verify data`: every token in range, files as they were written, each sequence once per
+epoch."""
 
 from __future__ import annotations
 
@@ -27,19 +28,25 @@ WINDOWS, RANKS = 10, 4  # so many are sampled
 
 
 def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> list[Check]:
-    """Reads the whole corpus of the config, which is prepared where it is not yet. Raises ConfigError.
+    """Read the whole corpus of the config, which is prepared where it is not yet. Raises
+    ConfigError.
 
-    Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none), all of them, from
-    the files: no note in the cache is believed.
+    Ids are checked against the model's vocabulary (or the tokenizer's, where the model says none),
+    all of them, from the files: no note in the cache is believed.
     """
     try:
         parts = assemble(config, write=True)
     except ConfigError as error:
-        if "is not in the vocabulary" not in str(error):  # the one refusal that is what is to be proven here
+        if "is not in the vocabulary" not in str(
+            error
+        ):  # the one refusal that is what is to be proven here
             raise
         return [Check("token ids in range", False, note=str(error))]
     corpus, facts = parts.corpus, parts.run.facts
-    print(f"reading {sum(s.array.nbytes for s in corpus.shards()) / 1e6:,.1f} MB of tokens", flush=True)
+    print(
+        f"reading {sum(s.array.nbytes for s in corpus.shards()) / 1e6:,.1f} MB of tokens",
+        flush=True,
+    )
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
@@ -54,8 +61,9 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
 
 @dataclass(frozen=True)
 class Scanned:
-    """Of one array: its smallest and largest id, the first position of one out of range, and the sha256 of its bytes,
-    with those before it where it fills the rest of its file: then it is that of the `whole_file`."""
+    """Of one array: its smallest and largest id, the first position of one out of range, and the
+    sha256 of its bytes, with those before it where it fills the rest of its file: then it is that
+    of the `whole_file`."""
 
     smallest: int
     largest: int
@@ -65,7 +73,7 @@ class Scanned:
 
 
 def scan(shard: Shard, vocab_size: int) -> Scanned:
-    """Reads every id once. Raises DataChanged when the file is cut meanwhile."""
+    """Read every id once. Raises DataChanged when the file is cut meanwhile."""
     array = np.asarray(shard.array)
     header = _header(shard)
     digest = hashlib.sha256(header or b"")
@@ -84,7 +92,8 @@ def scan(shard: Shard, vocab_size: int) -> Scanned:
 
 
 def _header(shard: Shard) -> bytes | None:
-    """What stands before the ids in their file; None where they do not fill the rest of it."""
+    """Return what stands before the ids in their file; None where they do not fill the rest of
+    it."""
     offset = getattr(shard.array, "offset", 0)
     if shard.state is None or offset + shard.array.nbytes != shard.state[1]:
         return None
@@ -93,25 +102,38 @@ def _header(shard: Shard) -> bytes | None:
 
 
 def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
-    """Of each array whether its ids are in [0, vocab_size), and whether it is what was written. Lists the digests of
-    the files in `path`/sha256.txt."""
-    with ThreadPoolExecutor(min(8, cpu_count())) as pool:  # hashlib and numpy let go of the interpreter lock
+    """Of each array whether its ids are in [0, vocab_size), and whether it is what was written.
+    Lists the digests of the files in `path`/sha256.txt."""
+    with ThreadPoolExecutor(
+        min(8, cpu_count())
+    ) as pool:  # hashlib and numpy let go of the interpreter lock
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
     files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
     if files:
         lines = [f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files]
         fileio.write_whole(path / SUMS, redacted("".join(lines)))
-    named = [s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)]
+    named = [
+        s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)
+    ]
     in_range = [_in_range(*each, vocab_size) for each in zip(named, shards, scanned, strict=True)]
     told_of = [(s, found, recorded(Path(s.name)).get("sha256")) for s, found in files]
     written = [
-        Check(f"sha256 of {s.name} as it was written", found.sha256 == told, found.sha256[:16], told[:16])
+        Check(
+            f"sha256 of {s.name} as it was written",
+            found.sha256 == told,
+            found.sha256[:16],
+            told[:16],
+        )
         for s, found, told in told_of
         if told is not None
     ]
-    checks = _few(in_range, "token ids of all others in range") + _few(written, "all other files as written")
+    checks = _few(in_range, "token ids of all others in range") + _few(
+        written, "all other files as written"
+    )
     if unknown := [s.name for s, _, told in told_of if told is None]:
-        what = "nothing told the sha256 of these files when they were written; now it is in sha256.txt"
+        what = (
+            "nothing told the sha256 of these files when they were written; now it is in sha256.txt"
+        )
         checks.append(Check("other files are what was written", None, len(unknown), note=what))
     return checks
 
@@ -120,12 +142,21 @@ def _in_range(name: str, shard: Shard, found: Scanned, vocab_size: int) -> Check
     figure = f"{len(shard.array):,} ids from {found.smallest} to {found.largest}"
     note = f"sha256 {found.sha256}"
     if found.first_bad is not None:
-        note = f"id {int(shard.array[found.first_bad])} at position {found.first_bad:,} is the first; {note}"
-    return Check(f"token ids of {name} in range", found.first_bad is None, figure, f"0 to {vocab_size - 1}", note)
+        note = (
+            f"id {int(shard.array[found.first_bad])} at position {found.first_bad:,} is the "
+            f"first; {note}"
+        )
+    return Check(
+        f"token ids of {name} in range",
+        found.first_bad is None,
+        figure,
+        f"0 to {vocab_size - 1}",
+        note,
+    )
 
 
 def _few(checks: list[Check], others: str) -> list[Check]:
-    """The checks, or where they are many those that fail and one for the rest."""
+    """Return the checks, or where they are many those that fail and one for the rest."""
     if len(checks) <= SHOWN:
         return checks
     failed = [c for c in checks if not c.passed]
@@ -133,7 +164,8 @@ def _few(checks: list[Check], others: str) -> list[Check]:
 
 
 def check_order(parts: Parts) -> list[Check]:
-    """Epochs 0 and 1 visit each sequence once; windows hold the sequences of their place, over all ranks."""
+    """Epochs 0 and 1 visit each sequence once; windows hold the sequences of their place, over all
+    ranks."""
     run, seed, shuffle = parts.run, parts.config.train.seed, parts.config.data.get("shuffle", True)
     n = run.train_sequences
     checks = [covers(epoch, seed, n, shuffle) for epoch in (0, 1)]
@@ -142,11 +174,20 @@ def check_order(parts: Parts) -> list[Check]:
     sampled = sorted(s for s in {0, boundary, run.max_steps - 1, *some} if s < run.max_steps)
     ranks = sorted({round(i * (run.dp_size - 1) / (RANKS - 1)) for i in range(RANKS)})
     differing = [
-        text for step in sampled for rank in ranks if (text := _other_window(parts, step, rank, n, seed, shuffle))
+        text
+        for step in sampled
+        for rank in ranks
+        if (text := _other_window(parts, step, rank, n, seed, shuffle))
     ]
     cut = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
-    what = f"windows, cut into {cut}, hold the sequences [s x {run.real_batch_size}, (s + 1) x {run.real_batch_size})"
-    return [*checks, equal(what, differing, len(sampled) * len(ranks), "sampled, the last one among them")]
+    what = (
+        f"windows, cut into {cut}, hold the sequences [s x {run.real_batch_size}, (s + 1) x "
+        f"{run.real_batch_size})"
+    )
+    return [
+        *checks,
+        equal(what, differing, len(sampled) * len(ranks), "sampled, the last one among them"),
+    ]
 
 
 def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
@@ -164,11 +205,18 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
         note += f"; sequence {int(np.flatnonzero(~seen)[0]):,} is the first that is missing"
     if outside:
         note += f"; {outside:,} outside the corpus"
-    return Check(f"sequences that epoch {epoch} visits, each once", visited == n and not outside, visited, n, note)
+    return Check(
+        f"sequences that epoch {epoch} visits, each once",
+        visited == n and not outside,
+        visited,
+        n,
+        note,
+    )
 
 
 def _other_window(parts: Parts, step: int, rank: int, n: int, seed: int, shuffle: bool) -> str:
-    """How the window that the rank's reader gives differs from the sequences of its place; "" where it does not."""
+    """Return how the window that the rank's reader gives differs from the sequences of its place;
+    "" where it does not."""
     run, ignore_id = parts.run, parts.config.data.get("ignore_id")
     length, per_rank = run.sequence_length, run.real_batch_size // run.dp_size
     (window,) = read_windows(
@@ -190,8 +238,15 @@ def _other_window(parts: Parts, step: int, rank: int, n: int, seed: int, shuffle
     )
     first = step * run.real_batch_size + rank * per_rank
     k = np.arange(first, max(first, min(first + per_rank, run.total_sequences)))
-    wanted = [parts.corpus.train.read(int(i) * length, length + 1) for i in sequence_index(seed, k, n, shuffle)]
-    rows = [(t.numpy(), y.numpy()) for batch in window.micro_batches for t, y in zip(*batch, strict=True)]
+    wanted = [
+        parts.corpus.train.read(int(i) * length, length + 1)
+        for i in sequence_index(seed, k, n, shuffle)
+    ]
+    rows = [
+        (t.numpy(), y.numpy())
+        for batch in window.micro_batches
+        for t, y in zip(*batch, strict=True)
+    ]
     where = f"step {step + 1:,} on rank {rank}"
     if len(rows) < len(wanted):
         return f"{where}: {len(rows)} rows, not {len(wanted)}"
@@ -208,4 +263,8 @@ def _other_window(parts: Parts, step: int, rank: int, n: int, seed: int, shuffle
             valid += int((expected != MASKED).sum())
         elif (targets != MASKED).any():
             return f"{where}: row {i}, which is missing, is not masked"
-    return "" if window.target_count == valid else f"{where}: {window.target_count} targets told of, {valid} there"
+    return (
+        ""
+        if window.target_count == valid
+        else f"{where}: {window.target_count} targets told of, {valid} there"
+    )

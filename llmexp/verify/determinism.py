@@ -1,4 +1,5 @@
-"""`llmexp verify determinism`: the same run twice; where they part, the step and the likely operation are named."""
+"""`llmexp verify determinism`: the same run twice; where they part, the step and the likely
+operation are named."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ STEPS, LOOK_STEPS = 8, 2
 Events = list[list[str]]  # [module, "in" or "out", digest]
 
 
-def verify(config: Config, path: Path, *, steps: int | None = None, shrink: bool = False) -> list[Check]:
-    """Compares two runs in folders under `path`, of the same config. Raises ConfigError."""
+def verify(
+    config: Config, path: Path, *, steps: int | None = None, shrink: bool = False
+) -> list[Check]:
+    """Compare two runs in folders under `path`, of the same config. Raises ConfigError."""
     plan = _plan(config, steps or STEPS, shrink)
     modules = not config.train.compile  # else looking into them would cut the compiled graph
     first, second = path / "first", path / "second"
@@ -25,11 +28,17 @@ def verify(config: Config, path: Path, *, steps: int | None = None, shrink: bool
         runs.train(run, plan, **record.environment(run, modules=modules))
     checks = compare(first, second)
     if any(check.passed is False for check in checks):
-        note = first_difference(record.read(first), record.read(second), runs.rows(first), runs.rows(second))
-        print(f"a run of {LOOK_STEPS} steps that asks torch for what is not deterministic", flush=True)
+        note = first_difference(
+            record.read(first), record.read(second), runs.rows(first), runs.rows(second)
+        )
+        print(
+            f"a run of {LOOK_STEPS} steps that asks torch for what is not deterministic", flush=True
+        )
         look = path / "look"
         try:
-            runs.train(look, _plan(config, LOOK_STEPS, shrink), **record.environment(look, warned=True))
+            runs.train(
+                look, _plan(config, LOOK_STEPS, shrink), **record.environment(look, warned=True)
+            )
             likely = suspects(record.read(look))
         except ConfigError as error:  # such as of an operation that refuses; what was found stands
             likely = str(error)
@@ -42,7 +51,7 @@ def _plan(config: Config, steps: int, shrink: bool) -> Config:
 
 
 def compare(first: Path, second: Path) -> list[Check]:
-    """Everything that two recorded runs computed, bit by bit."""
+    """Return everything that two recorded runs computed, bit by bit."""
     seen, rows = (record.read(first), record.read(second)), (runs.rows(first), runs.rows(second))
     passes = lists_differ(*seen, "events")
     without = "not looked into: train.compile=true; the update is looked at as a whole"
@@ -51,7 +60,9 @@ def compare(first: Path, second: Path) -> list[Check]:
         equal("inputs and outputs of each module, each rank", *passes)
         if passes[1]
         else Check("inputs and outputs of each module", None, note=without),
-        equal("gradients that the optimizer gets, each rank", *record.differences(*seen, "reduced")),
+        equal(
+            "gradients that the optimizer gets, each rank", *record.differences(*seen, "reduced")
+        ),
         equal("parameters after each step, each rank", *record.differences(*seen, "parameters")),
         equal("moments after each step, each rank", *record.differences(*seen, "optimizer")),
         equal("RNG after each step, each rank", *record.differences(*seen, "rng")),
@@ -60,27 +71,34 @@ def compare(first: Path, second: Path) -> list[Check]:
 
 
 def lists_differ(a: record.Records, b: record.Records, part: str) -> tuple[list[str], int]:
-    """As record.differences, for a part that is a list in order: its entries, the first one first."""
+    """As record.differences, for a part that is a list in order: its entries, the first one
+    first."""
     differing, count = [], 0
     for step, rank, one, other in record.in_order(a, b):
         ours, theirs = one.get(part, []), other.get(part, [])
         count += max(len(ours), len(theirs))
         longer = max(ours, theirs, key=len)
-        differing += [f"step {step}, rank {rank}, {' '.join(longer[at][:-1])}" for at in places(ours, theirs)]
+        differing += [
+            f"step {step}, rank {rank}, {' '.join(longer[at][:-1])}" for at in places(ours, theirs)
+        ]
     return differing, count
 
 
 def places(ours: Events, theirs: Events) -> Iterator[int]:
-    """Where two lists differ."""
-    return (at for at in range(max(len(ours), len(theirs))) if ours[at : at + 1] != theirs[at : at + 1])
+    """Yield where two lists differ."""
+    return (
+        at for at in range(max(len(ours), len(theirs))) if ours[at : at + 1] != theirs[at : at + 1]
+    )
 
 
 def first_difference(
     a: record.Records, b: record.Records, rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]]
 ) -> str:
-    """In words: the first step in which two runs differ, and what in it differs first, in the order in which a step
-    computes: data, forward, loss, backward, reduction, update, RNG."""
-    start = next((one for step, _, one, _ in record.in_order(a, b) if step == 0 and "modules" in one), {})
+    """In words: the first step in which two runs differ, and what in it differs first, in the order
+    in which a step computes: data, forward, loss, backward, reduction, update, RNG."""
+    start = next(
+        (one for step, _, one, _ in record.in_order(a, b) if step == 0 and "modules" in one), {}
+    )
     classes, optimizers = start.get("modules", {}), start.get("optimizers", [])
     by_step = [{row["step"]: row for row in rows} for rows in (rows_a, rows_b)]
     found: list[tuple[int, int, int, str]] = []  # (step, stage, rank, text)
@@ -107,10 +125,10 @@ def _stages(
     classes: dict[str, str],
     optimizers: list[str],
 ) -> list[str]:
-    """What differs in each stage of one rank's step, in words, or nothing."""
+    """Return what differs in each stage of one rank's step, in words, or nothing."""
 
     def named(part: str) -> str:
-        """The first entry that differs."""
+        """Return the first entry that differs."""
         ours, theirs = one.get(part, {}), other.get(part, {})
         return next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "")
 
@@ -124,22 +142,35 @@ def _stages(
     lists = one.get("gradients", []), other.get("gradients", [])
     left = next(places(*lists), None)
     gradient = max(lists, key=len)[left][0] if left is not None else ""
-    update = "it starts with another " if "modules" in one else f"optimizer update ({'; '.join(optimizers)}) of "
+    update = (
+        "it starts with another "
+        if "modules" in one
+        else f"optimizer update ({'; '.join(optimizers)}) of "
+    )
     return [
         "the data: the window holds other tokens" if gone else "",
-        f"something between the steps, such as a hook, changed {named('entered')}" if named("entered") else "",
+        f"something between the steps, such as a hook, changed {named('entered')}"
+        if named("entered")
+        else "",
         passes,
         "the loss, after the last module" if loss else "",
-        f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}" if gradient else "",
-        f"the gradient of {named('reduced')}, reduced over ranks, unscaled and clipped" if named("reduced") else "",
+        f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}"
+        if gradient
+        else "",
+        f"the gradient of {named('reduced')}, reduced over ranks, unscaled and clipped"
+        if named("reduced")
+        else "",
         f"{update}{named('parameters')}" if named("parameters") else "",
         f"{update}{named('optimizer')}" if named("optimizer") else "",
-        f"the RNG of {named('rng')}: another number of random numbers was drawn" if named("rng") else "",
+        f"the RNG of {named('rng')}: another number of random numbers was drawn"
+        if named("rng")
+        else "",
     ]
 
 
 def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
-    """Which module is the first to compute something else from equal inputs and parameters; empty where none is."""
+    """Return which module is the first to compute something else from equal inputs and parameters;
+    empty where none is."""
     at = next(places(ours, theirs), None)
     if at is None:
         return ""
@@ -147,7 +178,10 @@ def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
         return f"other modules are called after {_call(ours, at - 1, classes)}"
     name, way, _ = ours[at]
     if way == "out" and ours[at - 1][:2] == [name, "in"]:
-        return f"the output of {label(name, classes)}, from an equal input and parameters equal after the step before"
+        return (
+            f"the output of {label(name, classes)}, from an equal input and parameters equal "
+            "after the step before"
+        )
     inside: list[str] = []  # the modules that are under way
     for called, direction, _ in ours[:at]:
         if direction == "in":
@@ -155,11 +189,16 @@ def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
         elif called in inside:
             inside.remove(called)
     if way == "out":
-        return f"an operation in {label(name, classes)} itself, after {_call(ours, at - 1, classes)}"
+        return (
+            f"an operation in {label(name, classes)} itself, after {_call(ours, at - 1, classes)}"
+        )
     if name == ours[0][0]:  # the first module of a micro-batch
         return f"the data: the input of {label(name, classes)}"
     around = label(inside[-1], classes) if inside else "the model"
-    return f"an operation in {around} itself, between {_call(ours, at - 1, classes)} and {label(name, classes)}"
+    return (
+        f"an operation in {around} itself, between {_call(ours, at - 1, classes)} and "
+        f"{label(name, classes)}"
+    )
 
 
 def _call(events: Events, at: int, classes: dict[str, str]) -> str:
@@ -167,7 +206,7 @@ def _call(events: Events, at: int, classes: dict[str, str]) -> str:
 
 
 def label(name: str, classes: dict[str, str]) -> str:
-    """A module's name and class: "blocks.1.mlp (MLP)"."""
+    """Return a module's name and class: "blocks.1.mlp (MLP)"."""
     return f"{name or 'the model'} ({classes.get(name, 'unknown')})"
 
 
@@ -176,8 +215,10 @@ def owner(parameter: str, classes: dict[str, str]) -> str:
 
 
 def suspects(records: record.Records) -> str:
-    """The operations that torch itself knows to have no deterministic implementation."""
-    names = sorted({name for _, _, one, _ in record.in_order(records, {}) for name in one.get("warned", [])})
+    """Return the operations that torch itself knows to have no deterministic implementation."""
+    names = sorted(
+        {name for _, _, one, _ in record.in_order(records, {}) for name in one.get("warned", [])}
+    )
     if not names:
         return "torch knows of no operation in this run without a deterministic implementation"
     return f"without a deterministic implementation, by torch's own account: {', '.join(names)}"

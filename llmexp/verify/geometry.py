@@ -1,8 +1,9 @@
-"""`llmexp verify geometry`: however a window is cut and shared out, a run computes what one big batch computes.
+"""`llmexp verify geometry`: however a window is cut and shared out, a run computes what one big
+batch computes.
 
-The same sequences, with masked targets and a tail that leaves a rank without rows, as one batch, as accumulation, in
-the config's own cut and over two ranks; each held against a run written out in plain torch and float64, in float64 and
-in the config's own precision.
+The same sequences, with masked targets and a tail that leaves a rank without rows, as one batch, as
+accumulation, in the config's own cut and over two ranks; each held against a run written out in
+plain torch and float64, in float64 and in the config's own precision.
 """
 
 from __future__ import annotations
@@ -22,13 +23,24 @@ from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError, fill
 from llmexp.verify.checks import Check, at_most, equal, said
-from llmexp.verify.reference import Errors, Followed, Roundoff, draws_random_numbers, errors, follow, read_windows
+from llmexp.verify.reference import (
+    Errors,
+    Followed,
+    Roundoff,
+    draws_random_numbers,
+    errors,
+    follow,
+    read_windows,
+)
 from llmexp.verify.runs import rows, shrunk, train, trial
 
 STEPS = 4
-MOST_MICRO_BATCHES = 64  # of the run that accumulates most: with one sequence each a large batch would take for ever
-# Roundings that are drawn for a tolerance. Of 2 x STEPS deviations the largest is rarely below one standard deviation;
-# a run's own, at most as large in the mean, stays within four of them but once in 16,000 times.
+MOST_MICRO_BATCHES = (
+    64  # of the run that accumulates most: with one sequence each a large batch would take for ever
+)
+# Roundings that are drawn for a tolerance. Of 2 x STEPS deviations the largest is rarely below one
+# standard deviation; a run's own, at most as large in the mean, stays within four of them but once
+# in 16,000 times.
 SAMPLES, MARGIN = 2, 4.0
 MEANINGLESS = 0.5  # a relative error that a wrong run may have too
 
@@ -42,12 +54,19 @@ class Cut:
     parallelism: dict[str, Any]
 
 
-ONE_RANK = {"kind": "single", "nproc_per_node": 1, "nnodes": 1, "tensor_parallel_size": None, "replicate_size": None}
+ONE_RANK = {
+    "kind": "single",
+    "nproc_per_node": 1,
+    "nnodes": 1,
+    "tensor_parallel_size": None,
+    "replicate_size": None,
+}
 TWO_RANKS = ONE_RANK | {"kind": "ddp", "nproc_per_node": 2}
 
 
 def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[Check]:
-    """Makes the runs in folders under `path` and compares them. Raises ConfigError where they cannot be made."""
+    """Make the runs in folders under `path` and compare them. Raises ConfigError where they cannot
+    be made."""
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
     own = assemble(config, write=True)
     real = real_batch(own.run.real_batch_size)
@@ -63,7 +82,9 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             "tail": "keep",
             "eval_tokens": length,
         },
-        precision={"init_scale": min(config.precision.init_scale, 1024.0)},  # a skipped overflow would prove nothing
+        precision={
+            "init_scale": min(config.precision.init_scale, 1024.0)
+        },  # a skipped overflow would prove nothing
         metrics={"outlier_sigma": None, "skip_outliers": False},
         parallelism=ONE_RANK,
     )
@@ -93,14 +114,17 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
             sizes = errors(kind, real * length)
             said(f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference")
-            limits = derived(parts, start, windows, ignore_id, want, sizes, FLOOR if kind == "fp64" else NO_FLOOR)
+            limits = derived(
+                parts, start, windows, ignore_id, want, sizes, FLOOR if kind == "fp64" else NO_FLOOR
+            )
         for cut, off in zip(cuts, found, strict=True):
             checks += judge(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
     return checks + left_out
 
 
 def in_precision(config: Config, kind: str, own: str) -> Config:
-    """The config in a precision; compiled only in its own, as compiling changes nothing in float64 but the time."""
+    """Return the config in a precision; compiled only in its own, as compiling changes nothing in
+    float64 but the time."""
     return dataclasses.replace(
         config,
         precision=dataclasses.replace(config.precision, kind=kind),
@@ -121,14 +145,17 @@ def run_folder(path: Path, kind: str, cut: Cut) -> Path:
 
 
 def real_batch(own: int) -> int:
-    """The smallest multiple of the config's that two ranks can share and that leaves a tail: even, and at least 4."""
+    """Return the smallest multiple of the config's that two ranks can share and that leaves a tail:
+    even, and at least 4."""
     return next(own * k for k in range(1, 5) if own * k >= 4 and own * k % 2 == 0)
 
 
 def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
-    """The cuts to compare, and checks that say which cannot be made here."""
+    """Return the cuts to compare, and checks that say which cannot be made here."""
     run, layout = own.run, own.run.facts.layout
-    smallest = next(m for m in range(1, real + 1) if real % m == 0 and real // m <= MOST_MICRO_BATCHES)
+    smallest = next(
+        m for m in range(1, real + 1) if real % m == 0 and real // m <= MOST_MICRO_BATCHES
+    )
     cuts = [
         Cut(f"one batch ({real} x 1)", real, ONE_RANK),
         Cut(f"accumulation ({smallest} x {real // smallest})", smallest, ONE_RANK),
@@ -144,9 +171,17 @@ def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
         cuts.append(Cut(f"own cut ({micro} x {real // (micro * dp)}{ranks})", micro, shared))
     half = real // 4 if real % 4 == 0 else real // 2
     if own.device.type == "cuda" and torch.cuda.device_count() < 2:
-        left_out.append(Check("two ranks", None, note="there is one CUDA device; train.device=cpu shows it on a CPU"))
+        left_out.append(
+            Check(
+                "two ranks",
+                None,
+                note="there is one CUDA device; train.device=cpu shows it on a CPU",
+            )
+        )
     elif (kind, layout.nproc_per_node, layout.nnodes) != ("ddp", 2, 1):
-        cuts.append(Cut(f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)", half, TWO_RANKS))
+        cuts.append(
+            Cut(f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)", half, TWO_RANKS)
+        )
     return cuts, left_out
 
 
@@ -161,41 +196,53 @@ def without_dropout(config: Config) -> Config:
 
 
 def refuse_random(parts: Parts, tokens: Tensor) -> None:
-    """Raises ConfigError for a model that draws random numbers all the same."""
+    """Raise ConfigError for a model that draws random numbers all the same."""
     model = parts.build_model().train()
     if not draws_random_numbers(model, tokens):
         return
-    named = [n for n, m in model.named_modules() if "Dropout" in type(m).__name__ and getattr(m, "p", None)]
+    named = [
+        n
+        for n, m in model.named_modules()
+        if "Dropout" in type(m).__name__ and getattr(m, "p", None)
+    ]
     where = f" in {', '.join(named[:4])}" if named else ""
     raise ConfigError(
-        f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two cuts compute the "
-        "same; a knob with `dropout` in its name would be set to 0 here; for example model.dropout=0.1"
+        f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two "
+        "cuts compute the same; a knob with `dropout` in its name would be set to 0 here; for "
+        "example model.dropout=0.1"
     )
 
 
 def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, list[Check]]:
-    """The id whose targets are masked: the config's where it occurs, else the most frequent one that at most half of
-    the targets have. None, with a check that says so, where there is no such id."""
+    """Return the id whose targets are masked: the config's where it occurs, else the most frequent
+    one that at most half of the targets have. None, with a check that says so, where there is no
+    such id."""
     targets = torch.cat([w[:, 1:].flatten() for w in windows])
     counts = torch.bincount(targets)
     if own is not None and own < len(counts) and counts[own]:
         return own, []
     counts[counts * 2 > len(targets)] = 0
     if not counts.any():
-        return None, [Check("masked targets", None, note="one id makes up more than half of the data, alone")]
+        return None, [
+            Check("masked targets", None, note="one id makes up more than half of the data, alone")
+        ]
     return int(counts.argmax()), []
 
 
 def describe(windows: Sequence[Tensor], ignore_id: int | None, length: int) -> str:
-    valid = torch.cat([(w[:, 1:] != (-1 if ignore_id is None else ignore_id)).sum(1) for w in windows])
+    valid = torch.cat(
+        [(w[:, 1:] != (-1 if ignore_id is None else ignore_id)).sum(1) for w in windows]
+    )
     return (
-        f"{len(windows)} steps of {len(windows[0])} sequences of {length} tokens, {len(windows[-1])} in the last; "
-        f"targets with id {ignore_id} masked: {int(valid.min())} to {int(valid.max())} valid in a sequence"
+        f"{len(windows)} steps of {len(windows[0])} sequences of {length} tokens, "
+        f"{len(windows[-1])} in the last; targets with id {ignore_id} masked: {int(valid.min())} "
+        f"to {int(valid.max())} valid in a sequence"
     )
 
 
 def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
-    """A plain float64 model on the CPU with the tensors of a run's checkpoint, whatever layout saved it."""
+    """Return a plain float64 model on the CPU with the tensors of a run's checkpoint, whatever
+    layout saved it."""
     model = parts.build_model()
     try:
         loaded = loading.load(path / rundir.CHECKPOINTS / f"step_{step:08d}")
@@ -206,7 +253,7 @@ def read_parameters(parts: Parts, path: Path, step: int) -> nn.Module:
 
 
 def model_at(parts: Parts, start: nn.Module) -> nn.Module:
-    """Another such model with the same tensors, to be trained on the run's device."""
+    """Return another such model with the same tensors, to be trained on the run's device."""
     model = parts.build_model()
     model.load_state_dict(start.state_dict())
     return model.to(parts.device).train()
@@ -214,7 +261,8 @@ def model_at(parts: Parts, start: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Off:
-    """How far a run is from the reference: relative errors, of the parameters relative to the distance moved."""
+    """How far a run is from the reference: relative errors, of the parameters relative to the
+    distance moved."""
 
     loss: float
     norm: float  # the larger of before and after clipping
@@ -223,10 +271,15 @@ class Off:
     note: str = ""
 
     def beyond(self, limits: Off) -> bool:
-        return not (self.loss <= limits.loss and self.norm <= limits.norm and self.parameters <= limits.parameters)
+        return not (
+            self.loss <= limits.loss
+            and self.norm <= limits.norm
+            and self.parameters <= limits.parameters
+        )
 
 
-# In float64 nothing below these is told apart: about 1e4 unit roundoffs, room for long sums in another order.
+# In float64 nothing below these is told apart: about 1e4 unit roundoffs, room for long sums in
+# another order.
 FLOOR, NO_FLOOR = Off(1e-12, 1e-12, 1e-11), Off(0.0, 0.0, 0.0)
 
 
@@ -239,10 +292,13 @@ def derived(
     sizes: Errors,
     least: Off,
 ) -> Off:
-    """What rounding may do: MARGIN times how far it takes the reference itself, the most of SAMPLES tries."""
+    """Return what rounding may do: MARGIN times how far it takes the reference itself, the most of
+    SAMPLES tries."""
     tries = []
     for number in range(SAMPLES):
-        off = follow(parts, model_at(parts, start), windows, ignore_id, Roundoff(sizes, 10 * number))
+        off = follow(
+            parts, model_at(parts, start), windows, ignore_id, Roundoff(sizes, 10 * number)
+        )
         tries.append(off_from(want, off.losses, off.norms, off.norms_post_clip, off.end, start))
     return Off(
         max(least.loss, MARGIN * max(t.loss for t in tries)),
@@ -261,11 +317,13 @@ def off_from(
     start: nn.Module,
 ) -> Off:
     norm = max(off_by(norms, want.norms), off_by(norms_post_clip, want.norms_post_clip))
-    return Off(off_by(losses, want.losses), norm, moved_off(start, end, want.end) if end else math.inf)
+    return Off(
+        off_by(losses, want.losses), norm, moved_off(start, end, want.end) if end else math.inf
+    )
 
 
 def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
-    """One run beside the reference."""
+    """Return one run beside the reference."""
     steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in rows(path)}
 
     def column(key: str) -> list[Any]:
@@ -287,30 +345,44 @@ def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
     ]
     saved = (path / rundir.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir()
     end = dict(read_parameters(parts, path, len(want.counts)).named_parameters()) if saved else None
-    off = off_from(want, column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"), end, start)
+    off = off_from(
+        want, column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"), end, start
+    )
     return dataclasses.replace(off, differing=tuple(differing))
 
 
 def judge(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
-    """The checks of one run."""
+    """Return the checks of one run."""
     return [
         equal(f"{name}: steps, target counts, rates, first parameters", off.differing, compared),
         _within(f"{name}: loss, relative error", off.loss, limits.loss, limits.note),
-        _within(f"{name}: gradient norm, before and after clipping", off.norm, limits.norm, limits.note),
-        _within(f"{name}: parameters, of the distance moved", off.parameters, limits.parameters, limits.note),
+        _within(
+            f"{name}: gradient norm, before and after clipping", off.norm, limits.norm, limits.note
+        ),
+        _within(
+            f"{name}: parameters, of the distance moved",
+            off.parameters,
+            limits.parameters,
+            limits.note,
+        ),
     ]
 
 
 def _within(what: str, found: float, limit: float, note: str) -> Check:
-    """A limit as large as the thing itself is kept by whatever is computed, and proves nothing."""
+    """Return a limit as large as the thing itself is kept by whatever is computed, and proves
+    nothing."""
     if math.isfinite(limit) and limit < MEANINGLESS:
         return at_most(what, found, limit, note)
-    why = "rounding alone moves the reference this far, or it does not move at all, so nothing can be told from it"
+    why = (
+        "rounding alone moves the reference this far, or it does not move at all, so nothing can "
+        "be told from it"
+    )
     return Check(what, None, found, limit, "; ".join(filter(None, (note, why))))
 
 
 def off_by(found: Sequence[float | None], want: Sequence[float | None]) -> float:
-    """The largest relative error; infinite where only one of the two has a figure, or a figure is not finite."""
+    """Return the largest relative error; infinite where only one of the two has a figure, or a
+    figure is not finite."""
     worst = 0.0
     for a, b in zip(found, want, strict=True):
         if a is None and b is None:
@@ -331,4 +403,6 @@ def moved_off(start: nn.Module, found: dict[str, Any], want: dict[str, Tensor]) 
     if not moved:
         return math.inf if error else 0.0
     off = math.sqrt(error / moved)
-    return off if math.isfinite(off) else math.inf  # nan is less than nothing, so the largest of several would miss it
+    return (
+        off if math.isfinite(off) else math.inf
+    )  # nan is less than nothing, so the largest of several would miss it

@@ -1,8 +1,9 @@
-"""A hook that writes down what every rank computes, step by step, as digests: tensors, gradients, the RNG's state.
+"""A hook that writes down what every rank computes, step by step, as digests: tensors, gradients,
+the RNG's state.
 
-FOLDER/rank-<r>.jsonl holds a JSON object a step, each step once, also after a kill and a resume; step 0 is what the run
-started from. The environment says where FOLDER is, and how much is recorded. Two such files are equal where two runs
-computed the same bits.
+FOLDER/rank-<r>.jsonl holds a JSON object a step, each step once, also after a kill and a resume;
+step 0 is what the run started from. The environment says where FOLDER is, and how much is recorded.
+Two such files are equal where two runs computed the same bits.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ from llmexp.checkpoint import loading
 from llmexp.config import Config
 from llmexp.train.diagnose import tensors_in
 
-# Where to; "1": also what goes into and out of each module; "1": also which operations are not deterministic.
-FOLDER, MODULES, WARNINGS = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES", "LLMEXP_RECORD_WARNINGS"
+# Where to; "1": also what goes into and out of each module; "1": also which operations are not
+# deterministic.
+FOLDER, MODULES, WARNINGS = (
+    "LLMEXP_RECORD_FOLDER",
+    "LLMEXP_RECORD_MODULES",
+    "LLMEXP_RECORD_WARNINGS",
+)
 HOOK, LAST_HOOK = "llmexp.verify.record.record", "llmexp.verify.record.entered"
 
 STARTS = "starts.jsonl"
@@ -39,22 +45,26 @@ Records = dict[int, dict[int, dict[str, Any]]]  # by rank, by step
 
 
 def recorded(config: Config) -> Config:
-    """The config with the recorder before the user's own hooks, which may draw random numbers, and one after them."""
+    """Return the config with the recorder before the user's own hooks, which may draw random
+    numbers, and one after them."""
     return dataclasses.replace(config, hooks=[HOOK, *config.hooks, LAST_HOOK])
 
 
 def environment(run: Path, *, modules: bool = False, warned: bool = False) -> dict[str, str]:
-    """What a worker needs in its environment to record into `run`/verify."""
+    """Return what a worker needs in its environment to record into `run`/verify."""
     found = {FOLDER: str((run / "verify").absolute())}
     if modules:
         found[MODULES] = "1"
     if warned:
-        found |= {WARNINGS: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else cuBLAS refuses to be deterministic
+        found |= {
+            WARNINGS: "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }  # else cuBLAS refuses to be deterministic
     return found
 
 
 def record(event: str, context: Any) -> None:
-    """The hook (`event` and `context` as of every hook)."""
+    """Act as a hook (`event` and `context` as of every hook)."""
     if event == "step_start":
         _recorder().begin(context)
     elif event == "step_end":
@@ -62,33 +72,41 @@ def record(event: str, context: Any) -> None:
 
 
 def entered(event: str, context: Any) -> None:
-    """The last hook: what the user's own left of the parameters."""
+    """Act as the last hook: record what the user's own left of the parameters."""
     if event == "step_start" and os.environ.get(MODULES):
-        _recorder().entered = {n: digest(t) for n, t in loading.named_tensors(context.model).items()}
+        _recorder().entered = {
+            n: digest(t) for n, t in loading.named_tensors(context.model).items()
+        }
 
 
 def read(run: Path) -> Records:
-    """What the ranks of a run recorded."""
+    """Return what the ranks of a run recorded."""
     found: Records = {}
     for path in (run / "verify").glob("rank-*.jsonl"):
-        found[int(path.stem.removeprefix("rank-"))] = {row["step"]: row for row in rundir.read_rows(path)}
+        found[int(path.stem.removeprefix("rank-"))] = {
+            row["step"]: row for row in rundir.read_rows(path)
+        }
     return found
 
 
 def starts(run: Path) -> list[int]:
-    """The step at which each process of rank 0 began."""
+    """Return the step at which each process of rank 0 began."""
     return [row["step"] for row in rundir.read_rows(run / "verify" / STARTS)]
 
 
 def in_order(a: Records, b: Records) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
-    """(step, rank, record of the one run, record of the other), step by step; an empty one where there is none."""
-    keys = {(step, rank) for records in (a, b) for rank, by_step in records.items() for step in by_step}
+    """Yield (step, rank, record of the one run, record of the other), step by step; an empty one
+    where there is none."""
+    keys = {
+        (step, rank) for records in (a, b) for rank, by_step in records.items() for step in by_step
+    }
     for step, rank in sorted(keys):
         yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
 
 
 def differences(a: Records, b: Records, part: str) -> tuple[list[str], int]:
-    """The entries of a part ("parameters", "optimizer", "reduced", "rng") that differ, earliest first, of how many."""
+    """Return the entries of a part ("parameters", "optimizer", "reduced", "rng") that differ,
+    earliest first, of how many."""
     differing, count = [], 0
     for step, rank, one, other in in_order(a, b):
         if part not in one and part not in other:  # step 0 has some parts only
@@ -104,7 +122,8 @@ def differences(a: Records, b: Records, part: str) -> tuple[list[str], int]:
 
 
 def digest(value: Any) -> str:
-    """Of the bits, dtype and shape of this rank's part of a tensor, or of the text of anything else."""
+    """Of the bits, dtype and shape of this rank's part of a tensor, or of the text of anything
+    else."""
     hashed = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         held = mesh.local_part(value.detach()).cpu().contiguous()
@@ -130,8 +149,12 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: TextIO | None = None
-        self.events: list[list[str]] = []  # [module, "in" or "out", digest], in the order of the forward passes
-        self.gradients: list[list[str]] = []  # [parameter, digest], as the backward passes leave them on this rank
+        self.events: list[
+            list[str]
+        ] = []  # [module, "in" or "out", digest], in the order of the forward passes
+        self.gradients: list[
+            list[str]
+        ] = []  # [parameter, digest], as the backward passes leave them on this rank
         self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
         self.warned: set[str] = set()
         self.entered: dict[str, str] = {}  # by parameter, when the user's hooks have had their turn
@@ -155,12 +178,15 @@ class _Recorder:
         )
 
     def _open(self, context: Any) -> None:
-        """Goes on after the step before this one: what was recorded of later ones is of a process that was killed."""
+        """Go on after the step before this one: what was recorded of later ones is of a process
+        that was killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.stem == "rank-0":
             with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
                 begun.write(json.dumps({"step": context.step}) + "\n")
-        kept = [row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1]  # step 0 is written anew
+        kept = [
+            row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1
+        ]  # step 0 is written anew
         fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         if os.environ.get(MODULES):
@@ -169,7 +195,12 @@ class _Recorder:
             self._listen()
         if context.step == 1:
             classes = {name: type(m).__name__ for name, m in context.model.named_modules()}
-            self._write(0, modules=classes, optimizers=[kernel(o) for o in context.optimizers], **_tensors(context))
+            self._write(
+                0,
+                modules=classes,
+                optimizers=[kernel(o) for o in context.optimizers],
+                **_tensors(context),
+            )
 
     def _write(self, step: int, **found: Any) -> None:
         assert self.file is not None
@@ -203,7 +234,9 @@ class _Recorder:
                 tensor.register_post_accumulate_grad_hook(left(name))
 
         def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            held = [
+                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
             self.reduced |= {names[id(p)]: digest(p.grad) for p in held}
 
         for optimizer in optimizers:
@@ -211,7 +244,9 @@ class _Recorder:
 
     def _listen(self) -> None:
         def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if named := re.match(r"\s*(\S+) does not have a deterministic implementation", str(message)):
+            if named := re.match(
+                r"\s*(\S+) does not have a deterministic implementation", str(message)
+            ):
                 self.warned.add(named[1])
 
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -220,14 +255,14 @@ class _Recorder:
 
 
 def kernel(optimizer: Optimizer) -> str:
-    """The optimizer and which of torch's kernels it takes: "AdamW, fused"."""
+    """Return the optimizer and which of torch's kernels it takes: "AdamW, fused"."""
     group = optimizer.param_groups[0]
     kind = [name for name in ("fused", "foreach") if group.get(name)]
     return ", ".join([type(optimizer).__name__, *kind])
 
 
 def _tensors(context: Any) -> dict[str, dict[str, str]]:
-    """Digests of parameters and buffers, and of the optimizers' state, by name."""
+    """Digest of parameters and buffers, and of the optimizers' state, by name."""
     names = loading.names_by_id(context.model, context.optimizers)
     return {
         "parameters": {name: digest(t) for name, t in loading.named_tensors(context.model).items()},
@@ -241,11 +276,14 @@ def _tensors(context: Any) -> dict[str, dict[str, str]]:
 
 
 def _rng() -> dict[str, str]:
-    """Digests of the generators' states; each step starts from a seed of its own, so they tell what it drew."""
+    """Digest of the generators' states; each step starts from a seed of its own, so they tell what
+    it drew."""
     found = {
         "torch": digest(torch.get_rng_state()),
         "python": digest(random.getstate()),
-        "numpy": digest_all(v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()),
+        "numpy": digest_all(
+            v.tobytes() if isinstance(v, np.ndarray) else v for v in np.random.get_state()
+        ),
     }
     if torch.cuda.is_initialized():
         found["cuda"] = digest(torch.cuda.get_rng_state())

@@ -1,7 +1,9 @@
-"""A run written out in plain torch: what `verify geometry` holds every cut against, and what rounding may do to it.
+"""A run written out in plain torch: what `verify geometry` holds every cut against, and what
+rounding may do to it.
 
-It shares with a run the model, the optimizer, the schedule, the order of sequences and the tokens, and nothing of what
-is to be proven: not the reader, the loss, the wrapping, the reductions, the clipping or the step.
+It shares with a run the model, the optimizer, the schedule, the order of sequences and the tokens,
+and nothing of what is to be proven: not the reader, the loss, the wrapping, the reductions, the
+clipping or the step.
 """
 
 from __future__ import annotations
@@ -24,24 +26,31 @@ from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
 from llmexp.data.order import sequence_index
 
-MATMUL = re.compile(r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear")
-PASS_TOKENS = 1024  # of one forward and backward pass; sums over passes are exact, so this bounds memory alone
+MATMUL = re.compile(
+    r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"
+)
+# of one forward and backward pass; sums over passes are exact, so this bounds memory alone
+PASS_TOKENS = 1024
 
 
 @dataclass
 class Followed:
-    """What a run should have recorded, step by step. A step without a valid target has no loss and no norm."""
+    """What a run should have recorded, step by step. A step without a valid target has no loss and
+    no norm."""
 
     losses: list[float | None] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     norms_post_clip: list[float | None] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    end: dict[str, Tensor] = field(default_factory=dict)  # parameters after the last step, float64, on the CPU
+    end: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # parameters after the last step, float64, on the CPU
 
 
 def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:
-    """The sequences of each step, int64 (rows, sequence_length + 1), in the run's order; the last step has `tail`."""
+    """Return the sequences of each step, int64 (rows, sequence_length + 1), in the run's order; the
+    last step has `tail`."""
     config, stream = parts.config, parts.corpus.train
     length, shuffle = config.batch.sequence_length, config.data.get("shuffle", True)
     there, total = (len(stream) - 1) // length, (steps - 1) * real_batch + tail
@@ -51,14 +60,16 @@ def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[T
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Logits (b, t, v) float64 by the model's own account; from its features and its head where it has no forward."""
+    """Return logits (b, t, v) float64 by the model's own account; from its features and its head
+    where it has no forward."""
     if type(model).forward is nn.Module.forward:
         return (model.features(tokens) @ model.head_weight.T).double()
     return model(tokens).double()
 
 
 def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
-    """Whether two passes over the same tokens (b, t) differ: then different cuts cannot compute the same."""
+    """Return whether two passes over the same tokens (b, t) differ: then different cuts cannot
+    compute the same."""
     found = []
     with torch.no_grad():
         for seed in (1, 2):
@@ -69,7 +80,8 @@ def draws_random_numbers(model: nn.Module, tokens: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of one rounding in an arithmetic: of what a matmul takes and gives, of a sum, of all else."""
+    """Relative errors of one rounding in an arithmetic: of what a matmul takes and gives, of a sum,
+    of all else."""
 
     operand: float
     sums: float
@@ -79,8 +91,9 @@ class Errors:
 def errors(kind: str, longest_sum: int) -> Errors:
     """From the unit roundoffs (half an ulp) u = 2^-p of a precision, p the bits of its significand.
 
-    A sum of n terms that cancel is off by up to about u sqrt(n) / 2 of its size where each partial sum is rounded:
-    partial sums walk at random, their rms is that of sqrt(n / 2) terms, and n errors of u / sqrt(3) add by squares.
+    A sum of n terms that cancel is off by up to about u sqrt(n) / 2 of its size where each partial
+    sum is rounded: partial sums walk at random, their rms is that of sqrt(n / 2) terms, and n
+    errors of u / sqrt(3) add by squares.
     """
     unit = 2.0**-53 if kind == "fp64" else 2.0**-24
     sums = unit * max(1.0, math.sqrt(longest_sum) / 2)
@@ -88,8 +101,9 @@ def errors(kind: str, longest_sum: int) -> Errors:
 
 
 class Roundoff(TorchDispatchMode):
-    """Monte Carlo arithmetic (Parker 1997): each operation's result is off by a random relative error of its kind, or
-    of its dtype's eps where that is coarser, as inside an optimizer that computes in bf16.
+    """Monte Carlo arithmetic (Parker 1997): each operation's result is off by a random relative
+    error of its kind, or of its dtype's eps where that is coarser, as inside an optimizer that
+    computes in bf16.
 
     How far a computation comes out under it is what rounding does to it, amplification included.
     """
@@ -110,7 +124,9 @@ class Roundoff(TorchDispatchMode):
         matmul = MATMUL.search(name) is not None
         if matmul and self.sizes.operand and not name.endswith("backward"):
             args = tuple(
-                self.disturb(a.clone(), self.sizes.operand) if isinstance(a, Tensor) and a.is_floating_point() else a
+                self.disturb(a.clone(), self.sizes.operand)
+                if isinstance(a, Tensor) and a.is_floating_point()
+                else a
                 for a in args
             )
         out = func(*args, **(kwargs or {}))
@@ -118,7 +134,9 @@ class Roundoff(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 size = self.sizes.sums if matmul or tensor.numel() < largest else self.sizes.unit
-                if matmul and tensor.ndim == given[0].ndim:  # not the sums that attention keeps for its backward
+                if (
+                    matmul and tensor.ndim == given[0].ndim
+                ):  # not the sums that attention keeps for its backward
                     size = max(size, self.sizes.operand)
                 self.disturb(tensor, size)
         return out
@@ -128,40 +146,52 @@ class Roundoff(TorchDispatchMode):
         pool = self._on.setdefault(tensor.device, torch.from_numpy(self._pool).to(tensor.device))
         start = int(self._starts.integers(0, 1 << 20))
         stop = start + tensor.numel()
-        noise = (pool if stop <= len(pool) else pool.repeat(-(-stop // len(pool))))[start:stop].view(tensor.shape)
+        noise = (pool if stop <= len(pool) else pool.repeat(-(-stop // len(pool))))[
+            start:stop
+        ].view(tensor.shape)
         if tensor.dtype == torch.float64:
             return tensor.addcmul_(tensor, noise, value=size)
         size = max(size, torch.finfo(tensor.dtype).eps)
         return tensor.copy_(tensor.double() * (1 + size * noise))
 
     def of_norm(self, gradients: Sequence[Tensor]) -> float:
-        """A relative error of the 2-norm of tensors.
+        """Return a relative error of the 2-norm of tensors.
 
-        Partial sums of n squares grow evenly, so the n roundings of u / sqrt(3) of them add to u sqrt(n) / 3 of the
-        sum, and to half of that of its root; sqrt(3) makes it the end of a uniform error with that rms.
+        Partial sums of n squares grow evenly, so the n roundings of u / sqrt(3) of them add to u
+        sqrt(n) / 3 of the sum, and to half of that of its root; sqrt(3) makes it the end of a
+        uniform error with that rms.
         """
         longest = max((g.numel() for g in gradients), default=0)
         return self.sizes.unit * math.sqrt(3 * longest) / 6 * float(self._starts.uniform(-1.0, 1.0))
 
 
 def follow(
-    parts: Parts, model: nn.Module, windows: Sequence[Tensor], ignore_id: int | None, off: Roundoff | None = None
+    parts: Parts,
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    ignore_id: int | None,
+    off: Roundoff | None = None,
 ) -> Followed:
-    """Trains `model` (float64, on its device) on the windows, each as one batch; with `off` under such errors.
+    """Train `model` (float64, on its device) on the windows, each as one batch; with `off` under
+    such errors.
 
-    Loss: the sum of the cross-entropy over the valid targets / their number N, summed pass by pass. Gradient: that of
-    nll / N, added up over the passes. Norm, clipping, rate and the skipping of a window without targets as
-    docs/semantics.md has them.
+    Loss: the sum of the cross-entropy over the valid targets / their number N, summed pass by pass.
+    Gradient: that of nll / N, added up over the passes. Norm, clipping, rate and the skipping of a
+    window without targets as docs/semantics.md has them.
     """
     found, update = Followed(), 0
     device = next(model.parameters()).device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = parts.build_optimizers(model)
     groups = [g for o in optimizers for g in o.param_groups]
-    in_update = None if off is None else Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
+    in_update = (
+        None if off is None else Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
+    )
     for rows in windows:
         rows = rows.to(device)
-        count = int((rows[:, 1:] != ignore_id).sum()) if ignore_id is not None else rows[:, 1:].numel()
+        count = (
+            int((rows[:, 1:] != ignore_id).sum()) if ignore_id is not None else rows[:, 1:].numel()
+        )
         factor = parts.rate_factor(update)
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
@@ -179,7 +209,9 @@ def follow(
         for p, value in zip(parameters, exact, strict=True):
             p.detach().copy_(value)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        before, after = _clip(gradients, parts.config.clip, 0.0 if off is None else off.of_norm(gradients))
+        before, after = _clip(
+            gradients, parts.config.clip, 0.0 if off is None else off.of_norm(gradients)
+        )
         found.norms.append(before)
         found.norms_post_clip.append(after)
         with in_update or contextlib.nullcontext():
@@ -201,16 +233,21 @@ def _backward(
     count: int,
     rounding: Roundoff | None,
 ) -> float:
-    """Puts the gradient of the mean loss of the valid targets into .grad; returns that loss."""
+    """Put the gradient of the mean loss of the valid targets into .grad; return that loss."""
     for p in parameters:
         p.grad = torch.zeros_like(p)
     losses = []
     with rounding or contextlib.nullcontext():
         for some in rows.split(max(1, PASS_TOKENS // rows.shape[1])):
             targets = some[:, 1:].flatten()
-            targets = targets if ignore_id is None else targets.masked_fill(targets == ignore_id, -100)
+            targets = (
+                targets if ignore_id is None else targets.masked_fill(targets == ignore_id, -100)
+            )
             logits = logits_of(model, some[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum") / count
+            loss = (
+                F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
+                / count
+            )
             loss.backward()
             losses.append(loss.item())
     return math.fsum(losses)
@@ -221,7 +258,8 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 
 def _clip(gradients: Sequence[Tensor], clip: Clip, error: float) -> tuple[float, float]:
-    """Clips in place; the 2-norm before and after. `error`: relative, of the norm that is clipped by."""
+    """Clip in place; the 2-norm before and after. `error`: relative, of the norm that is clipped
+    by."""
     before = _norm(gradients) * (1 + error)
     for g in gradients:
         if clip.kind == "norm" and clip.max_norm is not None:

@@ -1,4 +1,5 @@
-"""The runs that a verification makes: ordinary run folders, trained by ordinary workers in processes of their own."""
+"""The runs that a verification makes: ordinary run folders, trained by ordinary workers in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
 
 
 def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
-    """The config as a short run that logs each step, and keeps its side effects in its own folder.
+    """Return the config as a short run that logs each step, and keeps its side effects in its own
+    folder.
 
-    `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps` is given by
-    train={"max_tokens": ..., "max_steps": None}.
+    `sections` changes knobs of sections: batch={"micro_batch_size": 4}. A budget other than `steps`
+    is given by train={"max_tokens": ..., "max_steps": None}.
     """
     quiet: dict[str, dict[str, Any]] = {
         "train": {
-            "max_steps": steps, "max_epochs": None, "max_tokens": None, "log_every": 1, "eval_every": None,
-            "sample_every": None, "sample_tokens": 0, "data_digest": True, "stop_step": None, "profile_start": None,
+            "max_steps": steps, "max_epochs": None, "max_tokens": None, "log_every": 1,
+            "eval_every": None,
+            "sample_every": None, "sample_tokens": 0, "data_digest": True, "stop_step": None,
+            "profile_start": None,
         },
         "metrics": {"picture": False, "single_rank_rates": None},
         "tracker": {"kind": "none"},
@@ -38,15 +42,24 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     changed: dict[str, Any] = {}
     for name in quiet.keys() | sections.keys():
         values, section = quiet.get(name, {}) | sections.get(name, {}), getattr(config, name)
-        changed[name] = section | values if isinstance(section, dict) else dataclasses.replace(section, **values)
+        changed[name] = (
+            section | values
+            if isinstance(section, dict)
+            else dataclasses.replace(section, **values)
+        )
     return dataclasses.replace(config, **changed)
 
 
 def shrunk(config: Config) -> Config:
-    """The config with two layers, sequences of at most 64 tokens and micro-batches of 2 sequences, two of them a step
-    on each rank. Widths, vocabulary, data and everything else stay: what is proven is still this config's arithmetic.
+    """Return the config with two layers, sequences of at most 64 tokens and micro-batches of 2
+    sequences, two of them a step on each rank. Widths, vocabulary, data and everything else stay:
+    what is proven is still this config's arithmetic.
     """
-    small = {key: min(2, n) for key, n in config.model.items() if key in LAYER_KNOBS and isinstance(n, int)}
+    small = {
+        key: min(2, n)
+        for key, n in config.model.items()
+        if key in LAYER_KNOBS and isinstance(n, int)
+    }
     batch = dataclasses.replace(
         config.batch,
         micro_batch_size=2,
@@ -58,7 +71,8 @@ def shrunk(config: Config) -> Config:
 
 
 def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
-    """A worker that makes the run folder `path`, or goes on with the run in it, in a process group of its own."""
+    """Return a worker that makes the run folder `path`, or goes on with the run in it, in a process
+    group of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / OUTPUT, "a", encoding="utf-8") as output:
         process = start_worker(
@@ -78,7 +92,8 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Passes signals on to a worker, and leaves none behind. Yields the numbers of those passed on so far."""
+    """Pass signals on to a worker, and leave none behind. Yields the numbers of those passed on so
+    far."""
     passed_on: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -95,7 +110,8 @@ def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 
 def train(path: Path, config: Config, **env: str) -> None:
-    """Trains the run in `path` to its end. Raises ConfigError with its last words when it does not get there."""
+    """Train the run in `path` to its end. Raises ConfigError with its last words when it does not
+    get there."""
     process = start(path, config, **env)
     with ended_with_us(process) as stopped_by:
         code = process.wait()
@@ -104,11 +120,13 @@ def train(path: Path, config: Config, **env: str) -> None:
     if code != DONE:
         words = last_words(path)
         hint = "; --shrink proves it for a smaller model" if "memory" in words else ""
-        raise ConfigError(f"{path}: this run of the verification ended with exit code {code}: {words}{hint}")
+        raise ConfigError(
+            f"{path}: this run of the verification ended with exit code {code}: {words}{hint}"
+        )
 
 
 def last_words(path: Path) -> str:
-    """Why a run ended, from its status or its output."""
+    """Return why a run ended, from its status or its output."""
     if error := rundir.read_status(path).get("error"):
         return str(error)
     with contextlib.suppress(OSError):
@@ -118,5 +136,5 @@ def last_words(path: Path) -> str:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run, oldest first."""
+    """Return the rows of a run, oldest first."""
     return rundir.read_rows(path / rundir.METRICS)

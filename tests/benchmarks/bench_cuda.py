@@ -1,11 +1,14 @@
-"""On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, as real runs.
+"""On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, as real
+runs.
 
-    python tests/benchmarks/bench_cuda.py [--out cuda.json] [--model gpt2_small] [--steps 30] [OVERRIDE ...]
+    python tests/benchmarks/bench_cuda.py [--out cuda.json] [--model gpt2_small] [--steps 30]
+    [OVERRIDE ...]
 
-Each run is a process of its own with a row every 5 steps; figures are medians over the rows after the first 10 steps,
-in which kernels are compiled. Just before each run the rate of the device in plain bf16 matrix products is measured.
-Writes everything raw as JSON and prints a table for docs/speed.md. Goals on one H200: 55 % of the measured matrix rate
-with compile, data wait under 1 %. Where there is no CUDA device it says so and measures nothing.
+Each run is a process of its own with a row every 5 steps; figures are medians over the rows after
+the first 10 steps, in which kernels are compiled. Just before each run the rate of the device in
+plain bf16 matrix products is measured. Writes everything raw as JSON and prints a table for
+docs/speed.md. Goals on one H200: 55 % of the measured matrix rate with compile, data wait under 1
+%. Where there is no CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Largest micro-batch that fits an H200 is no aim: past some 16k tokens the matrix products are as fast as they get.
+# Largest micro-batch that fits an H200 is no aim: past some 16k tokens the matrix products are as
+# fast as they get.
 MODELS = {"gpt2_small": 32, "llama_1b": 16}  # micro-batch
 ACCUMULATION = 4
 ROW_EVERY, WARM_UP = 5, 10  # steps
@@ -57,11 +61,15 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [
-            sys.executable, "-m", "llmexp", "train", f"model={model}", "data=synthetic", "data.n_ids=null",
-            "data.n_tokens=4000000", "batch.sequence_length=1024", f"batch.micro_batch_size={micro_batch}",
-            f"batch.gradient_accumulation_steps={ACCUMULATION}", "precision=bf16", "train.device=cuda",
+            sys.executable, "-m", "llmexp", "train", f"model={model}", "data=synthetic",
+            "data.n_ids=null",
+            "data.n_tokens=4000000", "batch.sequence_length=1024",
+            f"batch.micro_batch_size={micro_batch}",
+            f"batch.gradient_accumulation_steps={ACCUMULATION}", "precision=bf16",
+            "train.device=cuda",
             f"train.max_steps={steps}", f"train.log_every={ROW_EVERY}", "train.eval_every=null",
-            "train.eval_tokens=16384", "train.sample_tokens=0", "checkpoint.every=null", "tracker=none",
+            "train.eval_tokens=16384", "train.sample_tokens=0", "checkpoint.every=null",
+            "tracker=none",
             f"train.compile={compiled}", f"parallelism.activation_checkpointing={checkpointing}",
             f"hydra.run.dir={run}", *more,
         ]  # fmt: skip
@@ -71,7 +79,9 @@ def train(
         if done.returncode:
             return found | {"error": done.stderr[-2000:]}
         found["run"] = json.loads((run / "run.json").read_text())
-        found["rows"] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        found["rows"] = [
+            json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
         return found
 
 
@@ -102,7 +112,10 @@ def driver() -> str:
 
 def line(case: dict[str, Any]) -> str:
     """A row of the table."""
-    name = f"| {case['model']} | {case['micro_batch']} x {ACCUMULATION} | {'on' if case['compile'] else 'off'} "
+    name = (
+        f"| {case['model']} | {case['micro_batch']} x {ACCUMULATION} | "
+        f"{'on' if case['compile'] else 'off'} "
+    )
     name += f"| {case['activation_checkpointing']} |"
     if "figures" not in case:
         short = "out of memory" if "out of memory" in case["error"] else "failed, see the JSON"
@@ -110,8 +123,8 @@ def line(case: dict[str, Any]) -> str:
     f = case["figures"]
     mfu = f"{f['mfu']:.1%}" if "mfu" in f else ""
     return (
-        f"{name} {f['tokens_per_sec']:,.0f} | {mfu} | {f['of_matrix_rate']:.1%} | {f['data_wait']:.2%} "
-        f"| {f['peak_memory_gib']:.1f} |"
+        f"{name} {f['tokens_per_sec']:,.0f} | {mfu} | {f['of_matrix_rate']:.1%} | "
+        f"{f['data_wait']:.2%} | {f['peak_memory_gib']:.1f} |"
     )
 
 
@@ -129,12 +142,15 @@ def main() -> None:
     if args.steps < WARM_UP + ROW_EVERY:
         parser.error(f"--steps {args.steps}: at least {WARM_UP + ROW_EVERY} are needed")
     about = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "driver": driver(), "python": sys.version.split()[0], "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver(), "python": sys.version.split()[0],
+        "date": datetime.date.today().isoformat(),
         "products": "bf16 8192 x 8192",
     }  # fmt: skip
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print("\n| model | micro-batch x accumulation | compile | checkpointing | tokens/s | MFU | of the matrix rate "
+    print("\n| model | micro-batch x accumulation | compile | checkpointing | tokens/s | MFU | of "
+          "the matrix rate "
           "| data wait | peak GiB |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     cases: list[dict[str, Any]] = []
     for model, compiled, kind in itertools.product(
@@ -143,16 +159,22 @@ def main() -> None:
         micro_batch, rate = args.micro_batch or MODELS[model], matrix_rate()
         torch.cuda.empty_cache()
         case = {
-            "model": model, "micro_batch": micro_batch, "compile": compiled, "activation_checkpointing": kind,
+            "model": model, "micro_batch": micro_batch, "compile": compiled,
+            "activation_checkpointing": kind,
             "matrix_flops_per_sec": rate,
         } | train(model, micro_batch, args.steps, compiled, kind, args.override)  # fmt: skip
         if case["exit_code"] == 0:
             case["figures"] = figures(case, rate)
         cases.append(case)
         print(line(case), flush=True)
-        Path(args.out).write_text(json.dumps({**about, "cases": cases}, indent=1))  # what there is, if it is cut short
+        Path(args.out).write_text(
+            json.dumps({**about, "cases": cases}, indent=1)
+        )  # what there is, if it is cut short
     rates = [case["matrix_flops_per_sec"] / 1e12 for case in cases]
-    print(f"\nbf16 matrix rate: {min(rates):.0f} to {max(rates):.0f} TFLOP/s; raw figures in {args.out}")
+    print(
+        f"\nbf16 matrix rate: {min(rates):.0f} to {max(rates):.0f} TFLOP/s; raw figures in "
+        f"{args.out}"
+    )
 
 
 if __name__ == "__main__":

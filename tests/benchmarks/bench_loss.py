@@ -1,11 +1,12 @@
 """Time and memory of the loss end beside a bare cross-entropy over whole logits.
 
-Usage: python tests/benchmarks/bench_loss.py [--device cuda] [--rounds 5] [--threads 2]
-bf16 is left out on a CPU without its instructions, where a step takes minutes; --precision bf16 asks for it.
+Usage: python tests/benchmarks/bench_loss.py [--device cuda] [--rounds 5] [--threads 2] bf16 is left
+out on a CPU without its instructions, where a step takes minutes; --precision bf16 asks for it.
 
 One forward and backward pass of a model of 4 layers, width 256, on 4 x 256 tokens. "bare" is
-`F.cross_entropy(model(x).view(-1, V), y)` over the same model, under autocast for bf16. Times are medians of
-runs that take turns; peak memory is of one process each: resident size on a CPU, allocated on a GPU.
+`F.cross_entropy(model(x).view(-1, V), y)` over the same model, under autocast for bf16. Times are
+medians of runs that take turns; peak memory is of one process each: resident size on a CPU,
+allocated on a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from llmexp.models.loss import WindowLoss
 WAYS = ("bare", "plain", "chunked")
 
 
-def make_step(way: str, vocab_size: int, precision: str, arguments: argparse.Namespace) -> Callable[[], None]:
+def make_step(
+    way: str, vocab_size: int, precision: str, arguments: argparse.Namespace
+) -> Callable[[], None]:
     """A function that runs one forward and backward pass, gradients freed first."""
     torch.manual_seed(0)
     width = arguments.width
     with torch.device(arguments.device):
-        model = GPT2(vocab_size, arguments.length, arguments.layers, width // 64, width, 4 * width, 0.0)
+        model = GPT2(
+            vocab_size, arguments.length, arguments.layers, width // 64, width, 4 * width, 0.0
+        )
         shape = (arguments.batch, arguments.length)
         tokens_bt = torch.randint(0, vocab_size, shape)
         targets_bt = torch.randint(0, vocab_size, shape)
@@ -55,10 +60,14 @@ def make_step(way: str, vocab_size: int, precision: str, arguments: argparse.Nam
     return step
 
 
-def peak_memory_mib(way: str, vocab_size: int, precision: str, arguments: argparse.Namespace) -> float:
+def peak_memory_mib(
+    way: str, vocab_size: int, precision: str, arguments: argparse.Namespace
+) -> float:
     """Peak memory of three steps in a process of their own."""
     own = ["--peak", way, str(vocab_size), precision]
-    out = subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], *own], capture_output=True, text=True
+    )
     if out.returncode:
         raise RuntimeError(out.stderr)
     return float(out.stdout)
@@ -81,7 +90,9 @@ def no_bf16_instructions() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -92,13 +103,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--peak", nargs=3, metavar=("WAY", "VOCAB", "PRECISION"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--peak", nargs=3, metavar=("WAY", "VOCAB", "PRECISION"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.peak:
         print_peak(*arguments.peak, arguments)
         return
-    print(f"{'vocab':>7} {'precision':>9} {'way':>8} {'ms':>8} {'bare/way':>8} {'peak MiB':>8} {'way/bare':>8}")
+    print(
+        f"{'vocab':>7} {'precision':>9} {'way':>8} {'ms':>8} {'bare/way':>8} {'peak MiB':>8} "
+        f"{'way/bare':>8}"
+    )
     for vocab_size in arguments.vocab:
         for precision in arguments.precision:
             steps = {way: make_step(way, vocab_size, precision, arguments) for way in WAYS}
@@ -115,7 +131,8 @@ def main() -> None:
             for way in WAYS:
                 print(
                     f"{vocab_size:7d} {precision:>9} {way:>8} {times[way] * 1e3:8.1f} "
-                    f"{times['bare'] / times[way]:8.2f} {peaks[way]:8.0f} {peaks[way] / peaks['bare']:8.2f}"
+                    f"{times['bare'] / times[way]:8.2f} {peaks[way]:8.0f} "
+                    f"{peaks[way] / peaks['bare']:8.2f}"
                 )
 
 

@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_prepare.py [megabytes] [tokenizer ...]
 
-Each preparation is a process of its own, so that the peaks do not mix. gpt2 needs its files: TIKTOKEN_CACHE_DIR.
+Each preparation is a process of its own, so that the peaks do not mix. gpt2 needs its files:
+TIKTOKEN_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ def measure(path: str, tokenizer: str, cache: str) -> None:
         seconds.append(time.perf_counter() - started)
     status = Path("/proc/self/status")
     peak = (
-        next((line.split()[1] for line in status.open() if line.startswith("VmHWM")), None) if status.exists() else None
+        next((line.split()[1] for line in status.open() if line.startswith("VmHWM")), None)
+        if status.exists()
+        else None
     )
     size = Path(path).stat().st_size / 1e6
     memory = f"peak memory {int(peak) / 1024:.0f} MiB" if peak else "peak memory unknown"
     print(
-        f"{tokenizer:12} {size:6.0f} MB -> {len(corpus.train) + len(corpus.val or ''):>12,} tokens  "
+        f"{tokenizer:12} {size:6.0f} MB -> {len(corpus.train) + len(corpus.val or ''):>12,} tokens  "  # noqa: E501
         f"{seconds[0]:6.2f} s = {size / seconds[0]:6.1f} MB/s  again {seconds[1]:.3f} s  {memory}",
         flush=True,
     )
@@ -72,7 +75,8 @@ def main(megabytes: int = 100, *names: str) -> None:
         make_text(path, megabytes)
         for name in names or ("bytes", "gpt2"):
             subprocess.run(
-                [sys.executable, __file__, "--one", str(path), name, str(Path(folder, "cache"))], check=False
+                [sys.executable, __file__, "--one", str(path), name, str(Path(folder, "cache"))],
+                check=False,
             )
 
 

@@ -1,13 +1,16 @@
-"""Two ranks: a run under DDP against a bare loop under torchrun; FSDP communicating once a step or more often.
+"""Two ranks: a run under DDP against a bare loop under torchrun; FSDP communicating once a step or
+more often.
 
     python tests/benchmarks/bench_ranks.py [ddp|fsdp] [--rounds 40] [--tracker wandb]
 
-The two jobs of a pair are there at the same time and take turns, step by step, so that both see the same machine: whose
-turn it is not waits in a read. The runs are real ones, with rows, console and checks on and a row at each step. One
-thread a rank. Goal: bare time / run time under DDP at least 0.9.
+The two jobs of a pair are there at the same time and take turns, step by step, so that both see the
+same machine: whose turn it is not waits in a read. The runs are real ones, with rows, console and
+checks on and a row at each step. One thread a rank. Goal: bare time / run time under DDP at least
+0.9.
 
-Memory on a CPU is what glibc's heap makes of it: freed blocks stay there, in pieces that fit nothing. So peaks are also
-taken from runs in which every larger block goes back to the system at once, which is what was in use (and is slower).
+Memory on a CPU is what glibc's heap makes of it: freed blocks stay there, in pieces that fit
+nothing. So peaks are also taken from runs in which every larger block goes back to the system at
+once, which is what was in use (and is slower).
 """
 
 from __future__ import annotations
@@ -28,14 +31,23 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RANKS = 2
 WARM_UP = 4  # steps
-SIZES = {"n_layers": 4, "d_model": 256, "n_heads": 4, "d_ff": 1024, "max_position_embeddings": 256, "vocab_size": 320}
+SIZES = {
+    "n_layers": 4,
+    "d_model": 256,
+    "n_heads": 4,
+    "d_ff": 1024,
+    "max_position_embeddings": 256,
+    "vocab_size": 320,
+}
 MICRO_BATCH = 4
 
 
 class Turns:
-    """A rank's part in a ring of jobs that compute one after another. Each has a pipe for each rank; a byte says go.
+    """A rank's part in a ring of jobs that compute one after another. Each has a pipe for each
+    rank; a byte says go.
 
-    Ranks of the same number hand on to each other. $TURNS has the folder, the number of this job, and that of all.
+    Ranks of the same number hand on to each other. $TURNS has the folder, the number of this job,
+    and that of all.
     """
 
     def __init__(self) -> None:
@@ -83,9 +95,17 @@ def count_bytes(event: str, context: Any) -> dict[str, float] | None:
         class Received(TorchDispatchMode):
             total = 0
 
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func.namespace == "c10d":  # of whole buffers: the result of a gather, the source of a reduction
-                    whole = max(t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                if (
+                    func.namespace == "c10d"
+                ):  # of whole buffers: the result of a gather, the source of a reduction
+                    whole = max(
+                        t.nbytes
+                        for t in torch.utils._pytree.tree_leaves(args)
+                        if isinstance(t, torch.Tensor)
+                    )
                     times = 2 if "allreduce" in str(func) else 1
                     self.total += times * whole * (RANKS - 1) // RANKS
                 return func(*args, **(kwargs or {}))
@@ -122,7 +142,9 @@ def bare(accumulation: int, steps: int) -> None:
         for micro_step in range(accumulation):
             at = np.random.randint(0, len(data) - length - 1, MICRO_BATCH)
             x = torch.stack([torch.from_numpy(data[i : i + length].astype(np.int64)) for i in at])
-            y = torch.stack([torch.from_numpy(data[i + 1 : i + length + 1].astype(np.int64)) for i in at])
+            y = torch.stack(
+                [torch.from_numpy(data[i + 1 : i + length + 1].astype(np.int64)) for i in at]
+            )
             model.require_backward_grad_sync = micro_step == accumulation - 1
             logits = model(x)
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
@@ -141,21 +163,28 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "WANDB_MODE": "offline"}
 
 
-def interleave(folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_up: int = WARM_UP) -> list[list[float]]:
-    """Runs the commands at the same time, one step of each in turn; the seconds of each job's steps, mean of its ranks,
-    without the first `warm_up` and the last one. Raises RuntimeError when one fails."""
+def interleave(
+    folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_up: int = WARM_UP
+) -> list[list[float]]:
+    """Runs the commands at the same time, one step of each in turn; the seconds of each job's
+    steps, mean of its ranks, without the first `warm_up` and the last one. Raises RuntimeError when
+    one fails."""
     pipes = []
     for job in range(len(commands)):
         for rank in range(ranks):
             os.mkfifo(folder / f"go-{job}-{rank}")
-            pipes.append(os.open(folder / f"go-{job}-{rank}", os.O_RDWR))  # so that nobody has to wait for an opener
+            pipes.append(
+                os.open(folder / f"go-{job}-{rank}", os.O_RDWR)
+            )  # so that nobody has to wait for an opener
     with contextlib.ExitStack() as stack:
         processes, logs = [], []
         for job, command in enumerate(commands):
             logs.append(folder / f"log-{job}")
             out = stack.enter_context(open(logs[-1], "w"))
             turn = {"TURNS": f"{folder}:{job}:{len(commands)}"}
-            process = subprocess.Popen(command, cwd=folder, env=environment() | turn, stdout=out, stderr=out)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment() | turn, stdout=out, stderr=out
+            )
             processes.append(stack.enter_context(process))
             stack.callback(process.terminate)
         for pipe in pipes[:ranks]:
@@ -169,23 +198,34 @@ def interleave(folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_
         os.close(pipe)
     found = []
     for job in range(len(commands)):
-        by_rank = [map(float, (folder / f"seconds-{job}-{rank}").read_text().split()) for rank in range(ranks)]
+        by_rank = [
+            map(float, (folder / f"seconds-{job}-{rank}").read_text().split())
+            for rank in range(ranks)
+        ]
         found.append([statistics.mean(step) for step in zip(*by_rank, strict=True)][warm_up:-1])
     return found
 
 
-def llmexp(run: Path, steps: int, *overrides: str, hooks: str = "bench_ranks.take_turns") -> list[str]:
+def llmexp(
+    run: Path, steps: int, *overrides: str, hooks: str = "bench_ranks.take_turns"
+) -> list[str]:
     """The command line of a real run with a row at each step."""
     return [
-        sys.executable, "-m", "llmexp", "train", "--allow", "bench_ranks", f"hooks=[{hooks}]", f"hydra.run.dir={run}",
-        "data=synthetic", "precision=fp32", f"train.max_steps={steps}", "train.log_every=1", "train.eval_every=null",
-        "train.eval_tokens=1024", "train.sample_tokens=0", "checkpoint.every=null", "tracker=none", *overrides,
+        sys.executable, "-m", "llmexp", "train", "--allow", "bench_ranks", f"hooks=[{hooks}]",
+        f"hydra.run.dir={run}",
+        "data=synthetic", "precision=fp32", f"train.max_steps={steps}", "train.log_every=1",
+        "train.eval_every=null",
+        "train.eval_tokens=1024", "train.sample_tokens=0", "checkpoint.every=null", "tracker=none",
+        *overrides,
     ]  # fmt: skip
 
 
 def peak_in_use(run: Path, *overrides: str) -> float:
-    """Peak GiB of the largest rank of a run on its own, in which freed memory does not stay on the heap."""
-    command = llmexp(run, 2, *overrides, hooks="")  # from its second step on a run has all that it ever has
+    """Peak GiB of the largest rank of a run on its own, in which freed memory does not stay on the
+    heap."""
+    command = llmexp(
+        run, 2, *overrides, hooks=""
+    )  # from its second step on a run has all that it ever has
     given_back = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}  # bytes
     subprocess.run(command, env=environment() | given_back, check=True, stdout=subprocess.DEVNULL)
     return rows(run)[-1]["peak_memory_gib"]
@@ -209,17 +249,36 @@ def bench_ddp(rounds: int, tracker: str) -> None:
             folder, steps = Path(name), WARM_UP + rounds + 1
             run = llmexp(
                 folder / "run", steps, "parallelism=ddp", f"parallelism.nproc_per_node={RANKS}",
-                *(f"model.{key}={value}" for key, value in SIZES.items()), "batch.sequence_length=256",
-                f"batch.micro_batch_size={MICRO_BATCH}", f"batch.gradient_accumulation_steps={accumulation}",
+                *(f"model.{key}={value}" for key, value in SIZES.items()),
+                "batch.sequence_length=256",
+                f"batch.micro_batch_size={MICRO_BATCH}",
+                f"batch.gradient_accumulation_steps={accumulation}",
                 f"tracker={tracker}",
             )  # fmt: skip
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-            by_hand = [*torchrun, __file__, "bare", "--accumulation", str(accumulation), "--rounds", str(steps)]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={RANKS}",
+            ]
+            by_hand = [
+                *torchrun,
+                __file__,
+                "bare",
+                "--accumulation",
+                str(accumulation),
+                "--rounds",
+                str(steps),
+            ]
             run_s, bare_s = interleave(folder, [run, by_hand], RANKS)
         ratios = [b / r for b, r in zip(bare_s, run_s, strict=True)]
         tokens = RANKS * accumulation * MICRO_BATCH * 256
         rates = [tokens / statistics.median(s) for s in (run_s, bare_s)]
-        print(f"  accumulation {accumulation}: {quartiles(ratios)}; tokens/s run {rates[0]:,.0f}, bare {rates[1]:,.0f}")
+        print(
+            f"  accumulation {accumulation}: {quartiles(ratios)}; tokens/s run {rates[0]:,.0f}, "
+            f"bare {rates[1]:,.0f}"
+        )
 
 
 def bench_fsdp(rounds: int) -> None:
@@ -230,28 +289,41 @@ def bench_fsdp(rounds: int) -> None:
             folder = Path(name)
             overrides = {
                 way: [
-                    "model=llama_100m", "model.n_layers=6", "parallelism=fsdp", f"parallelism.nproc_per_node={RANKS}",
-                    "batch.sequence_length=128", "batch.micro_batch_size=1", f"parallelism.fsdp_communication={way}",
+                    "model=llama_100m", "model.n_layers=6", "parallelism=fsdp",
+                    f"parallelism.nproc_per_node={RANKS}",
+                    "batch.sequence_length=128", "batch.micro_batch_size=1",
+                    f"parallelism.fsdp_communication={way}",
                     f"batch.gradient_accumulation_steps={accumulation}",
                 ]
                 for way in ways
             }  # fmt: skip
             hooks = "bench_ranks.take_turns,bench_ranks.count_bytes"
-            commands = [llmexp(folder / way, WARM_UP + rounds + 1, *overrides[way], hooks=hooks) for way in ways]
+            commands = [
+                llmexp(folder / way, WARM_UP + rounds + 1, *overrides[way], hooks=hooks)
+                for way in ways
+            ]
             seconds = interleave(folder, commands, RANKS)
             for way, taken in zip(ways, seconds, strict=True):
                 last, mib = rows(folder / way)[-1], rows(folder / way)[1]["received_mib"]
                 in_use = peak_in_use(folder / f"{way}-in-use", *overrides[way])
-                print(f"  accumulation {accumulation}, {way:17}: {statistics.median(taken):6.2f} s, "
-                      f"{last['peak_memory_gib']:.2f} GiB, {in_use:.2f} GiB in use, {mib:,.0f} MiB")  # fmt: skip
+                print(f"  accumulation {accumulation}, {way:17}: {statistics.median(taken):6.2f} "
+                      f"s, {last['peak_memory_gib']:.2f} GiB, {in_use:.2f} GiB in use, {mib:,.0f} "
+                      "MiB")  # fmt: skip
             ratios = [once / every for once, every in zip(*seconds, strict=True)]
-            print(f"  accumulation {accumulation}: time once / every_micro_batch {quartiles(ratios)}")
+            print(
+                f"  accumulation {accumulation}: time once / every_micro_batch {quartiles(ratios)}"
+            )
 
 
 def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     parser = argparse.ArgumentParser()
-    parser.add_argument("case", nargs="?", choices=("ddp", "fsdp", "bare"), help="bare: what torchrun starts for ddp")
+    parser.add_argument(
+        "case",
+        nargs="?",
+        choices=("ddp", "fsdp", "bare"),
+        help="bare: what torchrun starts for ddp",
+    )
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tracker", choices=("none", "wandb"), default="none")
     parser.add_argument("--accumulation", type=int, default=1, help="of bare")

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/bench_recompute.py [--micro-batch 1 2 4] [--rounds 5]
 
-Times are those of the first micro-batch size; the runs take turns, step by step (see bench_ranks, also for what "in
-use" is). All must print the same losses and norms, bit for bit. The vocabulary is that of GPT-2, padded. Weights,
-gradients and Adam's moments are there whatever is computed again: the share that is saved grows with the micro-batch.
-Goal: `full` lowers the peak of the process by at least a third.
+Times are those of the first micro-batch size; the runs take turns, step by step (see bench_ranks,
+also for what "in use" is). All must print the same losses and norms, bit for bit. The vocabulary is
+that of GPT-2, padded. Weights, gradients and Adam's moments are there whatever is computed again:
+the share that is saved grows with the micro-batch. Goal: `full` lowers the peak of the process by
+at least a third.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ WARM_UP = 1  # step
 
 def overrides(kind: str, micro_batch: int) -> list[str]:
     return [
-        "model=llama_100m", "model.vocab_size=50304", "data.n_ids=null", "batch.sequence_length=1024",
+        "model=llama_100m", "model.vocab_size=50304", "data.n_ids=null",
+        "batch.sequence_length=1024",
         f"batch.micro_batch_size={micro_batch}", f"parallelism.activation_checkpointing={kind}",
     ]  # fmt: skip
 
@@ -46,7 +48,8 @@ def step_times(micro_batch: int, rounds: int) -> None:
             ratios = [own / none for own, none in zip(taken, seconds[0], strict=True)]
             peak = rows(folder / kind)[-1]["peak_memory_gib"]
             print(
-                f"micro-batch {micro_batch}, {kind:9}: time of a step / none {quartiles(ratios)}, peak {peak:.2f} GiB"
+                f"micro-batch {micro_batch}, {kind:9}: time of a step / none {quartiles(ratios)}, "
+                f"peak {peak:.2f} GiB"
             )
 
 
@@ -58,8 +61,9 @@ def peaks(micro_batch: int) -> dict[str, float]:
         check_equal(folder)
         parameters = json.loads((folder / "none" / "run.json").read_text())["parameters"]
     for kind, peak in found.items():
-        print(f"micro-batch {micro_batch}, {kind:9}: peak in use {peak:.2f} GiB, {peak / found['none']:.2f} of none; "
-              f"weights, gradients and moments are {16 * parameters / 2**30:.2f} GiB of it")  # fmt: skip
+        print(f"micro-batch {micro_batch}, {kind:9}: peak in use {peak:.2f} GiB, "
+              f"{peak / found['none']:.2f} of none; weights, gradients and moments are "
+              f"{16 * parameters / 2**30:.2f} GiB of it")  # fmt: skip
     return found
 
 

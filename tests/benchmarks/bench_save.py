@@ -1,5 +1,5 @@
-"""What the digest of a checkpoint costs: a state of 124M parameters with AdamW's moments, written with and without it,
-in turns.
+"""What the digest of a checkpoint costs: a state of 124M parameters with AdamW's moments, written
+with and without it, in turns.
 
     python tests/benchmarks/bench_save.py [FOLDER]
 """
@@ -22,9 +22,15 @@ def pieces() -> saving.Pieces:
     """124M parameters in float32, and twice as much of optimizer state."""
     shapes = [(50304, 768), (1024, 768), *[(768, 3072), (3072, 768), (768, 2304), (768, 768)] * 12]
     named = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
-    moments = {f"0/{name}/{k}": torch.randn_like(t) for name, t in named.items() for k in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"0/{name}/{k}": torch.randn_like(t)
+        for name, t in named.items()
+        for k in ("exp_avg", "exp_avg_sq")
+    }
     files = {"model.safetensors": named, "optimizer.safetensors": moments}
-    held = {n: {k: (t, tuple(t.shape), (0,) * t.ndim) for k, t in of.items()} for n, of in files.items()}
+    held = {
+        n: {k: (t, tuple(t.shape), (0,) * t.ndim) for k, t in of.items()} for n, of in files.items()
+    }
     return saving.Pieces(0, 1, held, [])
 
 

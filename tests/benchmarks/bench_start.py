@@ -1,8 +1,10 @@
-"""Start-up: from the command to the first optimizer step, against a bare script; CPU time of the light commands.
+"""Start-up: from the command to the first optimizer step, against a bare script; CPU time of the
+light commands.
 
     python tests/benchmarks/bench_start.py [--rounds 5]
 
-Runs are interleaved. Goals: first step at most bare + 1.0 s; `--help` and `--cfg job` at most 0.6 s of CPU.
+Runs are interleaved. Goals: first step at most bare + 1.0 s; `--help` and `--cfg job` at most 0.6 s
+of CPU.
 """
 
 from __future__ import annotations
@@ -65,15 +67,17 @@ def main() -> None:
         bare_s, run_s = [], []
         for _ in range(rounds):
             start = time.time()
-            out = subprocess.run([sys.executable, "bare.py", str(root)], check=True, capture_output=True, text=True)
+            out = subprocess.run(
+                [sys.executable, "bare.py", str(root)], check=True, capture_output=True, text=True
+            )
             bare_s.append(float(out.stdout) - start)
             start = time.time()
             out = subprocess.run(run, check=True, capture_output=True, text=True)
             line = next(x for x in out.stdout.splitlines() if x.startswith("first step at"))
             run_s.append(float(line.split()[-1]) - start)
         more = statistics.median(b - a for a, b in zip(bare_s, run_s, strict=True))
-        print(f"first step: bare {statistics.median(bare_s):.2f} s, run {statistics.median(run_s):.2f} s, "
-              f"more {more:+.2f} s (goal +1.00)")  # fmt: skip
+        print(f"first step: bare {statistics.median(bare_s):.2f} s, run "
+              f"{statistics.median(run_s):.2f} s, more {more:+.2f} s (goal +1.00)")  # fmt: skip
         for flags in (["--help"], ["--cfg", "job"]):
             cpu = statistics.median(cpu_seconds([*llmexp, "train", *flags]) for _ in range(rounds))
             print(f"llmexp train {' '.join(flags)}: {cpu:.2f} s of CPU (goal 0.60)")

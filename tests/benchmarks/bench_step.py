@@ -1,10 +1,12 @@
-"""Steady-state speed of a run against a bare hand-written loop over the same model, batch and precision.
+"""Steady-state speed of a run against a bare hand-written loop over the same model, batch and
+precision.
 
     python tests/benchmarks/bench_step.py [--rounds 40] [--case NAME]
 
-The run is a real one, with rows, console and checks on and a row each step; a hook makes one bare step before each of
-its steps, so that both see the same machine. Printed: median of bare time / run time, step by step (1.00 = as fast),
-and the share of a step that measuring and writing its row takes (goal for the first: under 1 %).
+The run is a real one, with rows, console and checks on and a row each step; a hook makes one bare
+step before each of its steps, so that both see the same machine. Printed: median of bare time / run
+time, step by step (1.00 = as fast), and the share of a step that measuring and writing its row
+takes (goal for the first: under 1 %).
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Bare:
         t = self.run.sequence_length
         at = np.random.randint(0, len(self.data) - t - 1, self.run.micro_batch_size)
         x = torch.stack([torch.from_numpy(self.data[i : i + t].astype(np.int64)) for i in at])
-        y = torch.stack([torch.from_numpy(self.data[i + 1 : i + t + 1].astype(np.int64)) for i in at])
+        y = torch.stack(
+            [torch.from_numpy(self.data[i + 1 : i + t + 1].astype(np.int64)) for i in at]
+        )
         return x, y
 
     def step(self) -> None:
@@ -83,9 +87,12 @@ class Bare:
 def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *more: str) -> Parts:
     layers, width, heads, length, vocabulary = SIZES[size]
     overrides = [
-        f"model.n_layers={layers}", f"model.d_model={width}", f"model.n_heads={heads}", f"model.d_ff={4 * width}",
-        f"model.max_position_embeddings={length}", f"model.vocab_size={vocabulary}", f"batch.sequence_length={length}",
-        f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}", f"precision={precision}",
+        f"model.n_layers={layers}", f"model.d_model={width}", f"model.n_heads={heads}",
+        f"model.d_ff={4 * width}",
+        f"model.max_position_embeddings={length}", f"model.vocab_size={vocabulary}",
+        f"batch.sequence_length={length}",
+        f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}",
+        f"precision={precision}",
         f"train.max_steps={steps}", "data=synthetic", "train.log_every=1", "train.eval_every=null",
         "train.sample_tokens=0", "tracker=none", "checkpoint.every=null", *more,
     ]  # fmt: skip
@@ -94,7 +101,8 @@ def parts_of(size: str, micro: int, accum: int, precision: str, steps: int, *mor
 
 
 def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
-    """Median, lower and upper quartile of bare time / run time; share of a run's step that its row costs."""
+    """Median, lower and upper quartile of bare time / run time; share of a run's step that its row
+    costs."""
     size, micro, accum, precision, _ = CASES[case]
     warm_up = 5
     parts = parts_of(size, micro, accum, precision, rounds + warm_up + 1)
@@ -124,7 +132,9 @@ def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
     pairs = zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)
     ratios = [(done - begun) / (next_begun - done) for (begun, done), (next_begun, _) in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    step = statistics.median(after - done for (_, done), (after, _) in itertools.pairwise(marks[warm_up:]))
+    step = statistics.median(
+        after - done for (_, done), (after, _) in itertools.pairwise(marks[warm_up:])
+    )
     return middle, low, high, statistics.median(rows[warm_up:]) / step
 
 
@@ -133,11 +143,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--case", choices=CASES)
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; bare time / run time per step")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; bare time / run time per "
+        "step"
+    )
     print(f"{'case':28} {'median':>7} {'quartiles':>13} {'goal':>6} {'a row':>8}")
     for case in [args.case] if args.case else CASES:
         middle, low, high, row = ratio(case, args.rounds)
-        print(f"{case:28} {middle:7.3f} {low:6.3f} {high:6.3f} {CASES[case][-1]:6.2f} {row:8.2%}", flush=True)
+        print(
+            f"{case:28} {middle:7.3f} {low:6.3f} {high:6.3f} {CASES[case][-1]:6.2f} {row:8.2%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What checks cost in the steady state, as shares of a step: the look for what is not finite, the hashes of a
-checkpoint, the look at the data files.
+"""What checks cost in the steady state, as shares of a step: the look for what is not finite, the
+hashes of a checkpoint, the look at the data files.
 
     python tests/benchmarks/bench_trust.py [--model gpt_tiny] [--rounds 30] [OVERRIDE ...]
 
-The default run's step is timed between the checks, on the same live model, so that all see the same machine. A hash is
-paid once in checkpoint.every steps; with checkpoint.async=true it is computed while training goes on, and costs the
-loop nothing but the copy of the state. Goal: each under 1 %.
+The default run's step is timed between the checks, on the same live model, so that all see the same
+machine. A hash is paid once in checkpoint.every steps; with checkpoint.async=true it is computed
+while training goes on, and costs the loop nothing but the copy of the state. Goal: each under 1 %.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def main() -> None:
         train_step(s, next(windows), applied).verdict.read()
         updates += 1
 
-    norm, loss, count = torch.tensor(1.0), torch.tensor(3.0), torch.tensor(1000.0, dtype=torch.float64)
+    norm, loss, count = (
+        torch.tensor(1.0),
+        torch.tensor(3.0),
+        torch.tensor(1000.0, dtype=torch.float64),
+    )
 
     def look() -> None:
         code = torch.where(norm.isfinite(), OK, BAD_NORM)
@@ -70,7 +74,11 @@ def main() -> None:
 
     for _ in range(5):
         step()
-    found: dict[str, list[float]] = {"look for what is not finite": [], "look at the data files": [], "hashes": []}
+    found: dict[str, list[float]] = {
+        "look for what is not finite": [],
+        "look at the data files": [],
+        "hashes": [],
+    }
     steps = []
     with tempfile.TemporaryDirectory() as name:
         pieces = saving.snapshot(s.model, s.optimizers, 0, 1, copy=True)
@@ -84,15 +92,25 @@ def main() -> None:
             found["hashes"].append(timed(lambda: [loading.fingerprint(p) for p in files]))
     every = config.checkpoint.every or parts.run.max_steps
     one = statistics.median(steps)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parts.run.facts.model}: a step {one:.4f} s")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parts.run.facts.model}: a "
+        f"step {one:.4f} s"
+    )
     for what, seconds in found.items():
         share = statistics.median(t / own for t, own in zip(seconds, steps, strict=True))
         if what == "look for what is not finite":
             print(f"{what}: {statistics.median(seconds) * 1e6:.0f} us, {share:.3%} of a step")
             continue
         middle = statistics.median(seconds)
-        rate = f" of {size / 2**20:.0f} MiB, {size / middle / 1e6:,.0f} MB/s" if what == "hashes" else ""
-        print(f"{what}: {middle * 1e3:.2f} ms{rate}, each {every} steps: {share / every:.4%} of a step")
+        rate = (
+            f" of {size / 2**20:.0f} MiB, {size / middle / 1e6:,.0f} MB/s"
+            if what == "hashes"
+            else ""
+        )
+        print(
+            f"{what}: {middle * 1e3:.2f} ms{rate}, each {every} steps: {share / every:.4%} of a "
+            "step"
+        )
 
 
 if __name__ == "__main__":

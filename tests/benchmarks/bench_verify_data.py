@@ -1,9 +1,11 @@
-"""How fast `llmexp verify data` reads: MB/s of a warm token file, beside a bare loop with the same sha256 and maximum.
+"""How fast `llmexp verify data` reads: MB/s of a warm token file, beside a bare loop with the same
+sha256 and maximum.
 
     python tests/benchmarks/bench_verify_data.py [megabytes]
 
-One process, one thread; the figures are per second of processor time, and of the wall beside it. The limit is 500 MB/s
-for the whole of it (sha256, range, order), without the start of the interpreter and the import of torch.
+One process, one thread; the figures are per second of processor time, and of the wall beside it.
+The limit is 500 MB/s for the whole of it (sha256, range, order), without the start of the
+interpreter and the import of torch.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def best(work: Callable[[], Any], size: float, label: str) -> float:
         work()
         cpu.append(time.process_time() - began[0])
         wall.append(time.perf_counter() - began[1])
-    print(f"{label:<34} {size / min(cpu):7.0f} MB/s per core, {size / min(wall):7.0f} MB/s of wall", flush=True)
+    print(
+        f"{label:<34} {size / min(cpu):7.0f} MB/s per core, {size / min(wall):7.0f} MB/s of wall",
+        flush=True,
+    )
     return size / min(cpu)
 
 

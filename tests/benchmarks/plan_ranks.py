@@ -1,13 +1,16 @@
-"""Past this machine: llama_1b on up to 1024 ranks, planned by one process with torch's fake process group.
+"""Past this machine: llama_1b on up to 1024 ranks, planned by one process with torch's fake process
+group.
 
     python tests/benchmarks/plan_ranks.py
 
-The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are fake (shapes
-without memory) and its collectives do nothing but be counted. What the rank holds, moves and saves has to be what
-formulas over the sizes of the model say, and what two real ranks over gloo do has to be what their plan says. Prints
-the rows of docs/scale.md, and exits with 1 where anything differs from a formula, from a real rank or from that page.
+The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are
+fake (shapes without memory) and its collectives do nothing but be counted. What the rank holds,
+moves and saves has to be what formulas over the sizes of the model say, and what two real ranks
+over gloo do has to be what their plan says. Prints the rows of docs/scale.md, and exits with 1
+where anything differs from a formula, from a real rank or from that page.
 
-Bytes of a collective are those of the whole buffer: what an all_gather gives, what a reduce_scatter takes.
+Bytes of a collective are those of the whole buffer: what an all_gather gives, what a reduce_scatter
+takes.
 """
 
 from __future__ import annotations
@@ -44,15 +47,24 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 LLAMA_1B = yaml.safe_load((ROOT / "conf" / "model" / "llama_1b.yaml").read_text(encoding="utf-8"))
-# Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1 MiB) has two buckets.
-SMALL = {"vocab_size": 1037, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 40, "d_ff": 4099}
+# Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1
+# MiB) has two buckets.
+SMALL = {
+    "vocab_size": 1037,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "d_model": 40,
+    "d_ff": 4099,
+}
 EVEN = {**SMALL, "vocab_size": 1038, "d_ff": 4098}
 FP32, FP64 = 4, 8  # bytes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of a run, and how many micro-batches there are in each window that it steps through."""
+    """One rank of a run, and how many micro-batches there are in each window that it steps
+    through."""
 
     kind: str
     nnodes: int
@@ -80,10 +92,13 @@ class Case:
         p |= {"replicate_size": self.replicas} if self.kind == "hsdp" else {}
         p |= {"tensor_parallel_size": self.tp} if self.tp > 1 else {}
         return [
-            "model=llama_1b", *(f"model.{key}={value}" for key, value in (self.sizes or {}).items()),
+            "model=llama_1b", *(f"model.{key}={value}" for key,
+            value in (self.sizes or {}).items()),
             f"parallelism={self.kind}", *(f"parallelism.{key}={value}" for key, value in p.items()),
-            "batch.micro_batch_size=1", "batch.gradient_accumulation_steps=1", f"batch.sequence_length={self.length}",
-            "data=synthetic", "data.n_tokens=160000", "train.max_steps=1", "train.device=cpu", "precision=fp32",
+            "batch.micro_batch_size=1", "batch.gradient_accumulation_steps=1",
+            f"batch.sequence_length={self.length}",
+            "data=synthetic", "data.n_tokens=160000", "train.max_steps=1", "train.device=cpu",
+            "precision=fp32",
             "tracker=none",
         ]  # fmt: skip
 
@@ -111,14 +126,18 @@ REAL = {
 def in_process(how: str, cases: str, file: str) -> None:
     torch.set_num_threads(1)
     gc.disable()  # it would look through every fake tensor again and again
-    found = {name: stepped(Case(**case), planned=how == "plan") for name, case in json.loads(cases).items()}
+    found = {
+        name: stepped(Case(**case), planned=how == "plan")
+        for name, case in json.loads(cases).items()
+    }
     if dist.is_initialized():
         dist.destroy_process_group()
     Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
 def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
-    """What the rank holds and would save after the case's windows, and the collectives of each of them."""
+    """What the rank holds and would save after the case's windows, and the collectives of each of
+    them."""
     from llmexp.checkpoint import saving
     from llmexp.data.reader import Window
     from llmexp.train.step import set_up, train_step
@@ -146,7 +165,9 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         def step(number: int) -> None:
             ids_bt = torch.zeros(1, case.length, dtype=torch.int64)
             micro_batches = case.windows[number]
-            window = Window(number, [(ids_bt, ids_bt)] * micro_batches, case.length * micro_batches, 0)
+            window = Window(
+                number, [(ids_bt, ids_bt)] * micro_batches, case.length * micro_batches, 0
+            )
             train_step(s, window, lambda: 0)
 
         for number in range(len(case.windows)):
@@ -162,7 +183,9 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         "parameters": storage_bytes(s.parameters),
         "gradients": storage_bytes([p.grad for p in s.parameters]),
         "optimizer": storage_bytes(states),
-        "files": {name: sum(t.nbytes for t, _, _ in pieces.values()) for name, pieces in files.items()},
+        "files": {
+            name: sum(t.nbytes for t, _, _ in pieces.values()) for name, pieces in files.items()
+        },
         "windows": windows,
         "held": held,  # when the last micro-batch begins
     }
@@ -202,10 +225,11 @@ class Collectives(TorchDispatchMode):
 
 
 class Plan(FakeTensorMode):
-    """Fake tensors, counting collectives (in one mode, because each costs time with every operation).
+    """Fake tensors, counting collectives (in one mode, because each costs time with every
+    operation).
 
-    What the host reads is answered: any scalar is 1, and the int32 lists in which DDP's C++ code writes down its
-    buckets do have memory.
+    What the host reads is answered: any scalar is 1, and the int32 lists in which DDP's C++ code
+    writes down its buckets do have memory.
     """
 
     def __init__(self) -> None:
@@ -244,7 +268,8 @@ def count(seen: dict[str, list[int]], func: Any, args: Any, out: Any) -> None:
 
 
 def group_size(args: Any) -> int:
-    """Ranks of the group that is among an operation's arguments, as an object or by its name; 0 where there is none."""
+    """Ranks of the group that is among an operation's arguments, as an object or by its name; 0
+    where there is none."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value).size()
@@ -254,7 +279,9 @@ def group_size(args: Any) -> int:
 
 def storage_bytes(tensors: Sequence[Any]) -> int:
     """Memory of this rank's parts; what several tensors share counts once."""
-    parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor)]
+    parts = [
+        t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor)
+    ]
     return sum({s._cdata: s.nbytes() for s in (part.untyped_storage() for part in parts)}.values())
 
 
@@ -265,9 +292,11 @@ def fake_bytes() -> int:
 
 @contextlib.contextmanager
 def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
-    """The parts of a run whose model is made on the meta device, and becomes fake when it is moved from there.
+    """The parts of a run whose model is made on the meta device, and becomes fake when it is moved
+    from there.
 
-    (Fake from the start it would take minutes: fully_shard cuts each parameter into as many parts as there are ranks.)
+    (Fake from the start it would take minutes: fully_shard cuts each parameter into as many parts
+    as there are ranks.)
     """
     from llmexp.models import loss
 
@@ -287,15 +316,19 @@ def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
             return model
 
         # As on an accelerator: hundreds of small tiles of logits would only take time.
-        stack.enter_context(mock.patch.object(loss, "_chunk_sizes", return_value=sizes(torch.device("cuda"))))
+        stack.enter_context(
+            mock.patch.object(loss, "_chunk_sizes", return_value=sizes(torch.device("cuda")))
+        )
         # DDP compares the ranks' shapes, and a fake group brings none from the others.
-        stack.enter_context(mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"))
+        stack.enter_context(
+            mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes")
+        )
         yield dataclasses.replace(parts, build_model=build_model)
 
 
 def all_reduced(state, bucket):
-    """What DDP does with a bucket, for a fake group, whose own futures hold no result. (DDP refuses annotations that
-    are texts, as they are in this file.)
+    """What DDP does with a bucket, for a fake group, whose own futures hold no result. (DDP refuses
+    annotations that are texts, as they are in this file.)
     """
     dist.all_reduce(bucket.buffer())
     done = torch.futures.Future()
@@ -314,9 +347,13 @@ def processes(how: str, *each: tuple[dict[str, Case], dict[str, str]]) -> list[d
             for n, (cases, env) in enumerate(each):
                 text = json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()})
                 command = [sys.executable, __file__, how, text, f"{folder}/{n}.json"]
-                started.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}))
+                started.append(
+                    subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+                )
             if any(process.wait() for process in started):
-                raise RuntimeError(f"a process that should {how} its cases failed; its error is above")
+                raise RuntimeError(
+                    f"a process that should {how} its cases failed; its error is above"
+                )
         finally:
             for process in started:
                 process.kill()
@@ -330,15 +367,17 @@ def real_ranks() -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    return processes("run", *((REAL, {**address, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)))
+    return processes(
+        "run", *((REAL, {**address, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2))
+    )
 
 
 # ---- The formulas ----
 
 
 def units(m: dict[str, Any]) -> list[list[tuple[tuple[int, ...], int | None]]]:
-    """Shapes of a Llama's parameters, and the dimension that tensor parallelism splits: embedding and final norm, then
-    the blocks, which is how FSDP takes them together."""
+    """Shapes of a Llama's parameters, and the dimension that tensor parallelism splits: embedding
+    and final norm, then the blocks, which is how FSDP takes them together."""
     d, f, v = m["d_model"], m["d_ff"], m["vocab_size"]
     kv = d // m["n_heads"] * m["n_kv_heads"]
     attention = [((d,), None), ((d, d), 0), ((kv, d), 0), ((kv, d), 0), ((d, d), 1)]
@@ -386,8 +425,9 @@ def collectives(case: Case, step: int, micro_batches: int) -> dict[str, list[int
     if case.kind != "ddp":
         add("all_reduce", case.world, 1, FP64)  # norm
     if case.kind == "ddp":
-        # One bucket in the first step. Then a bucket is closed at 25 MiB: by each of a block's three MLP matrices, by
-        # its attention matrices together; the embedding comes last. Rank 0 tells its order to the others.
+        # One bucket in the first step. Then a bucket is closed at 25 MiB: by each of a block's
+        # three MLP matrices, by its attention matrices together; the embedding comes last. Rank 0
+        # tells its order to the others.
         buckets = 4 * blocks + 1 if step else 1
         add("all_reduce", case.world, buckets, FP32 * mine.whole)
         if step == 1:
@@ -396,18 +436,31 @@ def collectives(case: Case, step: int, micro_batches: int) -> dict[str, list[int
         shards = dp // case.replicas
         root = share_of_root(case, shards)
         turns = 1 if case.once else micro_batches
-        again = 0 if case.once else 1  # blocks are gathered for the backward pass once more, the root is kept
+        again = (
+            0 if case.once else 1
+        )  # blocks are gathered for the backward pass once more, the root is kept
         gathered = FP32 * shards * (mine.padded + again * (mine.padded - root))
         add("all_gather", shards, turns * (blocks + 1 + again * blocks), turns * gathered)
         add("reduce_scatter", shards, turns * (blocks + 1), turns * FP32 * shards * mine.padded)
         if case.replicas > 1:
             add("all_reduce", case.replicas, turns * (blocks + 1), turns * FP32 * mine.padded)
     if case.tp > 1:
-        # Forward: the embedding, and what comes out of attention and MLP. Backward: what went into q, k, v, gate, up.
+        # Forward: the embedding, and what comes out of attention and MLP. Backward: what went into
+        # q, k, v, gate, up.
         activations = FP32 * case.length * width
-        add("all_reduce", case.tp, micro_batches * (1 + 7 * blocks), micro_batches * (1 + 7 * blocks) * activations)
+        add(
+            "all_reduce",
+            case.tp,
+            micro_batches * (1 + 7 * blocks),
+            micro_batches * (1 + 7 * blocks) * activations,
+        )
         # Loss: each row's maximum, three sums of it, and the gradient of what went in.
-        add("all_reduce", case.tp, 3 * micro_batches, micro_batches * (4 * FP32 * case.length + activations))
+        add(
+            "all_reduce",
+            case.tp,
+            3 * micro_batches,
+            micro_batches * (4 * FP32 * case.length + activations),
+        )
     return expected
 
 
@@ -417,12 +470,15 @@ def share_of_root(case: Case, shards: int) -> int:
 
 
 def differences(case: Case, found: dict[str, Any]) -> list[str]:
-    """What a plan has that the formulas do not say: fp32 parameters, gradients, two moments and a step count a tensor;
-    collectives; a rank's own elements in its files, with the step counts, which no one splits, in those of rank 0."""
+    """What a plan has that the formulas do not say: fp32 parameters, gradients, two moments and a
+    step count a tensor; collectives; a rank's own elements in its files, with the step counts,
+    which no one splits, in those of rank 0."""
     mine = share(case)
     suffix = "" if case.kind == "ddp" else f"-{case.rank:05d}-of-{case.world:05d}"
     counts = mine.tensors if case.rank == 0 else 0
-    windows = [collectives(case, step, micro_batches) for step, micro_batches in enumerate(case.windows)]
+    windows = [
+        collectives(case, step, micro_batches) for step, micro_batches in enumerate(case.windows)
+    ]
     expected = {
         "parameters": FP32 * mine.padded,
         "gradients": FP32 * mine.own,
@@ -433,10 +489,14 @@ def differences(case: Case, found: dict[str, Any]) -> list[str]:
         },
         "windows": windows,
     }
-    wrong = [f"{key}: {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]
+    wrong = [
+        f"{key}: {found[key]}, not {value}"
+        for key, value in expected.items()
+        if found[key] != value
+    ]
     if len(case.windows) > 1:
-        # When the last micro-batch begins nothing else is there but ids and scalars: no gathered parameters, no whole
-        # gradients, unless FSDP communicates once a step.
+        # When the last micro-batch begins nothing else is there but ids and scalars: no gathered
+        # parameters, no whole gradients, unless FSDP communicates once a step.
         held = FP32 * (mine.padded + 3 * mine.own + mine.tensors)
         held += FP32 * (case.world * mine.padded + mine.whole) if case.once else 0
         if not 0 <= found["held"][0] - held < 4096:
@@ -453,7 +513,9 @@ def rows(planned: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | {size(held)} |"
     for name, case in PLANNED.items():
         for micro_batches, window in zip(case.windows, planned[name]["windows"], strict=True):
-            moved = "; ".join(f"{n} {kind}: {size(n_bytes)}" for kind, (n, n_bytes) in sorted(window.items()))
+            moved = "; ".join(
+                f"{n} {kind}: {size(n_bytes)}" for kind, (n, n_bytes) in sorted(window.items())
+            )
             yield f"| {name} | {micro_batches} | {moved} |"
 
 
@@ -462,20 +524,31 @@ def size(number_bytes: int) -> str:
 
 
 def main() -> int:
-    """DTensor remembers a mesh with the rank that it first saw there, so no process plans for two ranks of one mesh."""
+    """DTensor remembers a mesh with the rank that it first saw there, so no process plans for two
+    ranks of one mesh."""
     second = {  # the second of the real ranks, in its second window; for DDP also in the first
-        name: dataclasses.replace(case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2])
+        name: dataclasses.replace(
+            case, rank=1, windows=case.windows[:2] if name == "ddp" else case.windows[1:2]
+        )
         for name, case in REAL.items()
     }
     first = {name: case for name, case in PLANNED.items() if case.world == 1024 and case.rank == 0}
     others = {name: case for name, case in PLANNED.items() if name not in first}
     one, two = processes("plan", (first, {}), ({**others, **second}, {}))
     planned, real = one | two, real_ranks()
-    wrong = [f"{name}: {text}" for name, case in PLANNED.items() for text in differences(case, planned[name])]
+    wrong = [
+        f"{name}: {text}"
+        for name, case in PLANNED.items()
+        for text in differences(case, planned[name])
+    ]
     for name in REAL:
         plan, found = planned[name], real[1][name]
         keys = ("parameters", "gradients", "optimizer", "files")
-        wrong += [f"{name}, two ranks: {key}: {found[key]}, not {plan[key]}" for key in keys if found[key] != plan[key]]
+        wrong += [
+            f"{name}, two ranks: {key}: {found[key]}, not {plan[key]}"
+            for key in keys
+            if found[key] != plan[key]
+        ]
         if found["windows"][:2][-len(plan["windows"]) :] != plan["windows"]:
             wrong.append(f"{name}, two ranks: {found['windows']}, not {plan['windows']}")
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
@@ -483,7 +556,11 @@ def main() -> int:
         print(row)
         if row not in page:
             wrong.append(f"not in docs/scale.md: {row}")
-    print("\n".join(["", *wrong]) if wrong else "\nas the formulas, two real ranks and docs/scale.md say")
+    print(
+        "\n".join(["", *wrong])
+        if wrong
+        else "\nas the formulas, two real ranks and docs/scale.md say"
+    )
     return 1 if wrong else 0
 
 

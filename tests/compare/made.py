@@ -25,7 +25,11 @@ COLUMNS = (
 def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     step = np.arange(1.0, n + 1) * 10
-    columns = {"step": step, "tokens_seen": step * batch * 128, "step_time": 0.05 + 0.02 * rng.random(n)}
+    columns = {
+        "step": step,
+        "tokens_seen": step * batch * 128,
+        "step_time": 0.05 + 0.02 * rng.random(n),
+    }
     columns["train/loss"] = level + 3 / (1 + step / 200) + 0.05 * rng.standard_normal(n)
     evaluated = (np.arange(n) % 10 == 9) | (np.arange(n) == n - 1)
     columns["val/loss"] = np.where(evaluated, level + 0.03 + 3 / (1 + step / 200), np.nan)
@@ -33,47 +37,80 @@ def rows(n: int, level: float, batch: int, seed: int) -> dict[str, np.ndarray]:
     columns["lr"] = 1e-3 * np.minimum(step / 100, 1)
     columns["tokens_per_sec"] = batch * 128 / columns["step_time"]
     columns["noise_scale"] = np.where(np.arange(n) >= 5, 20 + step / 20 + rng.random(n), np.nan)
-    columns["noise_scale_low"], columns["noise_scale_high"] = columns["noise_scale"] * 0.7, columns["noise_scale"] * 1.4
+    columns["noise_scale_low"], columns["noise_scale_high"] = (
+        columns["noise_scale"] * 0.7,
+        columns["noise_scale"] * 1.4,
+    )
     return columns
 
 
-def record(name: str, values: dict[str, Any], level: float, n: int, seed: int, state: str = "finished") -> Record:
+def record(
+    name: str, values: dict[str, Any], level: float, n: int, seed: int, state: str = "finished"
+) -> Record:
     accumulation = values.get("batch.gradient_accumulation_steps", 1)
     batch = 8 * accumulation
     columns = rows(n if state == "finished" else n // 2, level, batch, seed)
     limit = values.get("clip.max_norm", 1.0)
     limit = limit if isinstance(limit, float) else 1.0
-    table = [{"limit": c, "share": min(1.0, 1 / (1 + c * c)), "coefficient": c / (1 + c)} for c in (0.25, 0.5, 1, 2, 4)]
+    table = [
+        {"limit": c, "share": min(1.0, 1 / (1 + c * c)), "coefficient": c / (1 + c)}
+        for c in (0.25, 0.5, 1, 2, 4)
+    ]
     status = {
         "state": state, "host": "node-1", "summary": {},
         "clip": {"steps": n * 10, "share": 1 / (1 + limit), "table": table,
                  "quantiles": {"50": 1.1, "90": 2.7, "99": 9.25}},
         "noise": {"noise_scale": 45.2, "low": 31.0, "high": 66.0, "measurements": n,
-                  "verdict": f"real_batch_size={batch} is near the noise scale (31 to 66 sequences)."},
+                  "verdict": f"real_batch_size={batch} is near the noise scale (31 to 66 "
+                             "sequences)."},
     }  # fmt: skip
     facts = {
-        "device": "cuda", "device_name": "NVIDIA H200", "world_size": 1, "parallelism": "single", "precision": "bf16",
+        "device": "cuda", "device_name": "NVIDIA H200", "world_size": 1, "parallelism": "single",
+        "precision": "bf16",
         "commit": "4f1e9a0" if seed % 5 else "99be2c1", "real_batch_size": batch,
-        "versions": {"python": "3.11.7", "torch": "2.13.0"}, "overrides": [f"{k}={v}" for k, v in values.items()],
+        "versions": {"python": "3.11.7", "torch": "2.13.0"}, "overrides": [f"{k}={v}" for k,
+        v in values.items()],
     }  # fmt: skip
-    config = {"batch.micro_batch_size": 8, "optimizer.lr": 1e-3, "clip.kind": "norm", "clip.max_norm": 1.0} | values
+    config = {
+        "batch.micro_batch_size": 8,
+        "optimizer.lr": 1e-3,
+        "clip.kind": "norm",
+        "clip.max_norm": 1.0,
+    } | values
     return Record(
-        Path("/runs") / str(seed), name, Path("/runs/accumulation_x_clip"), state, config, facts, status, columns
+        Path("/runs") / str(seed),
+        name,
+        Path("/runs/accumulation_x_clip"),
+        state,
+        config,
+        facts,
+        status,
+        columns,
     )
 
 
-def entry(number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, state: str = "finished") -> Entry:
+def entry(
+    number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, state: str = "finished"
+) -> Entry:
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()) or "a run"
     level = 3.0 + 0.0173 * number
     runs = tuple(
-        record(name if seeds == 1 else f"{name},seed={s}", values, level + 0.004 * s, n, 11 * number + s, state)
+        record(
+            name if seeds == 1 else f"{name},seed={s}",
+            values,
+            level + 0.004 * s,
+            n,
+            11 * number + s,
+            state,
+        )
         for s in range(seeds)
     )
     final = level + 0.03 + 3 / (1 + n / 20)
     figures = {
         "final val/loss": final, "best val/loss": final - 0.001,
         "tokens_seen": float(runs[0].columns["tokens_seen"][-1]),
-        "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number, "clip_share": 0.31,
+        "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number,
+        "clip_share": 0.31,
         "peak_memory_gib": 11.25 + 0.5 * (number % 4),
     }  # fmt: skip
     if state == "failed":
@@ -83,21 +120,30 @@ def entry(number: int, values: dict[str, Any], *, n: int = 300, seeds: int = 1, 
 
 
 def comparison(entries: list[Entry], **more: Any) -> Comparison:
-    """The entries in the order that they have, with what else a comparison holds; `more` replaces fields."""
+    """The entries in the order that they have, with what else a comparison holds; `more` replaces
+    fields."""
     differing = tuple(dict.fromkeys(key for e in entries for key in e.values))
     columns = tuple(c for c in COLUMNS if any(c.key in e.figures for e in entries))
     sentences = (
         f"Use {entries[0].name}: final val/loss 3.217, the lowest.",
-        "The next three are indistinguishable from it: they differ by less than the noise floor of 0.004.",
+        "The next three are indistinguishable from it: they differ by less than the noise floor of "
+        "0.004.",
     )
     fields: dict[str, Any] = dict(
-        entries=tuple(entries), differing=differing, columns=columns, metric="final val/loss", align="tokens",
+        entries=tuple(entries), differing=differing, columns=columns, metric="final val/loss",
+        align="tokens",
         align_at=3_072_000.0, batch="scaling", problems=(), factors=differing,
     )  # fmt: skip
     judged = [e for e in entries if e.state == "finished" and "final val/loss" in e.figures]
-    marks = {id(e): Standing("worse", 0.0173 * i) if i else Standing("best") for i, e in enumerate(judged)}
+    marks = {
+        id(e): Standing("worse", 0.0173 * i) if i else Standing("best")
+        for i, e in enumerate(judged)
+    }
     marked = [
-        replace(e, standing=marks[id(e)] if len(judged) > 1 else Standing("")) if id(e) in marks else e for e in entries
+        replace(e, standing=marks[id(e)] if len(judged) > 1 else Standing(""))
+        if id(e) in marks
+        else e
+        for e in entries
     ]
     fields["entries"] = tuple(e if e.label else replace(e, label=e.name) for e in marked)
     headline, *notes = more.pop("sentences", sentences) or ("",)
@@ -108,4 +154,6 @@ def grid(*, n: int = 300, seeds: int = 1, **keys: list[Any]) -> list[Entry]:
     """Every pair of values; `__` in a name stands for the dot."""
     names = [key.replace("__", ".") for key in keys]
     points = itertools.product(*keys.values())
-    return [entry(i, dict(zip(names, p, strict=True)), n=n, seeds=seeds) for i, p in enumerate(points)]
+    return [
+        entry(i, dict(zip(names, p, strict=True)), n=n, seeds=seeds) for i, p in enumerate(points)
+    ]

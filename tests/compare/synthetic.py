@@ -38,7 +38,8 @@ def make_run(
     val_every: int = 100,
     **changes: Any,
 ) -> Path:
-    """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its own."""
+    """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its
+    own."""
     path.mkdir(parents=True)
     real, length = micro * accumulation, 128
     config = {
@@ -60,8 +61,10 @@ def make_run(
         config[section][name] = value
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     facts = {
-        "real_batch_size": real, "micro_batch_size": micro, "gradient_accumulation_steps": accumulation, "dp_size": 1,
-        "tokens_per_step": real * length, "sequence_length": length, "eval_sequences": 256, "max_steps": steps,
+        "real_batch_size": real, "micro_batch_size": micro,
+        "gradient_accumulation_steps": accumulation, "dp_size": 1,
+        "tokens_per_step": real * length, "sequence_length": length, "eval_sequences": 256,
+        "max_steps": steps,
         "max_tokens": steps * real * length,
         "tokenizer": tokenizer, "model": "GPT2", "device_name": "cpu",
         "data_fingerprint": {"tokenizer_sha256": tokenizer},
@@ -73,7 +76,12 @@ def make_run(
     loss = 2.5 + 3 * np.exp(-step / 80) + batches + offset + mine
     rows = []
     for i, s in enumerate(step):
-        row = {"step": int(s), "tokens_seen": int(s) * real * length, "epoch": 0.1, "train/loss": float(loss[i])}
+        row = {
+            "step": int(s),
+            "tokens_seen": int(s) * real * length,
+            "epoch": 0.1,
+            "train/loss": float(loss[i]),
+        }
         row |= {
             "lr": 0.001,
             "grad_norm": 1.5,
@@ -83,11 +91,20 @@ def make_run(
         }
         if s % val_every == 0:
             val = 2.6 + 3 * float(np.exp(-s / 80)) + offset
-            row |= {"val/loss": val, "val/ppl": float(np.exp(val)), "val/bits_per_byte": val / np.log(2)}
+            row |= {
+                "val/loss": val,
+                "val/ppl": float(np.exp(val)),
+                "val/bits_per_byte": val / np.log(2),
+            }
         rows.append(json.dumps(row, separators=(",", ":")))
     (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     summary = {"tokens_seen": steps * real * length, "steps": steps, "train_time": steps * 0.5}
-    summary |= {"mean tokens_per_sec": 2000.0, "peak_memory_gib": 1.25, "skipped_steps": 0, "clip_share": 0.25}
+    summary |= {
+        "mean tokens_per_sec": 2000.0,
+        "peak_memory_gib": 1.25,
+        "skipped_steps": 0,
+        "clip_share": 0.25,
+    }
     status = {
         "state": state,
         "updated": 1.8e9,
@@ -106,7 +123,13 @@ def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) 
     for number, (label, settings) in enumerate(points.items()):
         make_run(path / f"{number}-{label}", own=number, **settings)
         entries.append(
-            {"number": number, "label": label, "folder": f"{number}-{label}", "state": "finished", "rung": None}
+            {
+                "number": number,
+                "label": label,
+                "folder": f"{number}-{label}",
+                "state": "finished",
+                "rung": None,
+            }
         )
     ledger = {"format": 1, "name": "x", "state": "finished", "swept": swept, "points": entries}
     (path / "sweep.json").write_text(json.dumps(ledger))

@@ -41,7 +41,9 @@ def test_cuts_of_one_batch_are_a_floor_and_never_a_difference(tmp_path):
     points = {f"a_{a}": dict(micro=8 // a, accumulation=a, offset=0.0007 * a) for a in (1, 2, 4, 8)}
     c = compare([make_sweep(tmp_path / "s", points, swept)])
     assert c.batch == "iso-batch"
-    assert c.headline.startswith("One computation, run 4 ways: val loss 2.6209 to 2.6258. The spread of 0.0049")
+    assert c.headline.startswith(
+        "One computation, run 4 ways: val loss 2.6209 to 2.6258. The spread of 0.0049"
+    )
     assert [e.standing.mark for e in c.entries] == ["lowest", "same", "same", "same"]
     # With dropout each cut draws other masks, so they are no longer one computation.
     for run in (tmp_path / "s").glob("*-a_*/config.yaml"):
@@ -51,11 +53,15 @@ def test_cuts_of_one_batch_are_a_floor_and_never_a_difference(tmp_path):
 
 def test_a_setting_beside_cuts_of_one_batch_is_held_against_their_spread(tmp_path):
     points = {
-        f"a_{a},c_{limit}": dict(micro=8 // a, accumulation=a, max_norm=limit, offset=extra + 0.001 * a)
+        f"a_{a},c_{limit}": dict(
+            micro=8 // a, accumulation=a, max_norm=limit, offset=extra + 0.001 * a
+        )
         for a in (1, 2, 4)
         for limit, extra in ((0.5, 0.0), (1.0, 0.03))
     }
-    c = compare([make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])])
+    c = compare(
+        [make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])]
+    )
     assert set(c.factors) == {"batch.gradient_accumulation_steps", "clip.max_norm"}
     assert "batch.micro_batch_size" in c.differing
     assert [m for label, m in marks(c).items() if "clip=0.5" in label] == ["lowest", "same", "same"]
@@ -85,7 +91,9 @@ def test_a_twin_measures_what_rounding_makes(tmp_path):
 def test_one_seed_decides_nothing(tmp_path_factory, offsets, wobble):
     where = tmp_path_factory.mktemp("runs")
     for i, offset in enumerate(offsets):
-        make_run(where / str(i), own=i, max_norm=float(i + 1), offset=offset, wobble=wobble, steps=100)
+        make_run(
+            where / str(i), own=i, max_norm=float(i + 1), offset=offset, wobble=wobble, steps=100
+        )
     for align in ("tokens", "steps", "time"):
         c = compare([where], align=align)
         assert set(marks(c).values()) == {"lowest", "undecided"}
@@ -99,13 +107,19 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
     seeds(tmp_path / "same", {s: -2 * o + 0.002 for s, o in spread.items()}, max_norm=2.0)
     seeds(tmp_path / "far", {s: o + 0.1 + 0.001 * s for s, o in spread.items()}, max_norm=3.0)
     c = compare([tmp_path])
-    assert sorted((e.name, len(e.runs)) for e in c.entries) == [("far x3", 3), ("near x3", 3), ("same x3", 3)]
+    assert sorted((e.name, len(e.runs)) for e in c.entries) == [
+        ("far x3", 3),
+        ("near x3", 3),
+        ("same x3", 3),
+    ]
     assert "train.seed" not in c.differing
     near = next(e for e in c.entries if e.name == "near x3")
     ends = [2.6 + 3 * math.exp(-5) + own for own in spread.values()]
     half = 4.302653 * np.std(ends, ddof=1) / math.sqrt(3)
     assert near.figures["val/loss"] == pytest.approx(np.mean(ends), rel=1e-12)
-    assert near.intervals["val/loss"] == pytest.approx((np.mean(ends) - half, np.mean(ends) + half), rel=1e-6)
+    assert near.intervals["val/loss"] == pytest.approx(
+        (np.mean(ends) - half, np.mean(ends) + half), rel=1e-6
+    )
     assert sorted(marks(c).values()) == ["lowest", "undecided", "worse"]
     assert marks(c)["clip=3.0"] == "worse"
     assert c.headline.startswith("Undecided: ")
@@ -132,17 +146,22 @@ def test_real_negligible_same_and_undecided(tmp_path, gap, scatter, mark, start)
     shape = np.array([-1.0, 0.0, 1.0, 0.5, -0.5])
     shape /= shape.std(ddof=1)
     seeds(tmp_path / "a", dict.fromkeys(range(1, 6), 0.0))
-    seeds(tmp_path / "b", {s: gap + scatter * float(x) for s, x in enumerate(shape, 1)}, max_norm=2.0)
+    seeds(
+        tmp_path / "b", {s: gap + scatter * float(x) for s, x in enumerate(shape, 1)}, max_norm=2.0
+    )
     c = compare([tmp_path])
     other = next(e for e in c.entries if "2.0" in e.label)
     if gap:
         assert other.standing.mark == mark
-        assert other.standing.half == pytest.approx(2.776445 * scatter / math.sqrt(5), rel=1e-4)  # t(0.975, 4)
+        assert other.standing.half == pytest.approx(
+            2.776445 * scatter / math.sqrt(5), rel=1e-4
+        )  # t(0.975, 4)
         assert c.headline.startswith(start)
     else:
         assert sorted(marks(c).values()) == ["lowest", "same"]
     if mark == "undecided":
-        # (t(0.975, n-1) + t(0.8, n-1)) 0.004 / sqrt(n) <= 0.003 from n = 16 on, (2.131 + 0.866) * 0.001: 11 more.
+        # (t(0.975, n-1) + t(0.8, n-1)) 0.004 / sqrt(n) <= 0.003 from n = 16 on, (2.131 + 0.866) *
+        # 0.001: 11 more.
         assert "; 11 more seeds each would settle such a difference" in c.headline
     assert compare([tmp_path], negligible=0.0).headline.startswith("clip=1.0 is best") == (
         gap >= 0.0012 and gap != 0.003
@@ -166,7 +185,8 @@ def test_a_setting_of_one_seed_does_not_hide_what_seeds_show_of_others(tmp_path)
 
 
 def test_what_is_better_over_the_common_seeds_leads_whatever_the_means(tmp_path):
-    """Seeds lie 1 apart; the mean of the first is lower only for the lucky seeds that the second lacks."""
+    """Seeds lie 1 apart; the mean of the first is lower only for the lucky seeds that the second
+    lacks."""
     seeds(tmp_path / "a", {s: s - 5 + 0.05 for s in range(1, 8)}, max_norm=1.0)
     seeds(tmp_path / "b", {s: s - 5 + 0.0001 * s for s in range(5, 8)}, max_norm=2.0)
     c = compare([tmp_path])
@@ -181,7 +201,13 @@ def test_what_is_better_over_the_common_seeds_leads_whatever_the_means(tmp_path)
 def test_a_twin_of_a_lucky_seed_decides_nothing_and_measures(tmp_path):
     for seed in (1, 2, 3):
         make_run(tmp_path / f"a{seed}", seed=seed, offset=0.05 * seed, train__twin=0)
-        make_run(tmp_path / f"b{seed}", seed=seed, offset=0.05 * seed + 0.1 + 1e-4 * seed, max_norm=2.0, train__twin=0)
+        make_run(
+            tmp_path / f"b{seed}",
+            seed=seed,
+            offset=0.05 * seed + 0.1 + 1e-4 * seed,
+            max_norm=2.0,
+            train__twin=0,
+        )
     make_run(tmp_path / "twin", seed=1, offset=0.05 - 0.001, train__twin=1)
     c = compare([tmp_path])
     assert c.headline.startswith("clip=1.0 is best")
@@ -197,12 +223,16 @@ def test_a_twin_of_a_lucky_seed_decides_nothing_and_measures(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 def test_budgets_differ_also_where_nothing_was_evaluated_on_the_way(tmp_path, count):
     points = {
-        f"a_{a},s_{seed}": dict(accumulation=a, seed=seed, offset=-0.1 * a + 1e-4 * seed * a, val_every=400)
+        f"a_{a},s_{seed}": dict(
+            accumulation=a, seed=seed, offset=-0.1 * a + 1e-4 * seed * a, val_every=400
+        )
         for a in (1, 2, 4)
         for seed in range(count)
     }
     c = compare([make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps"])])
-    assert c.headline.startswith("No ranking, the budgets differ. Lowest val loss: accum=4 at its own end (")
+    assert c.headline.startswith(
+        "No ranking, the budgets differ. Lowest val loss: accum=4 at its own end ("
+    )
     assert c.headline.endswith("At equal tokens not all have an evaluation.")
     assert marks(c) == {"accum=1": "", "accum=2": "not evaluated", "accum=4": "not evaluated"}
     assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
@@ -219,7 +249,8 @@ def test_a_trial_that_ends_before_the_others_are_evaluated_is_too_short(tmp_path
 
 
 def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
-    """Constant rates, so schedules are no reason; one run is evaluated at its end, the other 50 steps before that."""
+    """Constant rates, so schedules are no reason; one run is evaluated at its end, the other 50
+    steps before that."""
     for name, steps, limit in (("a", 250, 1.0), ("b", 400, 2.0)):
         for seed in (1, 2, 3):
             run = make_run(
@@ -230,9 +261,13 @@ def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
                 val_every=125 if name == "a" else 100,
             )
             text = (run / "config.yaml").read_text()
-            (run / "config.yaml").write_text(text + "schedule:\n  _target_: llmexp.schedule.constant\n")
+            (run / "config.yaml").write_text(
+                text + "schedule:\n  _target_: llmexp.schedule.constant\n"
+            )
     for sort in (None, "final val/loss", "best val/loss"):
-        assert compare([tmp_path], sort=sort).headline.startswith("No ranking, the budgets differ"), sort
+        assert compare([tmp_path], sort=sort).headline.startswith(
+            "No ranking, the budgets differ"
+        ), sort
 
 
 def test_equal_budgets_at_unequal_times_are_not_told_to_train_equally_long(tmp_path):
@@ -249,7 +284,8 @@ def test_equal_budgets_at_unequal_times_are_not_told_to_train_equally_long(tmp_p
 
 def test_a_list_is_a_value_like_any_other(tmp_path):
     points = {
-        f"{b},{limit},{s}": dict(max_norm=limit, seed=s, data__weights=[1, b], offset=limit + 0.01 * s * b)
+        f"{b},{limit},{s}": dict(max_norm=limit, seed=s, data__weights=[1, b],
+        offset=limit + 0.01 * s * b)
         for b in (1, 2) for limit in (1.0, 2.0) for s in (1, 2)
     }  # fmt: skip
     c = compare([make_sweep(tmp_path / "s", points, ["data.weights", "clip.max_norm"])])
@@ -268,7 +304,8 @@ def test_a_rerun_joins_the_seeds_in_place_of_the_one_that_failed(tmp_path):
 def test_a_point_that_has_just_begun_does_not_hold_up_the_others(tmp_path):
     points = {
         "1": dict(max_norm=1.0), "2": dict(max_norm=2.0, steps=300, state="preempted"),
-        "3": dict(max_norm=3.0, steps=200, state="preempted"), "4": dict(max_norm=4.0, steps=2, state="preempted"),
+        "3": dict(max_norm=3.0, steps=200, state="preempted"), "4": dict(max_norm=4.0, steps=2,
+        state="preempted"),
     }  # fmt: skip
     c = compare([make_sweep(tmp_path / "s", points, ["clip.max_norm"])])
     assert c.align_at == 200 * 1024
@@ -280,12 +317,14 @@ def test_seeds_alone_end_in_mean_deviation_interval_and_range(tmp_path):
     c = compare([tmp_path])
     half = 4.302653 * 0.01 / math.sqrt(3)
     assert c.headline == (
-        f"seeds 1-3: val loss 2.630 ± {half:.2g} over 3 seeds (standard deviation 0.01, range 2.6202 to 2.6402)."
+        f"seeds 1-3: val loss 2.630 ± {half:.2g} over 3 seeds (standard deviation 0.01, range "
+        "2.6202 to 2.6402)."
     )
     for run in (tmp_path / "a").glob("*seed_3/*"):
         run.unlink()
     assert compare([tmp_path]).headline == (
-        "seeds 1 and 2: val loss 2.6202 and 2.6302. Two seeds are too few for an interval; add train.seed=3,4."
+        "seeds 1 and 2: val loss 2.6202 and 2.6302. Two seeds are too few for an interval; add "
+        "train.seed=3,4."
     )
 
 
@@ -309,8 +348,12 @@ def test_seeds_that_the_sweep_still_plans_are_trained_by_resuming_it(tmp_path):
 
 
 def test_repeated_seeds_of_several_sweeps_have_the_short_name_of_their_setting(tmp_path):
-    points = {f"c_{limit},s_{s}": dict(max_norm=limit, seed=s) for limit in (0.5, 1.0) for s in range(4)}
-    sweeps = [make_sweep(tmp_path / name, points, ["clip.max_norm", "train.seed"]) for name in ("a", "b")]
+    points = {
+        f"c_{limit},s_{s}": dict(max_norm=limit, seed=s) for limit in (0.5, 1.0) for s in range(4)
+    }
+    sweeps = [
+        make_sweep(tmp_path / name, points, ["clip.max_norm", "train.seed"]) for name in ("a", "b")
+    ]
     labels = {"clip=0.5 (1)", "clip=0.5 (2)", "clip=1.0 (1)", "clip=1.0 (2)"}
     assert set(marks(compare(sweeps))) == labels
     alone = [str(sweep / "*c_0.5*") for sweep in sweeps]
@@ -328,8 +371,13 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty():
                 common = rng.standard_normal(3 * count)
                 records = []
                 for i in range(count):
-                    for seed in range(3) if draws % 2 else range(3 * i, 3 * i + 3):  # paired, or seeds of its own
-                        loss = 3 + 0.01 * (common[seed] + (scatter if i == count - 1 else 1.0) * rng.standard_normal())
+                    for seed in (
+                        range(3) if draws % 2 else range(3 * i, 3 * i + 3)
+                    ):  # paired, or seeds of its own
+                        loss = 3 + 0.01 * (
+                            common[seed]
+                            + (scatter if i == count - 1 else 1.0) * rng.standard_normal()
+                        )
                         config = {"train.seed": seed, "clip.max_norm": float(i)}
                         columns = {
                             "step": np.array([1.0]),
@@ -337,7 +385,9 @@ def test_false_alarms_over_whole_sweeps_are_at_most_one_in_twenty():
                             "val/loss": np.array([loss]),
                         }
                         name = f"{i}-{seed}"
-                        records.append(Record(Path(name), name, None, "finished", config, {}, {}, columns))
+                        records.append(
+                            Record(Path(name), name, None, "finished", config, {}, {}, columns)
+                        )
                 alarms += any(e.standing.mark == "worse" for e in compare_records(records).entries)
     assert draws == 2000
     assert alarms <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)
@@ -348,31 +398,56 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
     points = {}
     for a in (1, 2, 4):
         for limit, extra in ((0.5, 0.0), (1.0, 0.01)):
-            points[f"a_{a},c_{limit}"] = dict(accumulation=a, max_norm=limit, offset=extra - 0.1 * a, steps=400)
-    sweep = make_sweep(tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"])
+            points[f"a_{a},c_{limit}"] = dict(
+                accumulation=a, max_norm=limit, offset=extra - 0.1 * a, steps=400
+            )
+    sweep = make_sweep(
+        tmp_path / "s", points, ["batch.gradient_accumulation_steps", "clip.max_norm"]
+    )
     for align in ("tokens", "steps", "time"):
         c = compare([sweep], align=align)
         assert c.headline.startswith("No ranking, the budgets differ."), align
-        found = [(e.values["batch.gradient_accumulation_steps"], e.standing.mark) for e in c.entries]
-        assert len({a for a, _ in found[:2]}) == len({a for a, _ in found[2:4]}) == 1  # one budget after another
-        assert [mark for _, mark in found] == ["lowest", "undecided", *["lowest of budget", "undecided"] * 2]
+        found = [
+            (e.values["batch.gradient_accumulation_steps"], e.standing.mark) for e in c.entries
+        ]
+        assert (
+            len({a for a, _ in found[:2]}) == len({a for a, _ in found[2:4]}) == 1
+        )  # one budget after another
+        assert [mark for _, mark in found] == [
+            "lowest",
+            "undecided",
+            *["lowest of budget", "undecided"] * 2,
+        ]
         ends = [words for words in ("at equal", "at its own end") if words in c.headline]
-        assert ends == ["at equal", "at its own end"][align != "tokens" :]  # one reading where both are the same
+        assert (
+            ends == ["at equal", "at its own end"][align != "tokens" :]
+        )  # one reading where both are the same
         assert [e.standing.difference for e in c.entries[1::2]] == pytest.approx([0.01] * 3)
-        assert any("whole runs" in note for note in c.notes) == (align == "tokens")  # else all are at their ends
+        assert any("whole runs" in note for note in c.notes) == (
+            align == "tokens"
+        )  # else all are at their ends
     c = compare([sweep])
     equal = {e.label: e.figures["val/loss"] for e in c.entries}
     end = {e.label: e.figures["final val/loss"] for e in c.entries}
-    assert equal["accum=4 clip=0.5"] == pytest.approx(2.6 + 3 * math.exp(-100 / 80) - 0.4)  # at a quarter of its steps
+    assert equal["accum=4 clip=0.5"] == pytest.approx(
+        2.6 + 3 * math.exp(-100 / 80) - 0.4
+    )  # at a quarter of its steps
     first, last = min(equal, key=equal.get), min(end, key=end.get)
     assert (first, last) == ("accum=1 clip=0.5", "accum=4 clip=0.5")
-    assert f"{first} at equal tokens ({equal[first]:.5g}), {last} at its own end ({end[last]:.5g})" in c.headline
+    assert (
+        f"{first} at equal tokens ({equal[first]:.5g}), {last} at its own end ({end[last]:.5g})"
+        in c.headline
+    )
     assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
     assert c.notes[1] == "To settle it: the same with train.max_tokens=409600 for every point."
     shown = lines_of(c)
     assert len(shown) <= 12
     for label in equal:
-        (row,) = [line for line in shown if line.split()[:2] == [part.split("=")[1] for part in label.split()]]
+        (row,) = [
+            line
+            for line in shown
+            if line.split()[:2] == [part.split("=")[1] for part in label.split()]
+        ]
         assert f"{equal[label]:.4f}" in row
         assert f"{end[label]:.4f}" in row
 
@@ -385,20 +460,26 @@ def test_seeds_do_not_make_unequal_budgets_comparable(tmp_path):
     assert sorted(marks(c).values()) == ["lowest", "other budget"]
     seeds(tmp_path / "c", {1: 0.1, 2: 0.102, 3: 0.103}, max_norm=2.0)
     assert marks(compare([tmp_path])) == {
-        "accum=2 clip=1.0": "lowest", "accum=1 clip=1.0": "lowest of budget", "accum=1 clip=2.0": "worse",
+        "accum=2 clip=1.0": "lowest", "accum=1 clip=1.0": "lowest of budget",
+        "accum=1 clip=2.0": "worse",
     }  # fmt: skip
 
 
 def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
-    """At equal tokens a longer run with a constant rate is where a shorter one is; one whose rate decays is not."""
+    """At equal tokens a longer run with a constant rate is where a shorter one is; one whose rate
+    decays is not."""
     for target, ranked in (("constant", True), ("cosine", False)):
         where = tmp_path / target
         for name, steps, limit in (("a", 200, 1.0), ("b", 400, 2.0)):
             run = make_run(where / name, steps=steps, max_norm=limit)
             text = (run / "config.yaml").read_text()
-            (run / "config.yaml").write_text(text + f"schedule:\n  _target_: llmexp.schedule.{target}\n")
+            (run / "config.yaml").write_text(
+                text + f"schedule:\n  _target_: llmexp.schedule.{target}\n"
+            )
         assert compare([where]).headline.startswith("Undecided" if ranked else "No ranking")
-        rows = (where / "b" / "metrics.jsonl").read_text().splitlines()[300:]  # no row where the shorter one ends
+        rows = (
+            (where / "b" / "metrics.jsonl").read_text().splitlines()[300:]
+        )  # no row where the shorter one ends
         (where / "b" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
         only = "steps=200 clip=1.0: val loss" if ranked else "No ranking"
         assert compare([where]).headline.startswith(only)
@@ -409,11 +490,20 @@ def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):
         make_run(tmp_path / f"r{i}", max_norm=float(i + 1), offset=0.01 * i)
     alone = compare([tmp_path])
     make_run(tmp_path / "trial", steps=2, max_norm=9.0, offset=-5.0, val_every=1)
-    make_run(tmp_path / "begun", steps=250, max_norm=10.0, state="preempted", offset=-5.0, train__max_steps=400)
+    make_run(
+        tmp_path / "begun",
+        steps=250,
+        max_norm=10.0,
+        state="preempted",
+        offset=-5.0,
+        train__max_steps=400,
+    )
     make_run(tmp_path / "broken", steps=120, max_norm=11.0, state="failed", offset=-5.0)
     other = make_run(tmp_path / "other", max_norm=12.0, offset=-5.0)
     text = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(text.replace("llmexp.data.sources.stdlib", "llmexp.data.sources.text"))
+    (other / "config.yaml").write_text(
+        text.replace("llmexp.data.sources.stdlib", "llmexp.data.sources.text")
+    )
     c = compare([tmp_path])
     assert c.headline == alone.headline
     assert [e.label for e in c.entries[:4]] == [e.label for e in alone.entries]
@@ -421,13 +511,18 @@ def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):
         "trial": "too short", "begun": "preempted", "broken": "failed", "other": "other task",
     }  # fmt: skip
     (left,) = [note for note in c.notes if note.startswith("Left out: ")]
-    assert all(f"1 run {word} (" in left for word in ("too short", "preempted", "failed", "of another task"))
+    assert all(
+        f"1 run {word} (" in left
+        for word in ("too short", "preempted", "failed", "of another task")
+    )
 
 
 def test_two_tasks_of_equal_weight_are_not_ranked(tmp_path):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", data__seed=5)
-    assert compare([tmp_path]).headline.startswith("No ranking: the runs have 2 different validation texts")
+    assert compare([tmp_path]).headline.startswith(
+        "No ranking: the runs have 2 different validation texts"
+    )
 
 
 def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finished(tmp_path):
@@ -445,7 +540,9 @@ def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finishe
     assert c.headline.startswith("Undecided, one seed each")
     assert any("256,000 tokens" in text and "clip=2.0 ends there" in text for text in c.why)
     assert compare([tmp_path], align="steps").align_at == 250
-    assert compare([tmp_path], align="time").align_at == pytest.approx(125.0)  # of half a second each
+    assert compare([tmp_path], align="time").align_at == pytest.approx(
+        125.0
+    )  # of half a second each
 
 
 def test_repeats_of_a_seed_are_no_further_seeds(tmp_path):
@@ -460,14 +557,17 @@ def test_repeats_of_a_seed_are_no_further_seeds(tmp_path):
 def test_more_cells_with_the_same_seeds_do_not_make_an_effect_clearer(tmp_path, copies):
     """Two seeds and their copies under other names: the interval is that of the two seeds alone."""
     points = {
-        f"e_{end},c_{limit},s_{seed}": dict(max_norm=float(limit), seed=seed, offset=end * 0.01 * seed, data__end=end)
+        f"e_{end},c_{limit},s_{seed}": dict(
+            max_norm=float(limit), seed=seed, offset=end * 0.01 * seed, data__end=end
+        )
         for end in (0, 1)
         for limit in range(1, 2 + copies)
         for seed in (1, 2)
     }
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.why if s.startswith("end: undecided")]
-    # Differences 0.01 and 0.02: mean 0.015, half width t(1 - 0.025 / pairs, 1) * 0.005, over all pairs of values.
+    # Differences 0.01 and 0.02: mean 0.015, half width t(1 - 0.025 / pairs, 1) * 0.005, over all
+    # pairs of values.
     pairs = 1 + math.comb(1 + copies, 2)
     half = math.tan(math.pi * (0.5 - 0.025 / pairs)) * 0.005
     assert f"0.015 ± {half:.2g}, averaged over clip (2 seeds, paired)" in said
@@ -481,7 +581,10 @@ def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
                 effect = -0.02 if end == 2 else 0.05
                 jitter = 0.0001 * seed * (1 + end)
                 points[f"{limit},{end},{seed}"] = dict(
-                    max_norm=limit, seed=seed, data__end=end, offset=(limit - 1) * (effect + jitter) + 0.01 * seed
+                    max_norm=limit,
+                    seed=seed,
+                    data__end=end,
+                    offset=(limit - 1) * (effect + jitter) + 0.01 * seed,
                 )
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.notes if s.startswith("clip: 1.0 is better than 2.0 by 0.027")]
@@ -492,7 +595,10 @@ def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
     """Seeds lie 1 apart, the limits 0.03; the larger limit lacks seeds, other ones in each cell."""
     points = {
         f"e_{end},c_{limit},s_{seed}": dict(
-            max_norm=limit, data__end=end, seed=seed, offset=seed + (0.03 + 0.0001 * seed) * (limit - 1)
+            max_norm=limit,
+            data__end=end,
+            seed=seed,
+            offset=seed + (0.03 + 0.0001 * seed) * (limit - 1),
         )
         for end in (1, 2)
         for limit in (1.0, 2.0)
@@ -510,7 +616,8 @@ def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
 def test_the_answer_of_successive_halving(tmp_path):
     points = {
         f"c_{i}": dict(
-            max_norm=float(i), offset=0.05 * i, steps=steps, state="finished" if steps == 400 else "preempted",
+            max_norm=float(i), offset=0.05 * i, steps=steps,
+            state="finished" if steps == 400 else "preempted",
             train__max_steps=400,
         )
         for i, steps in ((1, 400), (2, 200), (3, 200), (4, 100))
@@ -522,8 +629,8 @@ def test_the_answer_of_successive_halving(tmp_path):
     (sweep / "sweep.json").write_text(json.dumps(ledger))
     c = compare([sweep])
     assert c.headline == (
-        f"clip=1.0 won the successive halving: val loss {2.65 + 3 * math.exp(-5):.5g}; 3 others were left out after 25 "
-        "and 50 % of the steps."
+        f"clip=1.0 won the successive halving: val loss {2.65 + 3 * math.exp(-5):.5g}; 3 others "
+        "were left out after 25 and 50 % of the steps."
     )
     assert [e.standing.mark for e in c.entries] == ["", "out at 50%", "out at 50%", "out at 25%"]
     there = 2.65 + 3 * math.exp(-2.5)
@@ -539,7 +646,9 @@ def test_a_swept_group_reads_as_on_the_command_line(tmp_path):
     sweep = make_sweep(tmp_path / "s", points, ["optimizer"])
     for name, more in (("adamw", "betas: [0.9, 0.95]"), ("muon", "momentum: 0.95")):
         (config,) = sweep.glob(f"*{name}/config.yaml")
-        config.write_text(config.read_text() + f"optimizer:\n  _target_: llmexp.optim.{name}\n  {more}\n")
+        config.write_text(
+            config.read_text() + f"optimizer:\n  _target_: llmexp.optim.{name}\n  {more}\n"
+        )
     assert sorted(marks(compare([sweep]))) == ["optimizer=adamw", "optimizer=muon"]
 
 
@@ -576,7 +685,9 @@ def test_runs_without_an_evaluation_at_the_common_position_are_named(tmp_path):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", max_norm=2.0, steps=250, offset=0.1)
     make_run(tmp_path / "late", max_norm=3.0, val_every=300)
-    assert "1 of 3 runs has no evaluation up to there: steps=400 clip=3.0." in " ".join(compare([tmp_path]).why)
+    assert "1 of 3 runs has no evaluation up to there: steps=400 clip=3.0." in " ".join(
+        compare([tmp_path]).why
+    )
 
 
 def test_losses_of_different_tokenizers_are_not_ranked_bits_per_byte_are(tmp_path):
@@ -596,10 +707,15 @@ def test_sorting_by_a_rate_puts_the_highest_first(tmp_path):
         (path / "status.json").write_text(json.dumps(status))
     c = compare([tmp_path], sort="tokens_per_sec")
     assert [e.name for e in c.entries] == ["fast", "slow"]
-    assert "fast has the highest tokens/s" in c.headline or "clip=30.0 has the highest tokens/s" in c.headline
+    assert (
+        "fast has the highest tokens/s" in c.headline
+        or "clip=30.0 has the highest tokens/s" in c.headline
+    )
 
 
-@pytest.mark.parametrize(("key", "value", "hint"), [("sort", "val/los", "val/loss"), ("align", "days", "tokens")])
+@pytest.mark.parametrize(
+    ("key", "value", "hint"), [("sort", "val/los", "val/loss"), ("align", "days", "tokens")]
+)
 def test_unknown_words_are_refused(tmp_path, key, value, hint):
     make_run(tmp_path / "a")
     with pytest.raises(ConfigError, match=hint):
@@ -635,7 +751,9 @@ def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
     (waits / "metrics.jsonl").write_text("")
     make_run(tmp_path / "2", max_norm=2.0, state="failed")
     status = json.loads((tmp_path / "2" / "status.json").read_text())
-    (tmp_path / "2" / "status.json").write_text(json.dumps(status | {"error": "ValueError('a\\nb')"}))
+    (tmp_path / "2" / "status.json").write_text(
+        json.dumps(status | {"error": "ValueError('a\\nb')"})
+    )
     found = {e.name: e for e in compare([tmp_path]).entries}
     assert found["0 x2"].note == "the figures are of 1 seed; 1 of 2 seeds finished, 1 queued"
     assert found["2"].note == "ValueError('a b')"

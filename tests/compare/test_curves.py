@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from llmexp.compare.curves import downsample
 
 CURVES = st.lists(
-    st.one_of(st.floats(-1e6, 1e6), st.sampled_from([np.nan, np.inf, -np.inf])), min_size=0, max_size=400
+    st.one_of(st.floats(-1e6, 1e6), st.sampled_from([np.nan, np.inf, -np.inf])), min_size=0,
+    max_size=400
 )  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def test_ends_extremes_and_order_are_kept_in_few_points(values, limit):
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(50, 2000), limit=st.integers(10, 100))
 @settings(max_examples=60)
 def test_every_stretch_keeps_its_own_extremes(seed, n, limit):
-    """Against the buckets cut by a plain loop: n - 2 inner values in (limit - 2) // 2 of them, rounded up."""
+    """Against the buckets cut by a plain loop: n - 2 inner values in (limit - 2) // 2 of them,
+    rounded up."""
     y = np.random.default_rng(seed).standard_normal(n)
     kept = downsample(y, limit)
     width = -(-max(n - 2, 1) // ((limit - 2) // 2))

@@ -1,4 +1,5 @@
-"""The commands from outside: tables at any width, strict files, exit codes, lists, marks, clearing up."""
+"""The commands from outside: tables at any width, strict files, exit codes, lists, marks, clearing
+up."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ from tests.compare.synthetic import make_run, make_sweep
 @pytest.fixture
 def sweep(tmp_path):
     points = {
-        f"max_norm_{c},gradient_accumulation_steps_{a}": dict(max_norm=c, accumulation=a, micro=8 // a, offset=c / 50)
+        f"max_norm_{c},gradient_accumulation_steps_{a}": dict(
+            max_norm=c, accumulation=a, micro=8 // a, offset=c / 50
+        )
         for c in (0.5, 1.0)
         for a in (1, 2)
     }
-    return make_sweep(tmp_path / "s", points, ["clip.max_norm", "batch.gradient_accumulation_steps"])
+    return make_sweep(
+        tmp_path / "s", points, ["clip.max_norm", "batch.gradient_accumulation_steps"]
+    )
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200, 400])
@@ -79,11 +84,15 @@ def test_json_csv_and_markdown_say_the_same_and_nothing_else(sweep, capsys):
     assert comparison.headline.partition(":")[0] in out
 
 
-def test_files_are_written_and_a_path_after_an_option_is_no_file(sweep, tmp_path, capsys, monkeypatch):
+def test_files_are_written_and_a_path_after_an_option_is_no_file(
+    sweep, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     names = ["t.json", "t.csv", "t.md", "t.png"]
     options = [
-        f for name, opt in zip(names, ("json", "csv", "markdown", "png"), strict=True) for f in (f"--{opt}", name)
+        f
+        for name, opt in zip(names, ("json", "csv", "markdown", "png"), strict=True)
+        for f in (f"--{opt}", name)
     ]
     assert llmexp(["compare", "s", *options]) == 0
     assert "val loss" in capsys.readouterr().out
@@ -98,7 +107,8 @@ def test_files_are_written_and_a_path_after_an_option_is_no_file(sweep, tmp_path
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--png", "table.txt"], ["--html", "no/such/folder/x.html"], ["--csv", "new.txt"], ["--json", "--csv"],
+        ["--png", "table.txt"], ["--html", "no/such/folder/x.html"], ["--csv", "new.txt"],
+        ["--json", "--csv"],
         ["--align", "days"], ["--sort", "x"],
     ],
 )  # fmt: skip
@@ -109,7 +119,9 @@ def test_what_cannot_be_done_is_one_line(sweep, capsys, arguments):
     assert len(captured.err.splitlines()) == 1
 
 
-def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(sweep, tmp_path, capsys):
+def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(
+    sweep, tmp_path, capsys
+):
     (tmp_path / "empty").mkdir()
     assert llmexp(["compare", str(tmp_path / "empty")]) == 2
     assert "no run" in capsys.readouterr().err
@@ -120,7 +132,13 @@ def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(sw
 
 
 def test_no_terminal_and_an_ascii_one(sweep):
-    env = {**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1", "COLUMNS": "60", "TERM": "dumb"}
+    env = {
+        **os.environ,
+        "PYTHONIOENCODING": "ascii",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "60",
+        "TERM": "dumb",
+    }
     env.pop("DISPLAY", None)
     command = [sys.executable, "-m", "llmexp", "compare", str(sweep), "--png", str(sweep / "x.png")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
@@ -229,7 +247,9 @@ def test_checkpoints_that_cannot_be_removed_are_a_failure(tmp_path, capsys):
     for step in (5, 50):
         make_checkpoint(run, step)
     (run / ".lock").touch()
-    bound = subprocess.run(["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True)
+    bound = subprocess.run(
+        ["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True
+    )
     if bound.returncode:
         pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
     try:

@@ -29,7 +29,9 @@ EVIL = """</script><img src=x onerror="document.title='owned'">&amp;<b>"""
 
 
 def array(packed: dict[str, str]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(packed["bdata"]), dtype="<" + packed["dtype"]).astype(float)
+    return np.frombuffer(base64.b64decode(packed["bdata"]), dtype="<" + packed["dtype"]).astype(
+        float
+    )
 
 
 def figures(html: str) -> dict[str, Any]:
@@ -75,7 +77,12 @@ def test_nothing_is_fetched_and_no_script_but_its_own_may_run(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"compare.html", LIBRARY}
     for html, allowed in ((page(made), ()), (written.read_text(encoding="utf-8"), (LIBRARY,))):
         outline = Outline(html)
-        loads = [v for _, a in outline.tags for k, v in a.items() if k in ("src", "href", "srcset", "action", "data")]
+        loads = [
+            v
+            for _, a in outline.tags
+            for k, v in a.items()
+            if k in ("src", "href", "srcset", "action", "data")
+        ]
         assert all(v is not None and v.startswith(("#", "data:,", *allowed)) for v in loads)
         policy = next(a["content"] for t, a in outline.tags if t == "meta" and a.get("http-equiv"))
         assert policy is not None
@@ -96,11 +103,17 @@ def test_the_title_names_the_sweep_where_all_runs_are_of_it():
 def test_the_answer_is_the_comparisons_own():
     first, second = grid(n=20, **{CLIP: [0.5, 1.0]})
     second = replace(second, standing=Standing("undecided", 0.0173, 0.0046, "3 seeds"))
-    made = comparison([first, second], headline="clip=0.5 leads.", notes=("Budgets differ.",), why=("A.",))
+    made = comparison(
+        [first, second], headline="clip=0.5 leads.", notes=("Budgets differ.",), why=("A.",)
+    )
     made = replace(made, entries=(replace(made.entries[0], standing=Standing("lowest")), second))
     html = page(made)
     answer = html[html.index('class="answer"') : html.index("</section>")]
-    assert re.findall(r"<p[^>]*>([^<]*)</p>", answer) == ["clip=0.5 leads.", "Budgets differ.", "A."]
+    assert re.findall(r"<p[^>]*>([^<]*)</p>", answer) == [
+        "clip=0.5 leads.",
+        "Budgets differ.",
+        "A.",
+    ]
     assert answer.index("<details>") < answer.index("A.")
     _, *rows = re.findall(r"<tr>.*?</tr>", html[html.index('class="runs"') :])[:3]
     assert ["★" in row for row in rows] == [True, False]
@@ -114,17 +127,24 @@ def test_the_answer_is_the_comparisons_own():
 def test_nothing_has_a_star_where_the_answer_names_no_leader():
     made = comparison(grid(n=20, **FOUR_BY_THREE))
     assert "★" in page(made)
-    assert "★" not in page(replace(made, entries=tuple(replace(e, standing=Standing("")) for e in made.entries)))
+    assert "★" not in page(
+        replace(made, entries=tuple(replace(e, standing=Standing("")) for e in made.entries))
+    )
 
 
 def test_why_a_run_failed_stands_under_its_name_and_long_values_are_short():
     long = 0.012345678901234568
-    broken = replace(entry(1, {"optimizer.lr": long}, state="failed"), note="a rank was killed (SIGKILL)")
+    broken = replace(
+        entry(1, {"optimizer.lr": long}, state="failed"), note="a rank was killed (SIGKILL)"
+    )
     html = page(comparison([entry(0, {"optimizer.lr": 0.25}), broken]))
     (row,) = [r for r in re.findall(r"<tr>.*?</tr>", html) if "SIGKILL" in r]
     assert "SIGKILL" in row.partition("</th>")[0]
     assert ">0.0123457<" in row
-    assert scale(grid(n=20, **{RATE: [1e-4, long]}), "optimizer.lr").labels == ("0.0001", "0.0123457")
+    assert scale(grid(n=20, **{RATE: [1e-4, long]}), "optimizer.lr").labels == (
+        "0.0001",
+        "0.0123457",
+    )
     near = scale(grid(n=20, **{RATE: [long, long + 1e-12]}), "optimizer.lr").labels
     assert len(set(near)) == 2  # they still look different
 
@@ -135,10 +155,14 @@ def test_the_same_comparison_gives_the_same_bytes():
 
 
 def test_parts_without_data_are_absent():
-    bare = replace(entry(0, {}).runs[0], columns={"step": np.zeros(0)}, status={}, facts={}, config={})
+    bare = replace(
+        entry(0, {}).runs[0], columns={"step": np.zeros(0)}, status={}, facts={}, config={}
+    )
     alone = replace(entry(0, {}), runs=(bare,), figures={})
     parts = r'<(?:section|details class="part") id="([\w-]+)"'
-    assert re.findall(parts, page(comparison([alone], columns=(), headline="", notes=(), align_at=None))) == ["table"]
+    assert re.findall(
+        parts, page(comparison([alone], columns=(), headline="", notes=(), align_at=None))
+    ) == ["table"]
     whole = page(comparison(grid(n=30, **FOUR_BY_THREE), problems=("x: no run",)))
     expected = ["losses", "settings", "table", "other-curves", "clip", "noise", "problems"]
     assert re.findall(parts, whole) == expected
@@ -147,7 +171,14 @@ def test_parts_without_data_are_absent():
 def test_a_comparison_of_nothing_is_a_page():
     some = comparison(grid(n=30))
     empty = replace(
-        some, entries=(), columns=(), differing=(), headline="", notes=(), problems=("x: no run",), align_at=None
+        some,
+        entries=(),
+        columns=(),
+        differing=(),
+        headline="",
+        notes=(),
+        problems=("x: no run",),
+        align_at=None,
     )
     assert "x: no run" in Outline(page(empty)).text()
 
@@ -184,7 +215,9 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     steps = array(places[1][0])
     assert steps[y.argmax()] == columns["step"][6_543]
     seconds = sum(10 * t for t in columns["step_time"][: 6_543 + 1])
-    assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)  # float32: 2^-24 of its size
+    assert array(places[2][0])[y.argmax()] == pytest.approx(
+        seconds, rel=2**-23
+    )  # float32: 2^-24 of its size
     # Each level of the slider is the plain mean around the row; the page begins with the usual one.
     levels = drawn["choices"]["smoothing"]
     assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))
@@ -244,15 +277,31 @@ def test_an_axis_is_logarithmic_for_rates_and_for_factors(key, values, kind):
 
 
 def test_each_swept_number_has_its_figure_with_the_intervals_of_the_seeds():
-    made = comparison(grid(n=20, seeds=3, **{RATE: [1e-4, 1e-3, 1e-2], CLIP: [0.5, 1.0]}, model__kind=["a", "b"]))
+    made = comparison(
+        grid(n=20, seeds=3, **{RATE: [1e-4, 1e-3, 1e-2], CLIP: [0.5, 1.0]}, model__kind=["a", "b"])
+    )
     drawn = figures(page(made))
-    assert [name for name in drawn if name.startswith("over")] == ["over optimizer.lr", "over clip.max_norm"]
+    assert [name for name in drawn if name.startswith("over")] == [
+        "over optimizer.lr",
+        "over clip.max_norm",
+    ]
     traces = drawn["over optimizer.lr"]["figure"]["data"]
-    assert {t["name"] for t in traces} == {"clip=0.5 kind=a", "clip=0.5 kind=b", "clip=1.0 kind=a", "clip=1.0 kind=b"}
-    points = {(x, y): half for t in traces for x, y, half in zip(t["x"], t["y"], t["error_y"]["array"], strict=True)}
+    assert {t["name"] for t in traces} == {
+        "clip=0.5 kind=a",
+        "clip=0.5 kind=b",
+        "clip=1.0 kind=a",
+        "clip=1.0 kind=b",
+    }
+    points = {
+        (x, y): half
+        for t in traces
+        for x, y, half in zip(t["x"], t["y"], t["error_y"]["array"], strict=True)
+    }
     for e in made.entries:
         low, high = e.intervals["final val/loss"]
-        assert points[e.values["optimizer.lr"], e.figures["final val/loss"]] == pytest.approx((high - low) / 2)
+        assert points[e.values["optimizer.lr"], e.figures["final val/loss"]] == pytest.approx(
+            (high - low) / 2
+        )
     assert sum(t["marker"]["symbol"].count("star") for t in traces) == 1
 
 
@@ -260,7 +309,9 @@ def test_settings_of_other_budgets_are_drawn_and_one_alone_has_a_star():
     first, second, third = grid(n=20, **{CLIP: [0.5, 1.0, 2.0]})
     made = comparison([first, second, third])
     marks = ("lowest", "lowest of budget", "other budget")
-    entries = tuple(replace(e, standing=Standing(m)) for e, m in zip(made.entries, marks, strict=True))
+    entries = tuple(
+        replace(e, standing=Standing(m)) for e, m in zip(made.entries, marks, strict=True)
+    )
     (trace,) = figures(page(replace(made, entries=entries)))["over clip.max_norm"]["figure"]["data"]
     assert trace["x"] == [0.5, 1.0, 2.0]
     assert trace["marker"]["symbol"] == ["star", "circle", "circle"]
@@ -270,7 +321,10 @@ def test_the_heat_map_has_each_figure_in_its_place():
     made = comparison(grid(n=20, **FOUR_BY_THREE)[::-1])
     drawn = figures(page(made))["map batch.gradient_accumulation_steps and clip.max_norm"]
     layout, trace = drawn["figure"]["layout"], drawn["figure"]["data"][0]
-    assert (layout["xaxis"]["ticktext"], layout["yaxis"]["ticktext"]) == (["1", "2", "4", "8"], ["0.5", "1.0", "2.0"])
+    assert (layout["xaxis"]["ticktext"], layout["yaxis"]["ticktext"]) == (
+        ["1", "2", "4", "8"],
+        ["0.5", "1.0", "2.0"],
+    )
     for e in made.entries:
         x, y = (
             [1, 2, 4, 8].index(e.values["batch.gradient_accumulation_steps"]),
@@ -287,10 +341,14 @@ def test_the_heat_map_has_each_figure_in_its_place():
 def test_of_two_in_a_cell_the_better_stays_and_what_broke_off_is_in_the_map_but_in_no_line():
     entries = grid(n=20, **FOUR_BY_THREE)  # the best one first
     broken = replace(entries[0], standing=Standing("failed"), state="failed")
-    again = replace(entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()})
+    again = replace(
+        entries[1], name="again", figures={k: v + 1 for k, v in entries[1].figures.items()}
+    )
     drawn = figures(page(comparison([*entries[1:], again, broken])))
     trace = next(f for name, f in drawn.items() if name.startswith("map"))["figure"]["data"][0]
-    (star,) = [(y, x) for y, row in enumerate(trace["text"]) for x, words in enumerate(row) if "★" in words]
+    (star,) = [
+        (y, x) for y, row in enumerate(trace["text"]) for x, words in enumerate(row) if "★" in words
+    ]
     assert star == (1, 0)
     assert trace["z"][1][0] == entries[1].figures["final val/loss"]
     assert trace["text"][0][0] == f"{shown(entries[0].figures['final val/loss'], 4)}<br>failed"
@@ -332,12 +390,15 @@ def test_two_hundred_long_runs_are_a_page_of_some_megabytes():
     for i in range(200):
         e = entry(i, {"optimizer.lr": 1e-4 * (i + 1)}, n=20)
         noise = np.random.default_rng(i).standard_normal(10_000)
-        noisy = {k: v * (1 + 1e-3 * noise) if k in ("train/loss", "grad_norm", "step_time", "tokens_per_sec") else v
+        noisy = {k: v * (1 + 1e-3 * noise) if k in ("train/loss", "grad_norm", "step_time",
+        "tokens_per_sec") else v
                  for k, v in one.columns.items()}  # fmt: skip
         entries.append(replace(e, runs=(replace(e.runs[0], columns=noisy),)))
     html = page(comparison(entries), inline=False)
     assert len(html.encode()) < 10e6
-    assert len([t for t in figures(html)["losses"]["figure"]["data"] if "legendgroup" in t]) == 200 * 3
+    assert (
+        len([t for t in figures(html)["losses"]["figure"]["data"] if "legendgroup" in t]) == 200 * 3
+    )
 
 
 # In the browser
@@ -346,11 +407,14 @@ def test_two_hundred_long_runs_are_a_page_of_some_megabytes():
 @pytest.fixture(scope="module")
 def browser():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if found is None:
         pytest.skip("no Chromium here (tests/browser/setup.sh installs Debian's)")
     with api.sync_playwright() as playwright:
-        # Inside a container or as root Chromium has no sandbox; the only page that it opens is our own.
+        # Inside a container or as root Chromium has no sandbox; the only page that it opens is our
+        # own.
         chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield chromium
         chromium.close()
@@ -358,11 +422,14 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens the page of a comparison; at the end nothing may have gone wrong in it, or been asked of the network."""
+    """Opens the page of a comparison; at the end nothing may have gone wrong in it, or been asked
+    of the network."""
     wrong: list[str] = []
     contexts = []
 
-    def opened(made: Comparison, width: int = 1280, scheme: str = "light", beside: bool = False) -> Any:
+    def opened(
+        made: Comparison, width: int = 1280, scheme: str = "light", beside: bool = False
+    ) -> Any:
         where = write_beside(made, tmp_path) if beside else tmp_path / "page.html"
         if not beside:
             where.write_text(page(made), encoding="utf-8")
@@ -371,7 +438,12 @@ def show(browser, tmp_path):
         tab = context.new_page()
         tab.on("console", lambda message: wrong.append(f"{message.type}: {message.text}"))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else wrong.append(r.url))
+        tab.on(
+            "request",
+            lambda r: (
+                None if r.url.startswith(("file:", "data:", "blob:")) else wrong.append(r.url)
+            ),
+        )
         tab.goto(where.as_uri())
         tab.wait_for_selector("html[data-ready]", timeout=60_000)
         return tab
@@ -388,12 +460,14 @@ PLOT = "figure[data-plot=losses] .plot"
 def drawn(tab: Any, plot: str = PLOT) -> list[dict[str, Any]]:
     """The traces of a plot as Plotly has them."""
     script = """p => document.querySelector(p)._fullData.map(
-        t => ({group: t.legendgroup, visible: t.visible, x: Array.from(t.x ?? []), y: Array.from(t.y ?? [])}))"""
+        t => ({group: t.legendgroup, visible: t.visible, x: Array.from(t.x ?? []), y: Array.from(t.y ?? [])}))"""  # noqa: E501
     return tab.evaluate(script, plot)
 
 
 def column(tab: Any, number: int) -> list[str]:
-    return tab.eval_on_selector_all(".runs tbody tr", "(rows, n) => rows.map(r => r.cells[n].innerText.trim())", number)
+    return tab.eval_on_selector_all(
+        ".runs tbody tr", "(rows, n) => rows.map(r => r.cells[n].innerText.trim())", number
+    )
 
 
 def test_sorting_by_click_and_by_keyboard(show):
@@ -407,7 +481,10 @@ def test_sorting_by_click_and_by_keyboard(show):
     known = [e.figures["final val/loss"] for e in entries if "final val/loss" in e.figures]
     assert column(tab, loss) == [*(shown(f, 4) for f in sorted(known)), ""]
     buttons.nth(loss).click()
-    assert column(tab, loss) == [*(shown(f, 4) for f in sorted(known, reverse=True)), ""]  # the unknown stays last
+    assert column(tab, loss) == [
+        *(shown(f, 4) for f in sorted(known, reverse=True)),
+        "",
+    ]  # the unknown stays last
     buttons.nth(rate).focus()
     tab.keyboard.press("Enter")
     rates = [float(r.replace(",", "")) for r in column(tab, rate) if r]
@@ -429,7 +506,9 @@ def test_the_legend_hides_and_shows_alone(show):
     assert titles == ["★ clip=0.5 accum=1", *(e.label for e in made.entries[1:])]
     assert groups() == set(names)
     items.nth(2).click()
-    tab.wait_for_function("p => document.querySelector(p)._fullData.some(t => t.visible === 'legendonly')", arg=PLOT)
+    tab.wait_for_function(
+        "p => document.querySelector(p)._fullData.some(t => t.visible === 'legendonly')", arg=PLOT
+    )
     assert groups() == set(names) - {names[2]}
     items.nth(1).dblclick()
     tab.wait_for_timeout(600)
@@ -448,10 +527,14 @@ def test_slider_axis_and_range_change_what_is_drawn(show):
     assert tab.locator("output").inner_text() == "none"
     assert drawn(tab)[1]["y"] == pytest.approx(columns["train/loss"].tolist(), rel=1e-6)
     tab.keyboard.press("End")
-    assert drawn(tab)[1]["y"] == pytest.approx(smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6)
+    assert drawn(tab)[1]["y"] == pytest.approx(
+        smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6
+    )
     tab.select_option("[name=axis]", label="Steps")
     assert drawn(tab)[0]["x"] == columns["step"].tolist()
-    assert drawn(tab)[1]["y"] == pytest.approx(smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6)
+    assert drawn(tab)[1]["y"] == pytest.approx(
+        smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6
+    )
     top = f"document.querySelector('{PLOT}')._fullLayout.yaxis.range[1]"
     assert tab.evaluate(top) < columns["train/loss"].max() - 0.5
     tab.select_option("[name=range]", label="all")
@@ -460,12 +543,16 @@ def test_slider_axis_and_range_change_what_is_drawn(show):
     assert tab.evaluate(f"document.querySelector('{PLOT}')._fullLayout.yaxis.type") == "log"
     tab.click("text=Other curves")
     tab.select_option("[name=quantity]", label="Learning rate")
-    assert drawn(tab, "figure[data-plot=others] .plot")[0]["y"] == pytest.approx(columns["lr"].tolist(), rel=1e-6)
+    assert drawn(tab, "figure[data-plot=others] .plot")[0]["y"] == pytest.approx(
+        columns["lr"].tolist(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("width", [1400, 390])
 def test_the_pointer_lists_all_runs_there(show, width):
-    made = labelled(comparison(grid(n=60, **{CLIP: [0.5, 1.0, 2.0], RATE: [1e-4, 1e-3]}), align_at=500_000.0))
+    made = labelled(
+        comparison(grid(n=60, **{CLIP: [0.5, 1.0, 2.0], RATE: [1e-4, 1e-3]}), align_at=500_000.0)
+    )
     tab = show(made, width)
     place = tab.locator(f"{PLOT} .nsewdrag").first.bounding_box()
     tab.mouse.move(place["x"] + 0.6 * place["width"], place["y"] + 0.4 * place["height"])
@@ -481,7 +568,10 @@ def test_the_pointer_lists_all_runs_there(show, width):
 def test_a_label_that_is_markup_shows_as_text_and_does_nothing(show):
     evil = replace(entry(0, {"clip.max_norm": EVIL}, n=30), name=EVIL)
     evil = replace(evil, runs=(replace(evil.runs[0], name=EVIL),))
-    more = [replace(entry(i, {"clip.max_norm": EVIL * i, "optimizer.lr": i % 2}, n=30)) for i in range(1, 5)]
+    more = [
+        replace(entry(i, {"clip.max_norm": EVIL * i, "optimizer.lr": i % 2}, n=30))
+        for i in range(1, 5)
+    ]
     tab = show(comparison([evil, *more], headline=EVIL))
     assert tab.locator(".headline").inner_text() == EVIL
     assert EVIL in column(tab, 0)[0]
@@ -505,14 +595,16 @@ def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, count, scheme):
     tab = show(made, 1400, scheme, beside=count == 6)
     for width in (1400, 390):
         tab.set_viewport_size({"width": width, "height": 844})
-        tab.wait_for_function("w => document.querySelector('.plot svg').clientWidth <= w", arg=width)
+        tab.wait_for_function(
+            "w => document.querySelector('.plot svg').clientWidth <= w", arg=width
+        )
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         cut = """[...document.querySelectorAll('.plot')].filter(p => p.offsetParent).flatMap(p => [
             ...p.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext, .annotation-text')
             ].filter(t => {
                 const [a, b] = [t.getBoundingClientRect(), p.getBoundingClientRect()];
                 return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
-            }).map(t => t.textContent))"""
+            }).map(t => t.textContent))"""  # noqa: E501
         assert tab.evaluate(cut) == []
     curves = tab.locator(f"{PLOT} .nsewdrag").first.bounding_box()
     assert curves["y"] + curves["height"] < 844  # on the first screen of a phone
@@ -532,7 +624,9 @@ def test_figures_follow_the_scheme_and_paper_is_white(show):
 
     def ink_becomes(light: bool) -> None:
         colour = "#1c2330" if light else "#e4e8ef"  # --text of page.css
-        tab.wait_for_function(f"c => document.querySelector('{PLOT}')._fullLayout.font.color === c", arg=colour)
+        tab.wait_for_function(
+            f"c => document.querySelector('{PLOT}')._fullLayout.font.color === c", arg=colour
+        )
 
     ink_becomes(light=False)
     tab.emulate_media(color_scheme="light")

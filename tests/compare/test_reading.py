@@ -61,8 +61,12 @@ DAMAGE = {
     "a foreign line": lambda text: 'step 1: loss 2\n[1, 2]\n"x"\n' + text,
     "zeros": lambda text: text[:5000] + "\0" * 4096,
     "steps twice": lambda text: text + text[: text.index("\n") + 1] * 3,
-    "not numbers": lambda text: text.replace('"lr":0.001', '"lr":{"deep":[1]}').replace('"epoch":0.1', '"epoch":null'),
-    "huge": lambda text: text.replace('"train/loss":', '"train/loss":1e999,"big":' + "9" * 5000 + ',"x":', 3),
+    "not numbers": lambda text: text.replace('"lr":0.001', '"lr":{"deep":[1]}').replace(
+        '"epoch":0.1', '"epoch":null'
+    ),
+    "huge": lambda text: text.replace(
+        '"train/loss":', '"train/loss":1e999,"big":' + "9" * 5000 + ',"x":', 3
+    ),
     "too deep": lambda text: "[" * 100_000 + "\n" + text,
     "nothing": lambda text: "",
     "NaN": lambda text: text.replace('"lr":0.001', '"lr":NaN'),
@@ -71,7 +75,10 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_rows_are_passed_over(tmp_path, damage):
-    good, bad = make_run(tmp_path / "good", max_norm=2.0), make_run(tmp_path / "bad", steps=60, val_every=20)
+    good, bad = (
+        make_run(tmp_path / "good", max_norm=2.0),
+        make_run(tmp_path / "bad", steps=60, val_every=20),
+    )
     file = bad / "metrics.jsonl"
     file.write_text(DAMAGE[damage](file.read_text()))
     c = compare([tmp_path])
@@ -88,7 +95,8 @@ def test_damaged_rows_are_passed_over(tmp_path, damage):
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "status.json"])
 @pytest.mark.parametrize(
-    "text", ["", "[1]", "{", "a: [", "\0\1", '{"state": 5, "summary": [1], "step": "x"}', "x: &a [*a]"]
+    "text",
+    ["", "[1]", "{", "a: [", "\0\1", '{"state": 5, "summary": [1], "step": "x"}', "x: &a [*a]"],
 )
 def test_damaged_files_are_said_and_passed_over(tmp_path, name, text):
     make_run(tmp_path / "good", max_norm=2.0)
@@ -108,7 +116,11 @@ def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"format": 2, "points": []}', "format 2"), ("{", "cannot be read"), ('{"format": 1, "points": 5}', "damaged")],
+    [
+        ('{"format": 2, "points": []}', "format 2"),
+        ("{", "cannot be read"),
+        ('{"format": 1, "points": 5}', "damaged"),
+    ],
 )
 def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text, said):
     sweep = make_sweep(tmp_path / "s", {"a": {}, "b": {"max_norm": 2.0}}, ["clip.max_norm"])
@@ -119,13 +131,24 @@ def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text
 
 
 def test_paths_globs_and_folders_give_each_run_once_and_say_what_holds_none(tmp_path, monkeypatch):
-    sweep = make_sweep(tmp_path / "out" / "x" / "s", {str(i): {"max_norm": i + 1.0} for i in range(11)}, [])
+    sweep = make_sweep(
+        tmp_path / "out" / "x" / "s", {str(i): {"max_norm": i + 1.0} for i in range(11)}, []
+    )
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     found, problems = find(
-        ["out", str(sweep / "1-*"), "out/x/s/sweep.json", "empty", "nowhere", "out/x/*/2-2/run.json"]
+        [
+            "out",
+            str(sweep / "1-*"),
+            "out/x/s/sweep.json",
+            "empty",
+            "nowhere",
+            "out/x/*/2-2/run.json",
+        ]
     )
-    assert [path.name for path, _ in found] == [f"{i}-{i}" for i in range(11)]  # by number: 10 after 9
+    assert [path.name for path, _ in found] == [
+        f"{i}-{i}" for i in range(11)
+    ]  # by number: 10 after 9
     assert [p.split(":")[0] for p in problems] == ["empty", "nowhere"]
     assert compare(["empty"]).entries == ()
 
@@ -161,7 +184,9 @@ def test_a_run_whose_last_rows_are_lost_is_said_and_has_no_say(tmp_path, kept):
     rows = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
     (torn / "metrics.jsonl").write_text("".join(rows[:kept]))
     c = compare([tmp_path])
-    said = "says finished at step 400, but " + (f"its rows end at {kept}" if kept else "it has no rows")
+    said = "says finished at step 400, but " + (
+        f"its rows end at {kept}" if kept else "it has no rows"
+    )
     assert sum(said in p for p in c.problems) == 1
     assert c.align_at == 400 * 8 * 128
     assert [e.name for e in c.entries] == ["a", "b", "torn"]

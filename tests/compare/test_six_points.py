@@ -1,4 +1,5 @@
-"""The sweep of `llmexp train --help`, trained: its answer is short and agrees with the rows that it cites."""
+"""The sweep of `llmexp train --help`, trained: its answer is short and agrees with the rows that it
+cites."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def losses_of(run: Path) -> dict[int, float]:
 def points_of(sweep: Path) -> dict[str, dict[int, float]]:
     found = {}
     for point in json.loads((sweep / "sweep.json").read_text())["points"]:
-        values = dict(o.split("=") for o in point["overrides"] if o.split("=")[0] in (s.split("=")[0] for s in SWEEP))
+        values = dict(
+            o.split("=")
+            for o in point["overrides"]
+            if o.split("=")[0] in (s.split("=")[0] for s in SWEEP)
+        )
         found[label(values)] = losses_of(sweep / point["folder"])
     return found
 
@@ -46,7 +51,9 @@ def answer_of(output: str) -> list[str]:
 def test_the_sweep_of_the_help_gives_both_readings_in_twelve_lines(tmp_path):
     assert " ".join(SWEEP) in llmexp("train", "--help", cwd=tmp_path).out
     where = tmp_path / "sweep"
-    done = llmexp("train", "-m", *SWEEP, *QUICK, f"hydra.sweep.dir={where}", cwd=tmp_path, COLUMNS="80")
+    done = llmexp(
+        "train", "-m", *SWEEP, *QUICK, f"hydra.sweep.dir={where}", cwd=tmp_path, COLUMNS="80"
+    )
     assert done.code == 0, done.err
     assert "warning: these points train on unequal numbers of tokens" in done.err
     found = answer_of(done.out)
@@ -59,8 +66,8 @@ def test_the_sweep_of_the_help_gives_both_readings_in_twelve_lines(tmp_path):
     first, last = min(at_equal, key=at_equal.get), min(at_end, key=at_end.get)
     text = " ".join(" ".join(found).split())
     assert text.startswith(
-        f"No ranking, the budgets differ. Lowest val loss: {first} at equal tokens ({at_equal[first]:.5g}), "
-        f"{last} at its own end ({at_end[last]:.5g})."
+        f"No ranking, the budgets differ. Lowest val loss: {first} at equal tokens "
+        f"({at_equal[first]:.5g}), {last} at its own end ({at_end[last]:.5g})."
     )
     for name in points:
         cells = [part.partition("=")[2] for part in name.split()]
@@ -71,15 +78,23 @@ def test_the_sweep_of_the_help_gives_both_readings_in_twelve_lines(tmp_path):
     assert not any(word in text for word in ("best", "real", "better", "worse"))
     again = llmexp("compare", str(where), cwd=tmp_path, COLUMNS="80").out
     assert [line.rstrip() for line in again.splitlines()] == found
-    figures = {r["label"]: r for r in json.loads(llmexp("compare", str(where), "--json", cwd=tmp_path).out)["runs"]}
-    assert {name: r["val/loss"] for name, r in figures.items()} == pytest.approx(at_equal, rel=1e-12)
-    assert {name: r["final val/loss"] for name, r in figures.items()} == pytest.approx(at_end, rel=1e-12)
+    figures = {
+        r["label"]: r
+        for r in json.loads(llmexp("compare", str(where), "--json", cwd=tmp_path).out)["runs"]
+    }
+    assert {name: r["val/loss"] for name, r in figures.items()} == pytest.approx(
+        at_equal, rel=1e-12
+    )
+    assert {name: r["final val/loss"] for name, r in figures.items()} == pytest.approx(
+        at_end, rel=1e-12
+    )
 
 
 def test_the_shipped_sweep_over_cuts_of_one_batch_measures_rounding(tmp_path):
     where = tmp_path / "sweep"
     done = llmexp(
-        "train", "experiment=accumulation_iso_batch", *QUICK, "sweep.max_parallel=1", f"hydra.sweep.dir={where}",
+        "train", "experiment=accumulation_iso_batch", *QUICK, "sweep.max_parallel=1",
+        f"hydra.sweep.dir={where}",
         cwd=tmp_path, COLUMNS="80",
     )  # fmt: skip
     assert done.code == 0, done.err

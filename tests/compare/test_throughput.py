@@ -1,4 +1,5 @@
-"""What limits a run, by its rates over the micro-batch: planted times of steps, of a device with known limits."""
+"""What limits a run, by its rates over the micro-batch: planted times of steps, of a device with
+known limits."""
 
 from __future__ import annotations
 
@@ -22,16 +23,22 @@ def planted(micro: int, step_time: float, *, peak: float | None = PEAK, **facts:
     columns = {"step_time": times, "tokens_per_sec": rate, "tokens_per_sec_per_rank": rate}
     if peak is not None:
         columns["mfu"] = FLOPS * rate / peak
-    known = {"model": "GPT2", "precision": "bf16", "world_size": 1, "micro_batch_size": micro, "parameters": 100,
+    known = {"model": "GPT2", "precision": "bf16", "world_size": 1, "micro_batch_size": micro,
+    "parameters": 100,
              "gradient_accumulation_steps": 1, "sequence_length": LENGTH} | facts  # fmt: skip
     return Record(Path("run"), "run", None, "finished", {}, known, {}, columns)
 
 
-def verdicts(launch: float, arithmetic: float, memory: float, *micros: int, **more: object) -> list[str | None]:
-    """Of a device whose step takes the longest of: `launch` seconds whatever the batch; and for each sequence
-    `arithmetic` seconds and `memory` seconds."""
+def verdicts(
+    launch: float, arithmetic: float, memory: float, *micros: int, **more: object
+) -> list[str | None]:
+    """Of a device whose step takes the longest of: `launch` seconds whatever the batch; and for
+    each sequence `arithmetic` seconds and `memory` seconds."""
     times = {m: max(launch, m * arithmetic, m * memory) for m in micros}
-    return [row.get("verdict") for row in rows_of([planted(m, times[m], **more) for m in reversed(micros)])]  # type: ignore[arg-type]
+    return [
+        row.get("verdict")
+        for row in rows_of([planted(m, times[m], **more) for m in reversed(micros)])
+    ]  # type: ignore[arg-type]
 
 
 LEAST = LENGTH * FLOPS / PEAK  # seconds for a sequence at the peak
@@ -51,7 +58,14 @@ def test_a_step_in_proportion_to_the_batch_far_from_the_peak_waits_for_memory():
 
 def test_one_device_is_launch_bound_before_it_is_compute_bound():
     found = verdicts(16 * LEAST, 2 * LEAST, 0, 1, 2, 4, 8, 16, 32)
-    assert found == [None, "launch-bound", "launch-bound", "launch-bound", "compute-bound", "compute-bound"]
+    assert found == [
+        None,
+        "launch-bound",
+        "launch-bound",
+        "launch-bound",
+        "compute-bound",
+        "compute-bound",
+    ]
 
 
 def test_what_cannot_be_told_is_not_said():
@@ -60,7 +74,9 @@ def test_what_cannot_be_told_is_not_said():
     assert [row.get("verdict") for row in rows_of(between)] == [None, None]
 
 
-@pytest.mark.parametrize("other", [{"precision": "fp32"}, {"world_size": 2}, {"sequence_length": 50}, {"model": "X"}])
+@pytest.mark.parametrize(
+    "other", [{"precision": "fp32"}, {"world_size": 2}, {"sequence_length": 50}, {"model": "X"}]
+)
 def test_only_runs_that_differ_in_the_micro_batch_are_held_against_each_other(other):
     rows = rows_of([planted(1, 1.0, **other), planted(2, 1.0)])
     assert all("verdict" not in row for row in rows)
@@ -69,7 +85,11 @@ def test_only_runs_that_differ_in_the_micro_batch_are_held_against_each_other(ot
 def test_the_scaling_efficiency_is_a_share_of_the_rate_of_one_rank():
     two = planted(2, 1.25, world_size=2)  # half of the sequences of each step on each rank
     one, other = planted(2, 2.0), planted(4, 1.0)
-    assert [row.get("scaling efficiency") for row in rows_of([other, two, one])] == [None, None, pytest.approx(0.8)]
+    assert [row.get("scaling efficiency") for row in rows_of([other, two, one])] == [
+        None,
+        None,
+        pytest.approx(0.8),
+    ]
     assert all("scaling efficiency" not in row for row in rows_of([two, other]))
 
 
@@ -79,7 +99,11 @@ GRID = [*TINY, "train.max_steps=6", "train.log_every=2", "data.n_tokens=20000"]
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory) -> Path:
     where = tmp_path_factory.mktemp("scaling")
-    sizes = ["batch.micro_batch_size=1,2", "batch.gradient_accumulation_steps=1", "batch.sequence_length=12"]
+    sizes = [
+        "batch.micro_batch_size=1,2",
+        "batch.gradient_accumulation_steps=1",
+        "batch.sequence_length=12",
+    ]
     small = ["experiment=throughput_grid", *GRID, *sizes, "precision=fp32", "hydra.sweep.dir=grid"]
     done = llmexp("train", *small, cwd=where)
     assert done.code == 0, done.err + done.out
@@ -88,9 +112,12 @@ def grid(tmp_path_factory) -> Path:
 
 def test_rows_of_two_ranks_carry_the_efficiency_against_the_grid(grid):
     titles, *rows = csv.reader((grid / "grid" / "throughput.csv").read_text().splitlines())
-    (alone,) = [float(r[titles.index("tokens/s")]) for r in rows if r[titles.index("micro-batch")] == "2"]
+    (alone,) = [
+        float(r[titles.index("tokens/s")]) for r in rows if r[titles.index("micro-batch")] == "2"
+    ]
     settings = ["data=synthetic", "tracker=none", "batch.micro_batch_size=2", "parallelism=ddp",
-                "parallelism.nproc_per_node=2", "train.eval_every=null", "checkpoint.every=null"]  # fmt: skip
+                "parallelism.nproc_per_node=2", "train.eval_every=null",
+                "checkpoint.every=null"]  # fmt: skip
     against = "metrics.single_rank_rates=grid"
     done = llmexp("train", *GRID, *settings, against, "hydra.run.dir=two", cwd=grid)
     assert done.code == 0, done.err
@@ -103,10 +130,15 @@ def test_rows_of_two_ranks_carry_the_efficiency_against_the_grid(grid):
         ("optimizer=sgd", "optimizer._target_ (llmexp.optim.adamw there, llmexp.optim.sgd here)"),
         ("metrics.single_rank_rates=nowhere", "no finished run of one rank is there"),
     ):
-        unknown = llmexp("train", *GRID, *settings, against, other, f"hydra.run.dir={other[:9]}", cwd=grid)
+        unknown = llmexp(
+            "train", *GRID, *settings, against, other, f"hydra.run.dir={other[:9]}", cwd=grid
+        )
         assert unknown.code == 0, unknown.err
         assert said in " ".join(unknown.out.split())
         assert all("scaling_efficiency" not in row for row in unknown.rows())
     alone_again = llmexp("train", *GRID, "data=synthetic", against, cwd=grid)
     assert alone_again.code == 2
-    assert "metrics.single_rank_rates=grid: a run with parallelism=single is not held against itself" in alone_again.err
+    assert (
+        "metrics.single_rank_rates=grid: a run with parallelism=single is not held against itself"
+        in alone_again.err
+    )

@@ -15,7 +15,8 @@ SHARED = Path(__file__).resolve().parents[2] / "../shared"
 
 
 def encoding(name: str, folder: Path) -> tiktoken.Encoding:
-    """A published encoding from a copy of the shared files in `folder` (tiktoken deletes what it finds damaged)."""
+    """A published encoding from a copy of the shared files in `folder` (tiktoken deletes what it
+    finds damaged)."""
     if not (SHARED / "tiktoken").is_dir():
         pytest.skip("the tokenizer files are not there")
     if not folder.exists():

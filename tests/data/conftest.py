@@ -12,5 +12,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
 
 
 @pytest.fixture(scope="session", params=["gpt2", "cl100k_base", "o200k_base"])
-def bpe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tiktoken.Encoding:
+def bpe(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tiktoken.Encoding:
     return encoding(request.param, tmp_path_factory.getbasetemp() / "tiktoken")

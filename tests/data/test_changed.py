@@ -1,4 +1,5 @@
-"""Data files that are cut, rewritten, replaced, touched or deleted while they are in use, and between two runs."""
+"""Data files that are cut, rewritten, replaced, touched or deleted while they are in use, and
+between two runs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def write(path: Path, array: np.ndarray) -> None:
 
 def corpus(path: Path, write: bool = True) -> Corpus:
     return sources.tokens(
-        train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None, cache_dir=None,
+        train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
+        cache_dir=None,
         vocab_size=60, sequence_length=4, write=write,
     )  # fmt: skip
 
@@ -81,13 +83,24 @@ WAYS = {
     rewrite: ("was written to while it was in use", None),
     append: (r"was written to while it was in use, and has [\d,]+ bytes", None),
     lambda p: os.truncate(p, 300): (r"was cut from 10,\d+ to 300 bytes", None),
-    # A new time alone stops nothing; but samples are all that a token file is known by, so it is said.
-    lambda p: os.utime(p): (None, "was touched or rewritten while it was in use; its samples are what they were"),
+    # A new time alone stops nothing; but samples are all that a token file is known by, so it is
+    # said.
+    lambda p: os.utime(p): (None, "was touched or rewritten while it was in use; its samples are "
+                                  "what they were"),
     replace: (None, "was replaced by another one"),
     lambda p: p.unlink(): (None, "was deleted"),
     cut_after_a_rename: ("was cut from", "was deleted"),
 }  # fmt: skip
-NAMES = ["nothing", "rewrite", "append", "truncate", "touch", "replace", "delete", "rename and truncate"]
+NAMES = [
+    "nothing",
+    "rewrite",
+    "append",
+    "truncate",
+    "touch",
+    "replace",
+    "delete",
+    "rename and truncate",
+]
 
 
 @pytest.mark.parametrize(("way", "told"), WAYS.items(), ids=NAMES)
@@ -106,7 +119,9 @@ def test_what_happened_to_a_file_is_told_in_words(
             assert re.search(expected, found), found
 
 
-def test_a_change_during_the_first_scan_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_during_the_first_scan_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The state is taken when the files are opened, not when they have been read through."""
     check = sources.check_ids
     monkeypatch.setattr(sources, "check_ids", lambda *args: (check(*args), rewrite(path)))
@@ -114,15 +129,21 @@ def test_a_change_during_the_first_scan_is_told(path: Path, monkeypatch: pytest.
 
 
 def test_a_prepared_shard_is_known_by_all_of_its_bytes(tmp_path: Path) -> None:
-    """Touched it is the old one, and nothing is said; one bit where no sample looks makes it another one."""
+    """Touched it is the old one, and nothing is said; one bit where no sample looks makes it
+    another one."""
     letters = np.random.default_rng(0).integers(97, 123, 500_000).astype(np.uint8)
     (tmp_path / "a.txt").write_bytes(letters.tobytes())
     opened = sources.text(
-        train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(), val_ratio=0.1,
+        train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(),
+        val_ratio=0.1,
         max_tokens=None, seed=0, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     (shard,) = (tmp_path / "cache").glob("tokens/*/train.bin")
-    assert opened.samples.keys() == opened.sha256.keys() == {str(shard), str(shard.with_name("val.bin"))}
+    assert (
+        opened.samples.keys()
+        == opened.sha256.keys()
+        == {str(shard), str(shard.with_name("val.bin"))}
+    )
     os.utime(shard, ns=(10**18, 10**18))
     assert (opened.changed(), opened.replaced()) == (None, None)
 
@@ -133,12 +154,16 @@ def test_a_prepared_shard_is_known_by_all_of_its_bytes(tmp_path: Path) -> None:
     assert reads == []  # once for each new time
 
     with open(shard, "r+b") as file:
-        file.seek(2 * 25_000)  # of 450,000 tokens 16 samples of 16,384: the second starts at 433,616 / 15 = 28,907
+        file.seek(
+            2 * 25_000
+        )  # of 450,000 tokens 16 samples of 16,384: the second starts at 433,616 / 15 = 28,907
         token = file.read(1)
         file.seek(2 * 25_000)
         file.write(bytes([token[0] ^ 1]))
     assert sample_digest(TokenStream([np.memmap(shard, "<u2", "r")])) == opened.samples[str(shard)]
-    assert "train.bin: this token file was written to while it was in use" in (opened.changed() or "")
+    assert "train.bin: this token file was written to while it was in use" in (
+        opened.changed() or ""
+    )
 
 
 def test_a_replaced_file_is_read_as_it_was(path: Path) -> None:
@@ -147,18 +172,28 @@ def test_a_replaced_file_is_read_as_it_was(path: Path) -> None:
     assert opened.train.read(0, len(opened.train)).tolist() == ids()[: len(opened.train)].tolist()
 
 
-@pytest.mark.parametrize("read", [lambda s: s.read(N - 700, 10), lambda s: list(s.blocks(64))], ids=["read", "blocks"])
-def test_a_cut_file_is_an_error_not_a_bus_error(path: Path, read: Callable[[TokenStream], object]) -> None:
+@pytest.mark.parametrize(
+    "read", [lambda s: s.read(N - 700, 10), lambda s: list(s.blocks(64))], ids=["read", "blocks"]
+)
+def test_a_cut_file_is_an_error_not_a_bus_error(
+    path: Path, read: Callable[[TokenStream], object]
+) -> None:
     opened = corpus(path)
     os.truncate(path, 300)
-    with pytest.raises(DataChanged, match=rf"{path.name}: this token file was cut from 10,\d+ to 300 bytes") as caught:
+    with pytest.raises(
+        DataChanged, match=rf"{path.name}: this token file was cut from 10,\d+ to 300 bytes"
+    ) as caught:
         read(opened.train)
-    assert isinstance(caught.value, OSError)  # as such a run ends with it: no traceback, no second attempt
+    assert isinstance(
+        caught.value, OSError
+    )  # as such a run ends with it: no traceback, no second attempt
     assert isinstance(caught.value, ValueError)  # as such it is refused before a run
 
 
 def test_a_part_knows_the_file_of_its_stream(path: Path) -> None:
-    stream = TokenStream([np.load(path, mmap_mode="r")] if path.suffix == ".npy" else [np.memmap(path, "<u2", "r")])
+    stream = TokenStream(
+        [np.load(path, mmap_mode="r")] if path.suffix == ".npy" else [np.memmap(path, "<u2", "r")]
+    )
     part = stream.part(100, 200).part(10, 20)
     assert part.read(0, 10).tolist() == ids()[110:120].tolist()
     assert part.shards == stream.shards
@@ -195,7 +230,9 @@ def test_a_file_without_a_name_may_be_cut_too(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_of_the_content_not_of_the_time(path: Path) -> None:
     before = corpus(path).fingerprint
-    assert list((path.parent / "cache").rglob("ids-*"))  # the scan of the ids is remembered by size and time
+    assert list(
+        (path.parent / "cache").rglob("ids-*")
+    )  # the scan of the ids is remembered by size and time
     os.utime(path)
     assert corpus(path).fingerprint == before
     size = path.stat().st_size
@@ -209,14 +246,16 @@ def test_the_fingerprint_is_of_the_content_not_of_the_time(path: Path) -> None:
 def test_a_text_that_changes_unnoticed_does_not_change_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sha256 is remembered by size and time; with it come the tokens that were made of the old text."""
+    """Its sha256 is remembered by size and time; with it come the tokens that were made of the old
+    text."""
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path / "cache"))
 
     def opened(text: str) -> tuple[list[int], dict]:
         (tmp_path / "a.txt").write_text(text)
         os.utime(tmp_path / "a.txt", ns=(10**18, 10**18))
         found = sources.text(
-            train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(), val_ratio=0.1,
+            train_files=str(tmp_path / "a.txt"), val_files=None, tokenizer=tokenizers.byte_level(),
+            val_ratio=0.1,
             max_tokens=None, seed=0, cache_dir=None,
         )  # fmt: skip
         return found.train.read(0, len(found.train)).tolist(), found.fingerprint
@@ -228,12 +267,14 @@ def test_a_text_that_changes_unnoticed_does_not_change_the_tokens(
 def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Between the hash and the encoding: else the new tokens would lie in the cache under the hash of the old text."""
+    """Between the hash and the encoding: else the new tokens would lie in the cache under the hash
+    of the old text."""
     texts = {"a.txt": "abcdefghijklmnopqrst", "v.txt": "uvwxyz" * 3}
 
     def opened() -> list[list[int]]:
         found = sources.text(
-            train_files=str(tmp_path / "a.txt"), val_files=str(tmp_path / "v.txt"), tokenizer=tokenizers.byte_level(),
+            train_files=str(tmp_path / "a.txt"), val_files=str(tmp_path / "v.txt"),
+            tokenizer=tokenizers.byte_level(),
             val_ratio=0.1, max_tokens=None, seed=0, cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         assert found.val is not None
@@ -256,7 +297,8 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
     with monkeypatch.context() as patch:
         patch.setattr(sources, "sha256_of", hashed_then_changed)
         with pytest.raises(
-            DataChanged, match=rf"^{tmp_path / name}: this text file changed while it was being prepared"
+            DataChanged,
+            match=rf"^{tmp_path / name}: this text file changed while it was being prepared",
         ):
             opened()
     assert not list((tmp_path / "cache").glob("tokens/*/manifest.json"))
@@ -265,7 +307,8 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
 
 
 def test_who_was_cut_is_known_after_a_bus_error(path: Path) -> None:
-    """The one race that is left: a file is cut between the look at its size and the reading of a page."""
+    """The one race that is left: a file is cut between the look at its size and the reading of a
+    page."""
     program = f"""
 import sys, os, json
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
@@ -276,7 +319,9 @@ print(json.dumps(corpus.states()), flush=True)
 Shard.check_size = lambda shard: os.truncate({str(path)!r}, 300)
 corpus.train.read(4500, 100)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == -signal.SIGBUS
     states = json.loads(ended.stdout)
     told = cut_files(states)
@@ -297,9 +342,11 @@ def test_files_that_are_not_shorter_are_not_named(path: Path) -> None:
     assert cut_files(many).endswith("; and 2 more")
 
 
-# A run: 2,048 tokens a step, so that the reader takes 64 windows at a time and has not all of them at once.
+# A run: 2,048 tokens a step, so that the reader takes 64 windows at a time and has not all of them
+# at once.
 RUN = [
-    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=64", "train.max_steps=200", "train.log_every=20",
+    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=64", "train.max_steps=200",
+    "train.log_every=20",
     "checkpoint.every=50", "train.eval_every=null", "data=tokens", "data.train_files=train.npy",
     "data.val_files=val.npy",
 ]  # fmt: skip
@@ -320,7 +367,15 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
     (tmp_path / "cutting.py").write_text(HOOK)
     undisturbed = train(tmp_path, "whole", *RUN)
 
-    failed = llmexp("train", *RUN, "--allow", "cutting", "hooks=[cutting.cut]", "hydra.run.dir=cut", cwd=tmp_path)
+    failed = llmexp(
+        "train",
+        *RUN,
+        "--allow",
+        "cutting",
+        "hooks=[cutting.cut]",
+        "hydra.run.dir=cut",
+        cwd=tmp_path,
+    )
     assert failed.code == 3, failed.err
     for text in (failed.err, failed.json("status.json")["error"]):
         assert "train.npy: this token file was cut from" in text
@@ -338,7 +393,9 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
     resumed = llmexp("resume", "cut", "--allow", "cutting", cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     assert exact(failed) == exact(undisturbed)
-    ended, expected = (load_file(run.checkpoint(200) / "model.safetensors") for run in (failed, undisturbed))
+    ended, expected = (
+        load_file(run.checkpoint(200) / "model.safetensors") for run in (failed, undisturbed)
+    )
     assert ended.keys() == expected.keys()
     assert all(np.array_equal(ended[name], expected[name]) for name in expected)
 
@@ -364,30 +421,42 @@ def cut(event, context):
         os.kill(os.getpid(), signal.SIGBUS)  # as reading there would
 """
 SHORT = [
-    *TINY, "train.max_steps=12", "checkpoint.every=5", "train.log_every=1", "train.eval_every=null", "data=tokens",
+    *TINY, "train.max_steps=12", "checkpoint.every=5", "train.log_every=1", "train.eval_every=null",
+    "data=tokens",
     "data.train_files=train.npy", "data.val_ratio=0", "--allow", "writing",
 ]  # fmt: skip
 
 
 def test_a_token_file_written_to_under_a_run(tmp_path: Path) -> None:
-    """A new time alone is a warning; other content stops the run at its next checkpoint, which is not saved; another
-    file of that name is said; a run that the kernel ends for a cut file says which one."""
+    """A new time alone is a warning; other content stops the run at its next checkpoint, which is
+    not saved; another file of that name is said; a run that the kernel ends for a cut file says
+    which one."""
     (tmp_path / "writing.py").write_text(WRITING)
     ids = np.random.default_rng(0).integers(0, 60, 8000).astype(np.uint16)
     np.save(tmp_path / "train.npy", ids)
     np.save(tmp_path / "new.npy", ids[::-1])
 
-    stopped = llmexp("train", *SHORT, "hooks=[writing.touch,writing.rewrite]", "hydra.run.dir=a", cwd=tmp_path)
+    stopped = llmexp(
+        "train", *SHORT, "hooks=[writing.touch,writing.rewrite]", "hydra.run.dir=a", cwd=tmp_path
+    )
     assert stopped.code == 3
     for text in (stopped.err, stopped.json("status.json")["error"]):
         assert "train.npy: this token file was written to while it was in use" in text
         assert "the steps since step 5 may have seen other data, and step 10 is not saved" in text
-    assert stopped.out.count("train.npy: this token file was touched or rewritten while it was in use") == 1
-    assert "the last checkpoint is step_00000005; to go on: llmexp resume a --allow writing" in stopped.err
+    assert (
+        stopped.out.count("train.npy: this token file was touched or rewritten while it was in use")
+        == 1
+    )
+    assert (
+        "the last checkpoint is step_00000005; to go on: llmexp resume a --allow writing"
+        in stopped.err
+    )
     assert [row["step"] for row in stopped.rows()] == list(range(1, 11))
     assert not stopped.checkpoint(10).exists()
     assert llmexp("resume", "a", "--allow", "writing", cwd=tmp_path).code == 2  # other data
-    (tmp_path / "a" / "run.json").unlink()  # the checkpoints know too, also after it was written anew
+    (
+        tmp_path / "a" / "run.json"
+    ).unlink()  # the checkpoints know too, also after it was written anew
     for _ in range(2):
         refused = llmexp("resume", "a", "--allow", "writing", cwd=tmp_path)
         assert refused.code == 2

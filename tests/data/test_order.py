@@ -1,4 +1,5 @@
-"""The order of sequences is a permutation per (seed, epoch), a pure function, mixes well, and never changes."""
+"""The order of sequences is a permutation per (seed, epoch), a pure function, mixes well, and never
+changes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ seeds = st.integers(0, 2**64)
 
 
 @settings(max_examples=60)
-@given(seed=seeds, n=st.one_of(st.integers(1, 40), st.integers(1, 5000)), epoch=st.integers(0, 10**9))
+@given(
+    seed=seeds, n=st.one_of(st.integers(1, 40), st.integers(1, 5000)), epoch=st.integers(0, 10**9)
+)
 def test_each_epoch_visits_each_sequence_once(seed: int, n: int, epoch: int) -> None:
     order = sequence_index(seed, epoch * n + np.arange(n), n, True)
     assert order.dtype == np.int64
@@ -28,7 +31,9 @@ def test_huge_corpora_stay_injective(n: int) -> None:
 
 
 @settings(max_examples=40)
-@given(seed=seeds, n=st.integers(1, 10**6), ks=st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
+@given(
+    seed=seeds, n=st.integers(1, 10**6), ks=st.lists(st.integers(0, 2**40), min_size=1, max_size=20)
+)
 def test_an_index_depends_on_its_position_only(seed: int, n: int, ks: list[int]) -> None:
     together = sequence_index(seed, np.array(ks), n, True)
     alone = [int(sequence_index(seed, np.array([k]), n, True)[0]) for k in ks]
@@ -42,7 +47,9 @@ def test_unshuffled_is_file_order_again_and_again() -> None:
 @pytest.mark.parametrize("n", [1009, 1024, 1025, 4099])
 def test_seeds_and_epochs_differ_like_random_permutations(n: int) -> None:
     """Two random permutations agree in Poisson(1) places: more than 12 has a chance below 1e-10."""
-    orders = [sequence_index(s, e * n + np.arange(n), n, True) for s in (0, 1, 2) for e in (0, 1, 2)]
+    orders = [
+        sequence_index(s, e * n + np.arange(n), n, True) for s in (0, 1, 2) for e in (0, 1, 2)
+    ]
     for i in range(len(orders)):
         for j in range(i):
             assert np.sum(orders[i] == orders[j]) <= 12
@@ -51,8 +58,9 @@ def test_seeds_and_epochs_differ_like_random_permutations(n: int) -> None:
 @pytest.mark.parametrize("n", [1009, 1024, 1025, 4099])
 @pytest.mark.parametrize("lag", [0, 1, 2, 8, 64])
 def test_positions_and_neighbours_are_uncorrelated(n: int, lag: int) -> None:
-    """Under a random permutation the correlation of p[i] with p[i + lag] (lag 0: with i) has deviation 1/sqrt(n) and
-    a mean of at most 1/n; over 40 epochs the mean of it is 1/sqrt(40 n), and 5 of those is a chance below 1e-6."""
+    """Under a random permutation the correlation of p[i] with p[i + lag] (lag 0: with i) has
+    deviation 1/sqrt(n) and a mean of at most 1/n; over 40 epochs the mean of it is 1/sqrt(40 n),
+    and 5 of those is a chance below 1e-6."""
     found = []
     for epoch in range(40):
         p = sequence_index(11, epoch * n + np.arange(n), n, True).astype(float)
@@ -62,8 +70,8 @@ def test_positions_and_neighbours_are_uncorrelated(n: int, lag: int) -> None:
 
 @pytest.mark.parametrize(("n", "permutations"), [(2, 2), (3, 6), (4, 24), (5, 120), (6, 720)])
 def test_tiny_corpora_see_every_order_equally_often(n: int, permutations: int) -> None:
-    """Pearson's chi-square over all permutations; mean df, deviation sqrt(2 df): 6 of those is a chance below 1e-4
-    for df = 1 and far less for more."""
+    """Pearson's chi-square over all permutations; mean df, deviation sqrt(2 df): 6 of those is a
+    chance below 1e-4 for df = 1 and far less for more."""
     epochs = 200 * permutations
     orders = sequence_index(5, np.arange(epochs * n), n, True).reshape(epochs, n)
     _, counts = np.unique(orders, axis=0, return_counts=True)
@@ -73,7 +81,8 @@ def test_tiny_corpora_see_every_order_equally_often(n: int, permutations: int) -
 
 
 def test_places_are_hit_evenly() -> None:
-    """Where sequence 0 .. n-1 lands over many epochs: chi-square with (n-1)^2 degrees of freedom, 6 deviations."""
+    """Where sequence 0 .. n-1 lands over many epochs: chi-square with (n-1)^2 degrees of freedom, 6
+    deviations."""
     n, epochs = 11, 4400
     orders = sequence_index(9, np.arange(epochs * n), n, True).reshape(epochs, n)
     counts = np.stack([np.bincount(orders[:, i], minlength=n) for i in range(n)])
@@ -84,11 +93,14 @@ def test_places_are_hit_evenly() -> None:
 def test_the_order_never_changes() -> None:
     """Runs are resumed by it: if this fails, the function was changed and must be changed back."""
     assert sequence_index(0, np.arange(10), 10, True).tolist() == GOLDEN_SMALL
-    assert sequence_index(1234, np.arange(5) + 3 * 10**9, 123_456_789, True).tolist() == GOLDEN_LARGE
+    assert (
+        sequence_index(1234, np.arange(5) + 3 * 10**9, 123_456_789, True).tolist() == GOLDEN_LARGE
+    )
 
 
 def test_matches_plain_python_integers() -> None:
-    """The same network in unbounded integers: no overflow, sign or promotion of numpy's decides the order."""
+    """The same network in unbounded integers: no overflow, sign or promotion of numpy's decides the
+    order."""
     seed = 2**63 + 5
     for n in (1, 5, 1000, 1025, 10**11):
         found = sequence_index(seed, np.arange(300) * 997, n, True).tolist()

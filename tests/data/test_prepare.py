@@ -1,4 +1,5 @@
-"""Prepared tokens equal the encoding of each whole document; the cache is whole, shared, and never trusted blindly."""
+"""Prepared tokens equal the encoding of each whole document; the cache is whole, shared, and never
+trusted blindly."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ from llmexp.data.tokenizers import byte_level, end_of_text_id
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the split patterns look at: letters of both cases and none, marks, digits, white space of all kinds,
-# contractions, punctuation, special tokens as text.
+# What the split patterns look at: letters of both cases and none, marks, digits, white space of all
+# kinds, contractions, punctuation, special tokens as text.
 _pieces = st.sampled_from(
     [
-        *"abzSTdm'sLRE019 \n\r\t/!?.,-_\"()[]{}<>=|\\", "  ", "\n\n", "\r\n", " \n", "'ll", "'RE", "<|endoftext|>",
-        "字", "。", "、", "あ", "가", "я", "é", "\u0301", "ǅ", "ʰ", "١", "Ⅷ", "²", "\u00a0", "\u0085", "\u2028",
+        *"abzSTdm'sLRE019 "
+         "\n\r\t/!?.,-_\"()[]{}<>=|\\", "  ", "\n\n", "\r\n", " \n", "'ll", "'RE", "<|endoftext|>",
+        "字", "。", "、", "あ", "가", "я", "é", "\u0301", "ǅ", "ʰ", "١", "Ⅷ", "²", "\u00a0", "\u0085",  # noqa: E501
+        "\u2028",
         "\u3000", "\x1c", "\ufeff", "\x00", "🙂", "\u200d", "ſ", "word", " word", "WORD",
     ]
 )  # fmt: skip
@@ -45,7 +48,10 @@ def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> No
     whole = bpe.encode_ordinary(text)
     for match in BOUNDARY.finditer(text):
         at = match.start()
-        assert bpe.encode_ordinary(text[:at]) + bpe.encode_ordinary(text[at:]) == whole, (text[:at], text[at:])
+        assert bpe.encode_ordinary(text[:at]) + bpe.encode_ordinary(text[at:]) == whole, (
+            text[:at],
+            text[at:],
+        )
 
 
 @settings(max_examples=150)
@@ -77,7 +83,10 @@ def _segments(folder: Path, documents: list[bytes]) -> list[Segment]:
     paths = [folder / f"{i}.txt" for i in range(len(documents))]
     for path, document in zip(paths, documents, strict=True):
         path.write_bytes(document)
-    return [Segment(p, 0, len(d), c, state_of(p)) for p, d, c in zip(paths, documents, sha256_of(paths), strict=True)]
+    return [
+        Segment(p, 0, len(d), c, state_of(p))
+        for p, d, c in zip(paths, documents, sha256_of(paths), strict=True)
+    ]
 
 
 def _reference(documents: list[bytes], encoding: tiktoken.Encoding) -> list[int]:
@@ -99,14 +108,17 @@ def test_streamed_tokens_equal_whole_documents(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE_BYTES", piece)
         for encoding in (bpe, byte_level()):
-            found = [i for array in encode_segments(segments, encoding, most) for i in array.tolist()]
+            found = [
+                i for array in encode_segments(segments, encoding, most) for i in array.tolist()
+            ]
             assert found == _reference(documents, encoding)[:most]
 
 
 def test_an_encoding_of_ones_own_is_not_cut(folder: Path) -> None:
     """The boundaries are proven for known patterns only: this one joins words across spaces."""
     own = tiktoken.Encoding(
-        "own", pat_str=r"[a-z ]+", mergeable_ranks={**{bytes([b]): b for b in range(256)}, b"a ": 256, b"a b": 257},
+        "own", pat_str=r"[a-z ]+", mergeable_ranks={**{bytes([b]): b for b in range(256)},
+        b"a ": 256, b"a b": 257},
         special_tokens={},
     )  # fmt: skip
     segments = _segments(folder, [b"a b" * 50])
@@ -119,10 +131,16 @@ def test_an_encoding_of_ones_own_is_not_cut(folder: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 1 << 19])
 @pytest.mark.parametrize(
-    ("document", "offset"), [(b"abc\xff", 3), (b"ab\xe5\xad", 2), (b"\x80", 0), ("字".encode() * 5 + b"\xe5a", 15)]
+    ("document", "offset"),
+    [(b"abc\xff", 3), (b"ab\xe5\xad", 2), (b"\x80", 0), ("字".encode() * 5 + b"\xe5a", 15)],
 )
 def test_what_is_not_utf8_is_refused_with_its_place(
-    folder: Path, document: bytes, offset: int, piece: int, monkeypatch: pytest.MonkeyPatch, gpt2: tiktoken.Encoding
+    folder: Path,
+    document: bytes,
+    offset: int,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+    gpt2: tiktoken.Encoding,
 ) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     segments = _segments(folder, [document])
@@ -131,15 +149,21 @@ def test_what_is_not_utf8_is_refused_with_its_place(
             list(encode_segments(segments, encoding, None))
 
 
-def _prepare(segments: list[Segment], cache: Path, write: bool = True, most: int | None = None) -> TokenStream:
-    return prepare({"train": segments, "val": []}, {"train": most, "val": None}, byte_level(), cache, write)["train"]
+def _prepare(
+    segments: list[Segment], cache: Path, write: bool = True, most: int | None = None
+) -> TokenStream:
+    return prepare(
+        {"train": segments, "val": []}, {"train": most, "val": None}, byte_level(), cache, write
+    )["train"]
 
 
 def _ids(stream: TokenStream) -> list[int]:
     return stream.read(0, len(stream)).tolist()
 
 
-def test_prepared_tokens_are_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_tokens_are_kept_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segments, cache = _segments(tmp_path, [b"hello", b"world"]), tmp_path / "cache"
     assert _ids(_prepare(segments, cache)) == [*b"hello", 256, *b"world"]
     monkeypatch.setattr(module, "encode_segments", None)  # would fail if it were needed again
@@ -147,14 +171,18 @@ def test_prepared_tokens_are_kept_and_found_again(tmp_path: Path, monkeypatch: p
     assert len(_prepare(segments, cache, write=False)) == 11
 
 
-def test_other_text_settings_or_tokenizer_are_other_tokens(tmp_path: Path, gpt2: tiktoken.Encoding) -> None:
+def test_other_text_settings_or_tokenizer_are_other_tokens(
+    tmp_path: Path, gpt2: tiktoken.Encoding
+) -> None:
     cache = tmp_path / "cache"
     first = _segments(tmp_path, [b"hello"])
     assert _ids(_prepare(first, cache)) == [*b"hello"]
     assert _ids(_prepare(first, cache, most=2)) == [*b"he"]
     assert _ids(_prepare(_segments(tmp_path, [b"jello"]), cache)) == [*b"jello"]
     first = _segments(tmp_path, [b"hello"])
-    stream = prepare({"train": first, "val": []}, {"train": None, "val": None}, gpt2, cache, True)["train"]
+    stream = prepare({"train": first, "val": []}, {"train": None, "val": None}, gpt2, cache, True)[
+        "train"
+    ]
     assert _ids(stream) == gpt2.encode_ordinary("hello")
 
 
@@ -220,7 +248,9 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert _entry_names(cache) == set()
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segments = _segments(tmp_path, [b"hello"])
     encode = module.encode_segments
 
@@ -292,9 +322,12 @@ def test_several_processes_at_once_share_one_preparation(tmp_path: Path) -> None
     assert manifest["splits"]["train"]["tokens"] == 2_200_000
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak memory from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs the peak memory from /proc"
+)
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
-    """A single line of 64 MiB against one of 1 MiB: within 24 MiB, a few blocks and the sampled pages of the shard."""
+    """A single line of 64 MiB against one of 1 MiB: within 24 MiB, a few blocks and the sampled
+    pages of the shard."""
     peaks = []
     for mib in (1, 64):
         path = tmp_path / f"{mib}.txt"

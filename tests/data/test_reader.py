@@ -1,4 +1,5 @@
-"""Windows against a plain reference: which rows, where they are cut, what is masked, and what a resume sees."""
+"""Windows against a plain reference: which rows, where they are cut, what is masked, and what a
+resume sees."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def _ids(n_sequences: int) -> np.ndarray:
     return np.arange(n_sequences * LENGTH + 3, dtype=np.uint16) + 1
 
 
-def _windows(n_sequences: int = 20, micro: int = 2, accum: int = 2, dp: int = 1, **changed: Any) -> Iterator[Window]:
+def _windows(
+    n_sequences: int = 20, micro: int = 2, accum: int = 2, dp: int = 1, **changed: Any
+) -> Iterator[Window]:
     settings_ = {
         "sequence_length": LENGTH,
         "real_batch_size": micro * accum * dp,
@@ -79,13 +82,23 @@ def test_windows_hold_the_runs_sequences_in_order_however_they_are_cut(
     real = micro * accum * dp
     total = steps * real - tail % real
     start = min(start, steps)
-    options: dict[str, Any] = {"max_steps": steps, "total_sequences": total, "shuffle": shuffle, "start_step": start}
+    options: dict[str, Any] = {
+        "max_steps": steps,
+        "total_sequences": total,
+        "shuffle": shuffle,
+        "start_step": start,
+    }
     ranks = [list(_windows(n, micro, accum, dp, rank=r, **options)) for r in range(dp)]
     whole = list(_windows(n, real, 1, 1, **options))
     ids = _ids(n).tolist()
     for i, step in enumerate(range(start, steps)):
-        order = sequence_index(3, np.arange(step * real, min(total, (step + 1) * real)), n, shuffle).tolist()
-        expected = [(ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1]) for j in order]
+        order = sequence_index(
+            3, np.arange(step * real, min(total, (step + 1) * real)), n, shuffle
+        ).tolist()
+        expected = [
+            (ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1])
+            for j in order
+        ]
         windows = [rank[i] for rank in ranks]
         assert [w.step for w in windows] == [step] * dp
         assert [row for w in windows for row in _real_rows(w)] == expected
@@ -101,7 +114,8 @@ def test_windows_hold_the_runs_sequences_in_order_however_they_are_cut(
 
 
 def test_the_order_is_the_same_across_blocks_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many windows are read at a time; a start in the middle of a block, or single windows, see the same."""
+    """Many windows are read at a time; a start in the middle of a block, or single windows, see the
+    same."""
     options: dict[str, Any] = {
         "n_sequences": 700,
         "micro": 8,
@@ -122,7 +136,8 @@ def test_a_digest_sees_tokens_and_places() -> None:
     assert a != next(_windows(seed=4)).digest
     assert a != next(_windows(shuffle=False, start_step=1)).digest
     assert next(_windows(digest=False)).digest == 0
-    # The same two rows in the other order: 2 sequences, windows 0 of an even and an odd permutation.
+    # The same two rows in the other order: 2 sequences, windows 0 of an even and an odd
+    # permutation.
     seeds = {}
     for seed in range(20):
         window = next(_windows(2, 2, 1, seed=seed, max_steps=1))
@@ -133,7 +148,9 @@ def test_a_digest_sees_tokens_and_places() -> None:
 def test_ignored_ids_are_masked_as_targets_only() -> None:
     plain, masked = next(_windows(shuffle=False)), next(_windows(shuffle=False, ignore_id=7))
     assert masked.target_count == plain.target_count - 1
-    for (tokens, targets), (tokens_m, targets_m) in zip(plain.micro_batches, masked.micro_batches, strict=True):
+    for (tokens, targets), (tokens_m, targets_m) in zip(
+        plain.micro_batches, masked.micro_batches, strict=True
+    ):
         assert torch.equal(tokens, tokens_m)
         assert torch.equal(targets_m, torch.where(targets == 7, MASKED, targets))
 
@@ -162,7 +179,10 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
     total = min(n, wanted)
     spread = [i * n // total for i in range(total)]
     assert len(set(spread)) == total
-    assert seen == [(ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1]) for j in spread]
+    assert seen == [
+        (ids[j * LENGTH : (j + 1) * LENGTH], ids[j * LENGTH + 1 : (j + 1) * LENGTH + 1])
+        for j in spread
+    ]
     assert len(set(counts)) == 1
 
 
@@ -236,8 +256,10 @@ def test_a_file_cut_during_the_run_is_named(tmp_path: Path) -> None:
     path.write_bytes(_ids(2000).tobytes())
     stream = TokenStream([np.memmap(path, "<u2", "r")])
     options: dict[str, Any] = {
-        "sequence_length": LENGTH, "real_batch_size": 4, "micro_batch_size": 4, "gradient_accumulation_steps": 1,
-        "rank": 0, "dp_size": 1, "seed": 0, "shuffle": True, "ignore_id": None, "start_step": 0, "max_steps": 10**6,
+        "sequence_length": LENGTH, "real_batch_size": 4, "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "rank": 0, "dp_size": 1, "seed": 0, "shuffle": True, "ignore_id": None, "start_step": 0,
+        "max_steps": 10**6,
         "total_sequences": 10**9, "digest": False, "pin_memory": False,
     }  # fmt: skip
     windows = read_windows(stream, **options)
@@ -260,8 +282,10 @@ windows = read_windows(TokenStream([np.zeros(1_000_000, np.uint16)]), sequence_l
     micro_batch_size=1, gradient_accumulation_steps=512, rank=0, dp_size=1, seed=0, shuffle=True, ignore_id=None,
     start_step=0, max_steps=10**6, total_sequences=10**12, digest=False, pin_memory=False, prefetch=100)
 next(windows)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+"""  # noqa: E501
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

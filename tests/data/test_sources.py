@@ -40,8 +40,16 @@ def _text(train_files: Any = "*.txt", val_files: Any = None, **changed: Any) -> 
 
 
 def _tokens(train_files: Any, val_files: Any = None, **changed: Any) -> Corpus:
-    knobs = {"dtype": "uint16", "val_ratio": 0.1, "max_tokens": None, "cache_dir": None, "vocab_size": 257}
-    return sources.tokens(train_files=train_files, val_files=val_files, **{**knobs, "sequence_length": 4, **changed})
+    knobs = {
+        "dtype": "uint16",
+        "val_ratio": 0.1,
+        "max_tokens": None,
+        "cache_dir": None,
+        "vocab_size": 257,
+    }
+    return sources.tokens(
+        train_files=train_files, val_files=val_files, **{**knobs, "sequence_length": 4, **changed}
+    )
 
 
 def _all(stream: TokenStream | None) -> list[int]:
@@ -85,8 +93,13 @@ def test_a_split_loses_and_breaks_nothing(
     folder = tmp_path_factory.mktemp("split")
     for i, part in enumerate(parts):
         (folder / f"{i}.txt").write_bytes(sources.BOM * bom + part.encode())
-    found = sources.split(sources._documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed)
-    raw = {name: [s.path.read_bytes()[s.start : s.stop] for s in segments] for name, segments in found.items()}
+    found = sources.split(
+        sources._documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed
+    )
+    raw = {
+        name: [s.path.read_bytes()[s.start : s.stop] for s in segments]
+        for name, segments in found.items()
+    }
     for pieces in raw.values():
         assert all(piece.decode() for piece in pieces)  # not empty, and whole characters only
     if len(parts) == 1:
@@ -176,10 +189,17 @@ def test_the_fingerprint_follows_content_and_settings_not_places() -> None:
     ("files", "message"),
     [
         ("none/*.txt", r"data\.train_files=none/\*\.txt: no file matches \(looked in "),
-        ("folder", r"data\.train_files=folder: folder is a folder; for its files write data\.train_files=folder/\*"),
+        (
+            "folder",
+            r"data\.train_files=folder: folder is a folder; for its files write "
+            r"data\.train_files=folder/\*",
+        ),
         ("empty.txt", r"data\.train_files=empty\.txt: the file is empty"),
         (["empty.txt", "empty2.txt"], r"data\.train_files: all 2 files are empty, empty\.txt"),
-        ("dangling.txt", r"data\.train_files=dangling\.txt: dangling\.txt cannot be read: No such file"),
+        (
+            "dangling.txt",
+            r"data\.train_files=dangling\.txt: dangling\.txt cannot be read: No such file",
+        ),
         (None, r"data\.train_files=null: a glob or a list of globs is needed"),
         ([], r"data\.train_files=\[\]: a glob"),
         ([1], r"data\.train_files=\[1\]: a glob"),
@@ -233,7 +253,9 @@ def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
     path.write_text("a")
 
     def ask(settings: int = 0) -> int:
-        return remembered(tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls), True)
+        return remembered(
+            tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls), True
+        )
 
     assert (ask(), ask()) == (1, 2)  # changed just now: not remembered yet
     os.utime(path, (1000, 1000))
@@ -281,12 +303,20 @@ def _llm_c(magic: int, version: int, told: int, n: int) -> bytes:
         ("a.bin", b"", r"the file is empty \(0 bytes\)"),
         ("a.bin", b"\0" * 101, r"101 bytes are no whole number of uint16"),
         ("a.bin", b"\0" * 8, r"4 training tokens in 1 files .* needs 5"),
-        ("a.bin", _llm_c(20240520, 1, 50, 49), r"tells of 50 uint16 tokens = 1,124 bytes, the file has 1,122"),
+        (
+            "a.bin",
+            _llm_c(20240520, 1, 50, 49),
+            r"tells of 50 uint16 tokens = 1,124 bytes, the file has 1,122",
+        ),
         ("a.bin", _llm_c(20240520, 1, 0, 0), r"tells of 0 "),
         ("a.bin", _llm_c(20240520, 2, 50, 50), r"20240520 version 2 is unknown"),
         ("a.npy", b"", r"the file is empty"),
         ("a.npy", b"\x93NUMPY\x01\x00", r"no readable \.npy file of 8 bytes"),
-        ("a.npy", np.zeros((3, 3), int), r"a 1-d array of integers is needed, the file holds 2-d int64"),
+        (
+            "a.npy",
+            np.zeros((3, 3), int),
+            r"a 1-d array of integers is needed, the file holds 2-d int64",
+        ),
         ("a.npy", np.zeros(30), r"holds 1-d float64"),
         ("a.npy", np.array([None] * 9), r"no readable \.npy"),
         ("a.npy", np.zeros(0, int), r"the array is empty"),
@@ -312,7 +342,9 @@ def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position: int, b
     np.save("b.npy", np.where(np.arange(100) == position, bad, good))
     for files in ((["a.npy", "b.npy"], None), ("a.npy", "b.npy")):
         for _ in range(2):  # a refusal is not remembered as a pass
-            with pytest.raises(ValueError, match=rf"b\.npy: token id {bad} at position {position} \(of 100\)"):
+            with pytest.raises(
+                ValueError, match=rf"b\.npy: token id {bad} at position {position} \(of 100\)"
+            ):
                 _tokens(*files)
 
 
@@ -348,13 +380,20 @@ def test_a_wrong_dtype_is_refused() -> None:
 
 
 def _synthetic(**changed: Any) -> Corpus:
-    knobs: dict[str, Any] = {"pattern": "markov", "n_tokens": 200_000, "n_ids": 20, "val_ratio": 0.1, "seed": 1}
+    knobs: dict[str, Any] = {
+        "pattern": "markov",
+        "n_tokens": 200_000,
+        "n_ids": 20,
+        "val_ratio": 0.1,
+        "seed": 1,
+    }
     return sources.synthetic(**{**knobs, "vocab_size": 257, **changed})
 
 
 def test_the_markov_chain_has_the_entropy_it_tells() -> None:
-    """The plug-in estimate from counts: its deviation is sqrt(var(-ln p) / n) and its bias (states x 3) / 2n; with
-    var = 0.7 ln^2 0.7 + 0.3 ln^2 0.1 - 0.94^2 = 0.80, five deviations are 0.0105 at n = 180,000 and the bias 0.0002."""
+    """The plug-in estimate from counts: its deviation is sqrt(var(-ln p) / n) and its bias (states
+    x 3) / 2n; with var = 0.7 ln^2 0.7 + 0.3 ln^2 0.1 - 0.94^2 = 0.80, five deviations are 0.0105 at
+    n = 180,000 and the bias 0.0002."""
     corpus = _synthetic()
     ids = np.array(_all(corpus.train))
     counts = np.zeros((20, 20))
@@ -377,8 +416,12 @@ def test_the_copy_task_repeats_every_block() -> None:
 
 @pytest.mark.parametrize("pattern", ["markov", "copy"])
 @pytest.mark.parametrize("n_ids", [4, 5, 257, None])
-def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(pattern: str, n_ids: int | None) -> None:
-    first, again, other = (_synthetic(pattern=pattern, n_tokens=999, n_ids=n_ids, seed=s) for s in (1, 1, 2))
+def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(
+    pattern: str, n_ids: int | None
+) -> None:
+    first, again, other = (
+        _synthetic(pattern=pattern, n_tokens=999, n_ids=n_ids, seed=s) for s in (1, 1, 2)
+    )
     ids = _all(first.train) + _all(first.val)
     assert len(ids) == 999
     assert 0 <= min(ids) <= max(ids) < (n_ids or 257)
@@ -415,7 +458,9 @@ def test_the_standard_library_is_real_text() -> None:
     assert (_all(again.val), again.fingerprint) == (_all(corpus.val), corpus.fingerprint)
 
 
-def test_a_python_without_sources_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_python_without_sources_is_a_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         sources.stdlib(tokenizer=BYTES, val_ratio=0.1, max_tokens=None, seed=0, cache_dir=None)
@@ -424,14 +469,19 @@ def test_a_python_without_sources_is_a_clear_error(monkeypatch: pytest.MonkeyPat
 def test_planning_and_preparing_need_no_torch() -> None:
     """Importing torch takes longer than all the rest."""
     root = str(CONF.parent)
-    program = f"import sys; sys.path.insert(0, {root!r}); import llmexp.data.sources; sys.exit('torch' in sys.modules)"
+    program = (
+        f"import sys; sys.path.insert(0, {root!r}); import llmexp.data.sources; "
+        "sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # conf
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")), ids=str
+)
 def test_each_yaml_lists_every_knob_of_its_function(path: Path) -> None:
     knobs = yaml.safe_load(path.read_text())
     module, _, name = knobs.pop("_target_").rpartition(".")
@@ -440,13 +490,17 @@ def test_each_yaml_lists_every_knob_of_its_function(path: Path) -> None:
         assert knobs.pop("shuffle") is True
         assert knobs.pop("ignore_id") is None
         offered = {"tokenizer", "vocab_size", "sequence_length", "write"}
-    function = getattr({"llmexp.data.sources": sources, "llmexp.data.tokenizers": tokenizers}[module], name)
+    function = getattr(
+        {"llmexp.data.sources": sources, "llmexp.data.tokenizers": tokenizers}[module], name
+    )
     assert set(inspect.signature(function).parameters) - offered == set(knobs)
     for line in path.read_text().splitlines():
         assert line.startswith(("#", "_target_", "name:")) or "  # " in line, line
 
 
-def test_more_token_files_than_may_be_open_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_token_files_than_may_be_open_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is a map, which keeps its file open."""
     monkeypatch.chdir(tmp_path)
     for i in range(300):

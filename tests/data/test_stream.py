@@ -17,7 +17,8 @@ lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda x: 
 
 
 def _stream(folder: str, sizes: list[int]) -> tuple[TokenStream, np.ndarray]:
-    """Parts in memory, .npy maps and raw maps with an offset, in turn; and what they are together."""
+    """Parts in memory, .npy maps and raw maps with an offset, in turn; and what they are
+    together."""
     whole = np.random.default_rng(len(sizes)).integers(0, 60_000, sum(sizes))
     arrays = []
     for i, ids in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):
@@ -59,7 +60,9 @@ def test_nothing_outside_the_stream_is_read(start: int, count: int) -> None:
         TokenStream([np.arange(10)]).read(start, count)
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 0), (1, 0), (5, 0), (6, 1), (10, 1), (11, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "sequences"), [(0, 0), (1, 0), (5, 0), (6, 1), (10, 1), (11, 2)]
+)
 def test_a_sequence_needs_one_token_more_than_its_length(tokens: int, sequences: int) -> None:
     assert TokenStream([np.zeros(tokens, np.uint16)]).n_sequences(5) == sequences
 

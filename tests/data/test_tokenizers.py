@@ -48,14 +48,22 @@ def test_byte_lengths_are_those_of_the_tokens(bpe: tiktoken.Encoding) -> None:
 
 
 def test_the_identity_sees_all_that_decides(gpt2: tiktoken.Encoding) -> None:
-    base = {"name": "x", "pat_str": "a|b", "mergeable_ranks": {b"a": 0, b"b": 1}, "special_tokens": {"<e>": 2}}
+    base = {
+        "name": "x",
+        "pat_str": "a|b",
+        "mergeable_ranks": {b"a": 0, b"b": 1},
+        "special_tokens": {"<e>": 2},
+    }
     changes = [
         {"pat_str": "b|a"},
         {"mergeable_ranks": {b"a": 1, b"b": 0}},
         {"mergeable_ranks": {b"a": 0, b"c": 1}},
         {"special_tokens": {"<f>": 2}},
     ]
-    seen = {tokenizers.identity(tiktoken.Encoding(**{**base, **c})) for c in [{}, {"name": "y"}, *changes]}
+    seen = {
+        tokenizers.identity(tiktoken.Encoding(**{**base, **c}))
+        for c in [{}, {"name": "y"}, *changes]
+    }
     assert len(seen) == 5  # a new name alone changes nothing
     assert tokenizers.identity(gpt2) == tokenizers.identity(gpt2)
 
@@ -100,14 +108,18 @@ def test_a_network_that_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"no answer within 0\.5 s.*TIKTOKEN_CACHE_DIR.*tokenizer=bytes"):
+    with pytest.raises(
+        ValueError, match=r"no answer within 0\.5 s.*TIKTOKEN_CACHE_DIR.*tokenizer=bytes"
+    ):
         tokenizers.pretrained("r50k_base", download_timeout_s=0.5)
     assert time.monotonic() - started < 5
     over.set()
 
 
 @pytest.mark.usefixtures("_nothing_cached")
-def test_a_damaged_file_without_a_network_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_without_a_network_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not (SHARED / "tiktoken").is_dir():
         pytest.skip("the tokenizer files are not there")
     shutil.copytree(SHARED / "tiktoken", tmp_path, dirs_exist_ok=True)

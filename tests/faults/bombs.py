@@ -1,4 +1,5 @@
-"""A user's hook that plants values that are not finite into a layer: FAULT_BOMB="KIND STEP RANKS"."""
+"""A user's hook that plants values that are not finite into a layer: FAULT_BOMB="KIND STEP
+RANKS"."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class NoGradient(torch.autograd.Function):
 
 
 def lay(kind: str, layer: nn.Module, after_call: int = 0) -> None:
-    """weight: one is nan. output: overflows (finite weights: a compiled layer too), or from the call after
-    `after_call` on. gradient: likewise, on the way back."""
+    """weight: one is nan. output: overflows (finite weights: a compiled layer too), or from the
+    call after `after_call` on. gradient: likewise, on the way back."""
     weight: Any = layer.weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     calls = 0
@@ -48,5 +49,7 @@ def lay(kind: str, layer: nn.Module, after_call: int = 0) -> None:
 
 def hook(event: str, context: Any) -> None:
     kind, step, ranks = os.environ.get("FAULT_BOMB", " 0 ").split(" ")
-    if (event, context.step) == ("step_start", int(step)) and os.environ.get("RANK", "0") in ranks.split(","):
+    if (event, context.step) == ("step_start", int(step)) and os.environ.get(
+        "RANK", "0"
+    ) in ranks.split(","):
         lay(kind, context.model.get_submodule(LAYER))

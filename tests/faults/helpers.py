@@ -1,4 +1,5 @@
-"""What the tests of faults share: the undisturbed run, a small file system, what a failure message must hold."""
+"""What the tests of faults share: the undisturbed run, a small file system, what a failure message
+must hold."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ import pytest
 from tests.conftest import Result, llmexp
 from tests.test_resume import exact, same_state
 
-# 50 sequences, 8 a step: an epoch ends inside step 7. The fp16 scale overflows at first and grows later; dropout.
+# 50 sequences, 8 a step: an epoch ends inside step 7. The fp16 scale overflows at first and grows
+# later; dropout.
 SETTINGS = [
-    "data=tokens", "data.val_ratio=0", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2",
-    "train.max_steps=24", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null", "checkpoint.every=2",
-    "optimizer.lr=0.01", "precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=4",
+    "data=tokens", "data.val_ratio=0", "batch.micro_batch_size=4",
+    "batch.gradient_accumulation_steps=2",
+    "train.max_steps=24", "model.dropout=0.1", "train.log_every=1", "train.eval_every=null",
+    "checkpoint.every=2",
+    "optimizer.lr=0.01", "precision=fp16", "precision.init_scale=1e7",
+    "precision.growth_interval=4",
 ]  # fmt: skip
 LAST = 24
 
@@ -33,7 +38,11 @@ def without_scale(settings: list[str]) -> list[str]:
 def small_disk(path: Path, size: str) -> Iterator[Path]:
     """A file system of its own at `path`; skips where this may not be mounted."""
     path.mkdir(parents=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     try:

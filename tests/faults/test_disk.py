@@ -52,7 +52,7 @@ def disk(event, context):
     word = PLAN.get(f"{event}-{context.step}")
     if word and os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", "0"):
         act(word)
-"""
+"""  # noqa: E501
 HOOKED = ["--allow", "faulty", "hooks=[faulty.disk]"]
 
 
@@ -63,12 +63,13 @@ def here(tmp_path: Path) -> Path:
 
 
 def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
-    """A full disk for two saves (2 of 2 failures), a save, a read-only folder, a limit on the size of files, and a disk
-    that is full at the end. The log is on a full disk all the time, and the lines go to none."""
+    """A full disk for two saves (2 of 2 failures), a save, a read-only folder, a limit on the size
+    of files, and a disk that is full at the end. The log is on a full disk all the time, and the
+    lines go to none."""
     run = here / "run"
     run.mkdir()
     os.mknod(run / "train.log", stat.S_IFCHR | 0o666, os.stat("/dev/full").st_rdev)
-    plan = ("step_start-3:full,step_start-7:room,step_start-9:ro,step_start-11:rw,step_start-13:20000,"
+    plan = ("step_start-3:full,step_start-7:room,step_start-9:ro,step_start-11:rw,step_start-13:20000,"  # noqa: E501
             "step_start-15:unlimited,step_start-23:full")  # fmt: skip
     with small_disk(run / "checkpoints", "2m") as disk:
         failed = llmexp(
@@ -77,20 +78,35 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
         )  # fmt: skip
         assert failed.code == 3, failed.err
         # 4, 6 and then, as 8 was saved in between, 10 are counted from one again.
-        for step, count, newest, why in ((4, 1, 2, "os error 28"), (6, 2, 2, "os error 28"), (10, 1, 8, "Read-only"),
+        for step, count, newest, why in ((4, 1, 2, "os error 28"), (6, 2, 2, "os error 28"), (10, 1,
+        8, "Read-only"),
                                          (14, 1, 12, "os error 27")):  # fmt: skip
-            (line,) = [text for text in failed.out.splitlines() if f"the checkpoint of step {step} " in text]
+            (line,) = [
+                text
+                for text in failed.out.splitlines()
+                if f"the checkpoint of step {step} " in text
+            ]
             assert line.startswith("WARNING: ")
             assert why in line
             assert f"the newest is of step {newest}; failure {count} of at most 2 in a row" in line
         assert failed.out.count("could not be saved") == 4
-        assert failed.out.count("train.log cannot be written (No space left on device); the run goes on") == 1
+        assert (
+            failed.out.count(
+                "train.log cannot be written (No space left on device); the run goes on"
+            )
+            == 1
+        )
         assert_says(
             failed.err, what="No space left on device", where="the checkpoint of step 24",
-            intact="the last checkpoint is step_00000022", command="llmexp resume run --allow faulty",
+            intact="the last checkpoint is step_00000022", command="llmexp resume run --allow "
+                                                                   "faulty",
         )  # fmt: skip
         assert_status(failed, "failed", 3, "the checkpoint of step 24")
-        assert sorted(p.name for p in disk.iterdir()) == ["ballast", "step_00000020", "step_00000022"]
+        assert sorted(p.name for p in disk.iterdir()) == [
+            "ballast",
+            "step_00000020",
+            "step_00000022",
+        ]
         assert all(loading.load(path).step for path in loading.steps(disk))
         assert_whole_files(run)
         (disk / "ballast").unlink()
@@ -103,11 +119,14 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
 
 @pytest.mark.parametrize(
     ("more", "step"),
-    [("checkpoint.max_failures=1", 10), pytest.param("train.stop_step=9", 9, marks=pytest.mark.slow)],
+    [
+        ("checkpoint.max_failures=1", 10),
+        pytest.param("train.stop_step=9", 9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_failure_too_many(here, settings, more, step):
-    """In the background. With `checkpoint.max_failures=1` the second one in a row ends the run; the save of a stop must
-    not fail at all."""
+    """In the background. With `checkpoint.max_failures=1` the second one in a row ends the run; the
+    save of a stop must not fail at all."""
     with small_disk(here / "run" / "checkpoints", "2m") as disk:
         failed = llmexp(
             "train", *settings, "hydra.run.dir=run", *HOOKED, more, "checkpoint.async=true",
@@ -137,11 +156,16 @@ def test_a_save_that_fails_while_steps_overflow_is_not_passed_over(here, setting
         "def hook(event, context): pass\n"
     )
     failed = llmexp(
-        "train", *settings, "hydra.run.dir=run", "--allow", "late", "hooks=[late.hook]", "checkpoint.async=true",
-        "checkpoint.max_failures=0", "precision.init_scale=1e30", "train.max_consecutive_skips=100", cwd=here,
+        "train", *settings, "hydra.run.dir=run", "--allow", "late", "hooks=[late.hook]",
+        "checkpoint.async=true",
+        "checkpoint.max_failures=0", "precision.init_scale=1e30", "train.max_consecutive_skips=100",
+        cwd=here,
     )  # fmt: skip
     assert failed.code == 3, failed.out
-    assert "the checkpoint of step 2 could not be saved (no room); checkpoint.max_failures=0 in a row" in failed.err
+    assert (
+        "the checkpoint of step 2 could not be saved (no room); checkpoint.max_failures=0 in a row"
+        in failed.err
+    )
     assert "no checkpoint yet" in failed.err
 
 
@@ -150,7 +174,9 @@ def test_a_disk_that_is_full_from_the_start(here, settings, ranks):
     two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
     with small_disk(here / "full", "100k") as disk:
         (disk / "ballast").write_bytes(b"x" * 100 * 1024)
-        failed = llmexp("train", *settings, *(two if ranks == 2 else ()), "hydra.run.dir=full/run", cwd=here)
+        failed = llmexp(
+            "train", *settings, *(two if ranks == 2 else ()), "hydra.run.dir=full/run", cwd=here
+        )
         assert failed.code == 3, failed.err
         assert "Traceback" not in failed.err
         assert_says(
@@ -166,12 +192,17 @@ def test_a_disk_that_is_full_from_the_start(here, settings, ranks):
 def test_one_rank_of_two_cannot_write(here, settings):
     """Both go on, and the log of the one has its reason."""
     done = llmexp(
-        "train", *without_scale(settings), "hydra.run.dir=run", *HOOKED, "precision=fp32", "parallelism=fsdp",
-        "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1", cwd=here, FAULT_RANK="1",
+        "train", *without_scale(settings), "hydra.run.dir=run", *HOOKED, "precision=fp32",
+        "parallelism=fsdp",
+        "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1", cwd=here,
+        FAULT_RANK="1",
         FAULT_PLAN="step_start-3:4000,step_start-5:unlimited",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "the checkpoint of step 4 could not be saved (rank 1 could not write; its log says why)" in done.out
+    assert (
+        "the checkpoint of step 4 could not be saved (rank 1 could not write; its log says why)"
+        in done.out
+    )
     assert done.out.count("could not be saved") == 1
     logs = "".join(p.read_text() for p in (done.folder / "logs").rglob("*") if p.is_file())
     assert "the checkpoint of step 4 could not be saved: " in logs
@@ -181,8 +212,9 @@ def test_one_rank_of_two_cannot_write(here, settings):
 
 
 def test_a_full_disk_under_the_rows_and_under_the_last_status(here, settings, whole):
-    """A row that cannot be written ends the run, and leaves no part of it. On the way to the end of the resumed run the
-    disk is full once more, after the last checkpoint: its status is true all the same."""
+    """A row that cannot be written ends the run, and leaves no part of it. On the way to the end of
+    the resumed run the disk is full once more, after the last checkpoint: its status is true all
+    the same."""
     with small_disk(here / "run", "2m") as disk:
         failed = llmexp(
             "train", *settings, "hydra.run.dir=run", *HOOKED, cwd=here, FAULT_DISK=str(disk),
@@ -196,22 +228,42 @@ def test_a_full_disk_under_the_rows_and_under_the_last_status(here, settings, wh
         assert_status(failed, "failed", 3, "metrics.jsonl: the row of step")
         assert_whole_files(disk)
         (disk / "ballast").unlink()
-        again = llmexp("resume", "run", "--allow", "faulty", cwd=here, FAULT_DISK=str(disk), FAULT_PLAN="saved-24:full")
+        again = llmexp(
+            "resume",
+            "run",
+            "--allow",
+            "faulty",
+            cwd=here,
+            FAULT_DISK=str(disk),
+            FAULT_PLAN="saved-24:full",
+        )
         assert again.code == 0, again.err
         assert (disk / "ballast").exists()
         assert_as_undisturbed(Result(0, "", "", disk), whole)
 
 
 def test_a_full_disk_under_the_ledger_of_a_sweep(here, settings, whole):
-    """The run that was at its end is finished by its own record; the sweep says what it could not write, and goes on
-    once there is room."""
+    """The run that was at its end is finished by its own record; the sweep says what it could not
+    write, and goes on once there is room."""
     with small_disk(here / "disk", "3m") as disk:
-        command = ["train", "-m", *settings, "train.seed=1,1234", "hydra.sweep.dir=disk/sweep", *HOOKED]
+        command = [
+            "train",
+            "-m",
+            *settings,
+            "train.seed=1,1234",
+            "hydra.sweep.dir=disk/sweep",
+            *HOOKED,
+        ]
         failed = llmexp(*command, cwd=here, FAULT_DISK=str(disk), FAULT_PLAN="saved-24:full")
         assert failed.code == 1, failed.err
         (line,) = [text for text in failed.err.splitlines() if text.startswith("llmexp: ")]
-        assert "disk/sweep/sweep.json: could not be written: No space left on device; its runs are intact" in line
-        first, second = (Result(0, "", "", disk / "sweep" / name) for name in ("0-seed_1", "1-seed_1234"))
+        assert (
+            "disk/sweep/sweep.json: could not be written: No space left on device; its runs are "
+            "intact" in line
+        )
+        first, second = (
+            Result(0, "", "", disk / "sweep" / name) for name in ("0-seed_1", "1-seed_1234")
+        )
         assert_status(first, "finished", 0, None)
         assert json.loads((disk / "sweep" / "sweep.json").read_text())["points"]
         assert not list(disk.rglob("*.tmp"))

@@ -1,4 +1,5 @@
-"""Killed, stopped and starved at bad moments: what is left is whole, and the way to the end is the undisturbed one."""
+"""Killed, stopped and starved at bad moments: what is left is whole, and the way to the end is the
+undisturbed one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def hungry(event, context):
         with open(os.path.join(where, "cgroup.procs"), "w") as f:
             f.write(str(os.getpid()))
     context.model.register_forward_pre_hook(lambda module, inputs: [torch.ones(100 * 2**20), None][1])
-'''
+'''  # noqa: E501
 HOOKED = ["--allow", "faulty"]
 SLOW_DISK = "hooks=[faulty.slow,faulty.slow_disk]"
 
@@ -65,7 +66,9 @@ def wait_for(process: subprocess.Popen[str], there: Callable[[], bool]) -> bool:
 
 
 def rows_of(run: Path) -> int:
-    return (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+    return (
+        (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+    )
 
 
 def is_saving(run: Path) -> bool:
@@ -82,8 +85,11 @@ def tree_of(leader: int) -> list[int]:
     return found
 
 
-def kill_in_a_row(here: Path, settings: list[str], whole: Result, kills: list[tuple[str, str]], seed: int) -> None:
-    """`kills`: whom (worker, launcher, tree) and when (save: inside one; row: anywhere). Then the run to its end.
+def kill_in_a_row(
+    here: Path, settings: list[str], whole: Result, kills: list[tuple[str, str]], seed: int
+) -> None:
+    """`kills`: whom (worker, launcher, tree) and when (save: inside one; row: anywhere). Then the
+    run to its end.
 
     A run that gets to its end between two kills is compared there, and another one takes its place.
     """
@@ -136,7 +142,10 @@ def wait_free(run: Path) -> None:
 
 
 def chosen(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    return [(rng.choice(["worker", "launcher", "tree"]), rng.choice(["save", "row"])) for _ in range(count)]
+    return [
+        (rng.choice(["worker", "launcher", "tree"]), rng.choice(["save", "row"]))
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.fresh
@@ -157,15 +166,22 @@ def test_killed_twenty_times(here, settings, whole):
 
 
 def test_told_to_stop_twice_while_it_saves(here, settings, whole):
-    """SIGTERM twice in a background save, SIGINT twice in a save that the step waits for: each time the checkpoint of
-    the step it was at is saved, and the command that is printed goes on from there."""
+    """SIGTERM twice in a background save, SIGINT twice in a save that the step waits for: each time
+    the checkpoint of the step it was at is saved, and the command that is printed goes on from
+    there."""
     run = Result(0, "", "", here / "run")
     (here / "steps").mkdir()
-    for number, more in ((signal.SIGTERM, "checkpoint.async=true"), (signal.SIGINT, "checkpoint.async=false")):
+    for number, more in (
+        (signal.SIGTERM, "checkpoint.async=true"),
+        (signal.SIGINT, "checkpoint.async=false"),
+    ):
         before = rows_of(run.folder)
         command = ["resume", "run"] if before else ["train", *settings, "hydra.run.dir=run"]
         process = start(*command, SLOW_DISK, *HOOKED, more, cwd=here)
-        assert wait_for(process, lambda before=before: rows_of(run.folder) > before + 2 and is_saving(run.folder))
+        assert wait_for(
+            process,
+            lambda before=before: rows_of(run.folder) > before + 2 and is_saving(run.folder),
+        )
         process.send_signal(number)
         time.sleep(1.1)  # one that comes sooner is taken for the same one
         if process.poll() is None:
@@ -201,13 +217,22 @@ def memory_group() -> Path:
 
 
 def test_out_of_memory(here, settings, whole, memory_group):
-    """By the limit of a process (an exception), by the kernel (SIGKILL), and then with enough of it to the end."""
+    """By the limit of a process (an exception), by the kernel (SIGKILL), and then with enough of it
+    to the end."""
     hooked = ["hooks=[faulty.hungry]", *HOOKED]
     run = Result(0, "", "", here / "run")
-    failed = llmexp("train", *settings, "hydra.run.dir=run", *hooked, cwd=here, FAULT_MEMORY="ulimit")
+    failed = llmexp(
+        "train", *settings, "hydra.run.dir=run", *hooked, cwd=here, FAULT_MEMORY="ulimit"
+    )
     assert failed.code == 3, failed.err
-    assert "out of memory with micro_batch_size 4 x 12 tokens; a smaller batch.micro_batch_size" in failed.err
-    assert "the last checkpoint is step_00000006; to go on: llmexp resume run --allow faulty" in failed.err
+    assert (
+        "out of memory with micro_batch_size 4 x 12 tokens; a smaller batch.micro_batch_size"
+        in failed.err
+    )
+    assert (
+        "the last checkpoint is step_00000006; to go on: llmexp resume run --allow faulty"
+        in failed.err
+    )
     assert_status(run, "failed", 3, "out of memory with micro_batch_size 4 x 12 tokens")
 
     failed = llmexp("resume", "run", *hooked, cwd=here, FAULT_MEMORY=str(memory_group))

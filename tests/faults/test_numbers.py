@@ -1,4 +1,5 @@
-"""Values that are not finite, planted where they hurt: all ranks stop in one step, and the right layer is named."""
+"""Values that are not finite, planted where they hurt: all ranks stop in one step, and the right
+layer is named."""
 
 from __future__ import annotations
 
@@ -19,12 +20,18 @@ from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale
 
 LAYER = "blocks.1.mlp.up_proj"
-TWO = ["parallelism.nproc_per_node=2", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
+TWO = [
+    "parallelism.nproc_per_node=2",
+    "batch.micro_batch_size=4",
+    "batch.gradient_accumulation_steps=1",
+]
 
 
 def parts_of(tokens: Path, *overrides: str) -> Parts:
-    base = ["model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=24",
-            "model.max_position_embeddings=32", "batch.sequence_length=12", "data=tokens", "data.val_ratio=0",
+    base = ["model=gpt_tiny", "model.n_layers=2", "model.n_heads=2", "model.d_model=16",
+    "model.d_ff=24",
+            "model.max_position_embeddings=32", "batch.sequence_length=12", "data=tokens",
+            "data.val_ratio=0",
             f"data.train_files=[{tokens}]", "batch.micro_batch_size=2"]  # fmt: skip
     with app.hydra_app(None) as hydra:
         config = app.typed(app.compose(hydra, [*base, *overrides])[0])
@@ -39,9 +46,15 @@ def said_of(parts: Parts, kind: str, after_call: int = 0) -> str:
     return first_bad(s, next(read_ahead(s, 0)))
 
 
-@pytest.mark.parametrize(("recompute", "precision"), [("none", "fp32"), ("full", "fp16"), ("selective", "bf16")])
+@pytest.mark.parametrize(
+    ("recompute", "precision"), [("none", "fp32"), ("full", "fp16"), ("selective", "bf16")]
+)
 def test_the_first_bad_layer_is_named(tokens, recompute, precision):
-    how = ["precision=" + precision, f"parallelism.activation_checkpointing={recompute}", "model.dropout=0.1"]
+    how = [
+        "precision=" + precision,
+        f"parallelism.activation_checkpointing={recompute}",
+        "model.dropout=0.1",
+    ]
     parts = parts_of(tokens, *how)
     for kind, found in (
         ("weight", f"parameter {LAYER}.weight is not finite"),
@@ -51,7 +64,9 @@ def test_the_first_bad_layer_is_named(tokens, recompute, precision):
         said = said_of(parts, kind)
         assert said.startswith("the first thing to go wrong: "), said
         # A gradient may be met on its way out of the layer before that of its weight is.
-        assert found in said or (kind == "gradient" and f"the gradient that {LAYER} (Linear) returns" in said), said
+        assert found in said or (
+            kind == "gradient" and f"the gradient that {LAYER} (Linear) returns" in said
+        ), said
 
 
 def test_of_the_second_micro_batch_too_and_nothing_where_nothing_is(tokens):
@@ -78,9 +93,11 @@ def here(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
-    """Both ranks stop in the step in which one of them goes wrong, and nothing is saved after it."""
+    """Both ranks stop in the step in which one of them goes wrong, and nothing is saved after
+    it."""
     failed = llmexp(
-        "train", *without_scale(settings), f"parallelism={kind}", *TWO, "precision=fp32", "hydra.run.dir=run",
+        "train", *without_scale(settings), f"parallelism={kind}", *TWO, "precision=fp32",
+        "hydra.run.dir=run",
         "--allow", "bombs", "hooks=[bombs.hook]", *more, cwd=here, FAULT_BOMB=f"{bomb} 7 1",
     )  # fmt: skip
     assert failed.code == 3, failed.err
@@ -91,21 +108,28 @@ def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     assert "the update was not applied" in line
     assert f"(rank {rank})" in line
     assert_status(failed, "failed", 3, what)
-    accounts = [json.loads((failed.folder / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)]
-    assert all("step 7 has a " in account["text"] and what in account["text"] for account in accounts)
+    accounts = [
+        json.loads((failed.folder / "logs" / f"failure-{r}.json").read_text()) for r in (0, 1)
+    ]
+    assert all(
+        "step 7 has a " in account["text"] and what in account["text"] for account in accounts
+    )
     assert [row["step"] for row in failed.rows()] == list(range(1, 7))
     assert max(int(p.name[5:]) for p in (failed.folder / "checkpoints").iterdir()) == 6
 
 
 def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
-    """Gradients that overflow at any scale: each step is skipped, bit for bit, until the scale is hopeless."""
+    """Gradients that overflow at any scale: each step is skipped, bit for bit, until the scale is
+    hopeless."""
     failed = llmexp(
-        "train", *settings, "precision.init_scale=4", "hydra.run.dir=run", "--allow", "bombs", "hooks=[bombs.hook]",
+        "train", *settings, "precision.init_scale=4", "hydra.run.dir=run", "--allow", "bombs",
+        "hooks=[bombs.hook]",
         "parallelism.activation_checkpointing=full", cwd=here, FAULT_BOMB="gradient 4 0",
     )  # fmt: skip
     assert failed.code == 3, failed.err
     line = assert_says(
-        failed.err, what="the fp16 loss scale fell below 1", where="at step ", intact="the last checkpoint is step_0",
+        failed.err, what="the fp16 loss scale fell below 1", where="at step ",
+        intact="the last checkpoint is step_0",
         command="llmexp resume run --allow bombs",
     )  # fmt: skip
     assert LAYER in line

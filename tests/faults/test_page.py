@@ -6,7 +6,11 @@ from tests.conftest import ROOT
 
 
 def test_every_fault_has_its_test():
-    rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        line
+        for line in (ROOT / "docs" / "faults.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     rows = [row for row in rows if not row.startswith("| fault |")]
     assert len(rows) > 50
     for row in rows:

@@ -1,4 +1,5 @@
-"""What a crash or a reboot leaves on the disk: damaged checkpoints, old locks, a status that is not true any more."""
+"""What a crash or a reboot leaves on the disk: damaged checkpoints, old locks, a status that is not
+true any more."""
 
 from __future__ import annotations
 
@@ -50,14 +51,18 @@ def damage_of(path: Path, what: str) -> str:
     return name
 
 
-CASES = [*(f"{how}: {name}" for how in DAMAGE for name in FILES), "gone: manifest.json", "no JSON: manifest.json",
+CASES = [*(f"{how}: {name}" for how in DAMAGE for name in FILES), "gone: manifest.json",
+"no JSON: manifest.json",
          "cut short: manifest.json"]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CASES)
 def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, what):
     run = copy_of(whole, tmp_path / "run")
-    newest, older = run / "checkpoints" / f"step_{LAST:08d}", run / "checkpoints" / f"step_{LAST - 2:08d}"
+    newest, older = (
+        run / "checkpoints" / f"step_{LAST:08d}",
+        run / "checkpoints" / f"step_{LAST - 2:08d}",
+    )
     name = damage_of(newest, what)
     loaded = loading.latest(run / "checkpoints", print)
     assert loaded.path == older
@@ -109,7 +114,13 @@ def cut_run(whole: Result, to: Path, **status: object) -> Path:
     run = copy_of(whole, to)
     shutil.rmtree(run / "checkpoints" / f"step_{LAST:08d}")
     before = json.loads((run / "status.json").read_text())
-    about = {"state": "running", "exit_code": None, "ended": None, "pid": os.getpid(), "host": socket.gethostname()}
+    about = {
+        "state": "running",
+        "exit_code": None,
+        "ended": None,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
     (run / "status.json").write_text(json.dumps({**before, **about, **status}))
     for name in (".lock", ".lock-ranks"):
         (run / name).touch()
@@ -121,7 +132,9 @@ def state_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return json.loads(capsys.readouterr().out)["runs"][0]["state"]
 
 
-def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(whole, tmp_path, capsys):
+def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(
+    whole, tmp_path, capsys
+):
     run = Result(0, "", "", cut_run(whole, tmp_path / "run"))
     figures = run.json("status.json")["summary"]
     assert read(find([run.folder])[0])[0].state == "cut"
@@ -131,9 +144,13 @@ def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(wh
     assert state_shown(run.folder, capsys) == "cut"  # mended, it is still one
     assert read(find([run.folder])[0])[0].state == "cut"
 
-    shutil.rmtree(run.folder / "checkpoints" / f"step_{LAST - 2:08d}")  # from the start, so that there is time to jump
+    shutil.rmtree(
+        run.folder / "checkpoints" / f"step_{LAST - 2:08d}"
+    )  # from the start, so that there is time to jump
     (tmp_path / "faulty.py").write_text(HOOKS)
-    done = llmexp("resume", str(run.folder), "hooks=[faulty.jump]", "--allow", "faulty", cwd=tmp_path)
+    done = llmexp(
+        "resume", str(run.folder), "hooks=[faulty.jump]", "--allow", "faulty", cwd=tmp_path
+    )
     assert done.code == 0, done.err
     assert_as_undisturbed(run, whole)
     for row in run.rows():
@@ -148,7 +165,9 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
     status = run.folder / "status.json"
     status.unlink()
     for name in ("metrics.jsonl", "train.log"):
-        (run.folder / name).touch()  # the copy has the times of a run that may have been made long ago
+        (
+            run.folder / name
+        ).touch()  # the copy has the times of a run that may have been made long ago
     assert state_shown(run.folder, capsys) == "cut"
     assert not status.exists()  # it may be alive on another host
     for name in ("metrics.jsonl", "train.log"):
@@ -160,9 +179,15 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
 def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
     """The agent began an hour after the time at which the rank says that it failed."""
     (tmp_path / "faulty.py").write_text(HOOKS + FAILING)
-    two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=2", "data=synthetic"]
+    two = [
+        "parallelism=ddp",
+        "parallelism.nproc_per_node=2",
+        "batch.micro_batch_size=2",
+        "data=synthetic",
+    ]
     done = llmexp(
-        "train", *TINY, *two, "hooks=[faulty.jump,faulty.fail]", "--allow", "faulty", "train.max_steps=20",
+        "train", *TINY, *two, "hooks=[faulty.jump,faulty.fail]", "--allow", "faulty",
+        "train.max_steps=20",
         "parallelism.max_restarts=2", "hydra.run.dir=run", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 3
@@ -175,8 +200,8 @@ def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
 
 
 def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):
-    """Of another host that wrote a moment ago; of this one while the lock of the run, or of its ranks, is held; in a
-    folder that cannot be written."""
+    """Of another host that wrote a moment ago; of this one while the lock of the run, or of its
+    ranks, is held; in a folder that cannot be written."""
     other = cut_run(whole, tmp_path / "other", host="elsewhere")
     (other / "metrics.jsonl").touch()
     assert state_shown(other, capsys) == "running"
@@ -188,7 +213,9 @@ def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):
             rundir.mend_status(run)
         assert rundir.read_status(run)["state"] == "running"
     run = cut_run(whole, tmp_path / "sealed")
-    bound = subprocess.run(["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True)
+    bound = subprocess.run(
+        ["mount", "--bind", "-o", "ro", run, run], capture_output=True, text=True
+    )
     if bound.returncode:
         pytest.skip(f"no read-only mount here: {bound.stderr.strip()}")
     try:

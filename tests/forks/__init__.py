@@ -1,8 +1,9 @@
-"""Workers of the tests as forks of one process that has torch imported: that import is most of what a tiny run costs.
+"""Workers of the tests as forks of one process that has torch imported: that import is most of what
+a tiny run costs.
 
-See sitecustomize.py for what is the same and what is not. LLMEXP_TEST_FORKS=0 starts every worker afresh.
-LLMEXP_TEST_BF16=1 tests as on a CPU with bf16 units, where precision=auto is bf16 (emulated: slow); fresh workers
-do not take part in that.
+See sitecustomize.py for what is the same and what is not. LLMEXP_TEST_FORKS=0 starts every worker
+afresh. LLMEXP_TEST_BF16=1 tests as on a CPU with bf16 units, where precision=auto is bf16
+(emulated: slow); fresh workers do not take part in that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def server() -> str:
     """The socket of this process's server, which ends with this process."""
     address = f"{tempfile.mkdtemp(prefix='llmexp-forks-')}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    process = subprocess.Popen([sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0
+    )
     while not os.path.exists(address):
         assert process.poll() is None, "the server of forks ended at its start"
         time.sleep(0.02)

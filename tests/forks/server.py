@@ -1,4 +1,5 @@
-"""The process that workers of the tests are forks of; see sitecustomize.py. `python server.py SOCKET`."""
+"""The process that workers of the tests are forks of; see sitecustomize.py. `python server.py
+SOCKET`."""
 
 import contextlib
 import ctypes
@@ -31,8 +32,8 @@ def main(address: str) -> None:
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
 
-    # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork Python itself runs
-    # code in which an exception is lost.
+    # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork
+    # Python itself runs code in which an exception is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -55,7 +56,8 @@ def main(address: str) -> None:
 
 
 def look_after(child: int, connection: socket.socket) -> None:
-    """Tells the stand-in how its worker ended; a stand-in that is killed takes the worker with it."""
+    """Tells the stand-in how its worker ended; a stand-in that is killed takes the worker with
+    it."""
     connection.sendall(f"{child}\n".encode())
 
     def watch() -> None:
@@ -77,7 +79,8 @@ def look_after(child: int, connection: socket.socket) -> None:
 
 
 def become_worker(request: dict, fds: list[int]) -> None:
-    """The forked process, from here on like a fresh one: its files, folder, environment and arguments."""
+    """The forked process, from here on like a fresh one: its files, folder, environment and
+    arguments."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -103,7 +106,9 @@ def become_worker(request: dict, fds: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["env"])
         new = [p for p in request["env"].get("PYTHONPATH", "").split(os.pathsep) if p]
-        sys.path[:] = new + [p for p in sys.path if p not in old and p != os.path.dirname(os.path.abspath(__file__))]
+        sys.path[:] = new + [
+            p for p in sys.path if p not in old and p != os.path.dirname(os.path.abspath(__file__))
+        ]
         sys.orig_argv[:] = request["argv"]
         at = request["argv"].index("-m")
         sys.argv[:] = request["argv"][at + 1 :]

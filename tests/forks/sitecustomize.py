@@ -1,8 +1,10 @@
-"""Found by Python at its start when the tests put this folder on PYTHONPATH: a worker (`python -P -m llmexp.train X`)
-becomes a fork of a process that has torch imported already. This process stays as its stand-in: it has the worker's
-place in the process tree, passes signals on, and ends as the worker ends.
+"""Found by Python at its start when the tests put this folder on PYTHONPATH: a worker (`python -P
+-m llmexp.train X`) becomes a fork of a process that has torch imported already. This process stays
+as its stand-in: it has the worker's place in the process tree, passes signals on, and ends as the
+worker ends.
 
-It hands over only where the fork would be the same as a fresh process: LLMEXP_TEST_FORKS="" starts a fresh one.
+It hands over only where the fork would be the same as a fresh process: LLMEXP_TEST_FORKS="" starts
+a fresh one.
 """
 
 import os
@@ -42,7 +44,11 @@ def hand_over(address: str) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # held back until now by who started this
-    ignored = [n for n in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE) if signal.getsignal(n) == signal.SIG_IGN]
+    ignored = [
+        n
+        for n in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+        if signal.getsignal(n) == signal.SIG_IGN
+    ]
     umask = os.umask(0)
     os.umask(umask)
     request = {
@@ -72,12 +78,27 @@ def hand_over(address: str) -> None:
 
 
 def settings() -> str:
-    """What only a fresh process would have or obey: some of the environment, limits, its control group and network."""
+    """What only a fresh process would have or obey: some of the environment, limits, its control
+    group and network."""
     import resource
 
-    names = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "MALLOC_", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCTOR")
+    names = (
+        "PYTHON",
+        "LD_",
+        "LC_",
+        "LANG",
+        "OMP_",
+        "MKL_",
+        "MALLOC_",
+        "TORCH_LOGS",
+        "TORCHDYNAMO",
+        "TORCHINDUCTOR",
+    )
     found = [(k, v) for k, v in os.environ.items() if k.startswith(names) and k != "PYTHONPATH"]
-    limits = [resource.getrlimit(r) for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)]
+    limits = [
+        resource.getrlimit(r)
+        for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+    ]
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net")]
     with open("/proc/self/cgroup") as f:
         return repr((sorted(found), limits, os.getuid(), spaces, f.read()))
@@ -85,6 +106,9 @@ def settings() -> str:
 
 if address := os.environ.get("LLMEXP_TEST_FORKS"):
     arguments = [a for a in sys.orig_argv[1:] if a not in ("-P", "-u")]
-    ours = arguments[:1] == ["-m"] and arguments[1:2] in (["llmexp.train"], ["llmexp.sweep.checker"])
+    ours = arguments[:1] == ["-m"] and arguments[1:2] in (
+        ["llmexp.train"],
+        ["llmexp.sweep.checker"],
+    )
     if ours and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
         hand_over(address)

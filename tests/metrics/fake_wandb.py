@@ -36,7 +36,8 @@ class FakeRun:
 
 
 class FakeWandb:
-    """Listens on 127.0.0.1; `runs` holds what was uploaded, by run id. `behaviour` may be changed on the way."""
+    """Listens on 127.0.0.1; `runs` holds what was uploaded, by run id. `behaviour` may be changed
+    on the way."""
 
     def __init__(self, behaviour: Behaviour = "ok", sweep: dict[str, Any] | None = None) -> None:
         self.behaviour = behaviour
@@ -133,14 +134,20 @@ class FakeWandb:
                     "notes": run.variables.get("notes"),
                     "wandbConfig": json.dumps({"t": {}}),
                 }
-                return 200, {"data": {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}}
+                return 200, {
+                    "data": {"model": {"id": "p", "name": "p", "entity": entity, "bucket": bucket}}
+                }
             case "UpsertBucket":
                 name = variables["name"]
                 if name in self.deleted:
-                    return 409, {"errors": [{"message": f"run {name} was previously created and deleted"}]}
+                    return 409, {
+                        "errors": [{"message": f"run {name} was previously created and deleted"}]
+                    }
                 inserted = name not in self.runs
                 run = self.runs.setdefault(name, FakeRun(variables))
-                run.variables = run.variables | {k: v for k, v in variables.items() if v is not None}
+                run.variables = run.variables | {
+                    k: v for k, v in variables.items() if v is not None
+                }
                 run.config |= json.loads(variables["config"] or "{}")
                 bucket = {
                     "id": "b",
@@ -154,30 +161,62 @@ class FakeWandb:
                 }
                 return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": inserted}}}
             case "SweepWithRuns":
-                about = {"name": variables["sweep"], "config": json.dumps(self.sweep), "runs": {"edges": []}}
-                return 200, {"data": {"project": {"sweep": {"id": "s", "state": "RUNNING", **about}}}}
+                about = {
+                    "name": variables["sweep"],
+                    "config": json.dumps(self.sweep),
+                    "runs": {"edges": []},
+                }
+                return 200, {
+                    "data": {"project": {"sweep": {"id": "s", "state": "RUNNING", **about}}}
+                }
             case "CreateAgent":
                 return 200, {"data": {"createAgent": {"agent": {"id": "a"}}}}
             case "Heartbeat":
                 commands = [] if json.loads(variables["runState"]) else [self.next_point()]
-                return 200, {"data": {"agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(commands)}}}
+                return 200, {
+                    "data": {
+                        "agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(commands)}
+                    }
+                }
             case "Viewer" | "GetDefaultEntity":
-                return 200, {"data": {"viewer": {"id": "u", "entity": "someone", "username": "someone", "flags": "{}"}}}
+                return 200, {
+                    "data": {
+                        "viewer": {
+                            "id": "u",
+                            "entity": "someone",
+                            "username": "someone",
+                            "flags": "{}",
+                        }
+                    }
+                }
             case "Run" if run := self.runs.get(variables["name"]):
                 empty = dict.fromkeys(("summaryMetrics", "config", "systemMetrics"), "{}")
-                bucket = {"id": "b", "name": variables["name"], "tags": [], "historyLineCount": len(run.rows)} | empty
+                bucket = {
+                    "id": "b",
+                    "name": variables["name"],
+                    "tags": [],
+                    "historyLineCount": len(run.rows),
+                } | empty
                 bucket |= {"user": {"name": "someone", "username": "someone"}, "state": "finished"}
                 return 200, {"data": {"project": {"internalId": "1", "run": bucket}}}
             case "CreateRunFiles":
-                files = [{"name": name, "uploadUrl": f"{self.url}/put/{name}"} for name in variables["files"]]
-                return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
+                files = [
+                    {"name": name, "uploadUrl": f"{self.url}/put/{name}"}
+                    for name in variables["files"]
+                ]
+                return 200, {
+                    "data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
+                }
         return 200, {"data": {}}
 
     def next_point(self) -> dict[str, Any]:
         """What the agent is told to do: a point of the grid, or to go."""
         assert self.sweep is not None
         values = [v["values"] for v in self.sweep["parameters"].values()]
-        grid = [dict(zip(self.sweep["parameters"], point, strict=True)) for point in itertools.product(*values)]
+        grid = [
+            dict(zip(self.sweep["parameters"], point, strict=True))
+            for point in itertools.product(*values)
+        ]
         if self.asked == len(grid):
             return {"id": "exit", "type": "exit"}
         self.asked += 1

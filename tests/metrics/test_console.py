@@ -55,7 +55,11 @@ def on_terminal(code: str, columns: int, **env: str) -> str:
     """What `code` sends to a terminal of that width, which is its stdin, stdout and stderr."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=slave,
@@ -151,18 +155,23 @@ any_rows = rows_with(**dict.fromkeys(("grad_norm", "train/loss", "val/loss", "va
 
 @given(usual_rows, usual_rows)
 def test_rows_stand_in_columns(a: dict[str, Any], b: dict[str, Any]) -> None:
-    bars_a, bars_b = ([m.start() for m in re.finditer(r"\|", format_row(row, 12345, 9))] for row in (a, b))
+    bars_a, bars_b = (
+        [m.start() for m in re.finditer(r"\|", format_row(row, 12345, 9))] for row in (a, b)
+    )
     assert bars_a == bars_b
 
 
 @given(any_rows)
-@example({"grad_norm": 9.9996, "val/ppl": 999999.6, "train/loss": 1e-3, "lr": 3e-5, "step_time": 0.09996})
+@example(
+    {"grad_norm": 9.9996, "val/ppl": 999999.6, "train/loss": 1e-3, "lr": 3e-5, "step_time": 0.09996}
+)
 def test_rounding_hides_nothing(row: dict[str, Any]) -> None:
     shown = {}
     for cell in format_row(row, 12345, 9).split(" | "):
         label, value = re.fullmatch(r"([a-z_/ ]*[a-z_]) +(.*)", cell).groups()  # type: ignore[union-attr]
         shown[label] = value.removesuffix(" s").replace(",", "")
-    # Half a unit of the last digit shown: 4 significant digits, 3 for the time, 4 decimals of a loss.
+    # Half a unit of the last digit shown: 4 significant digits, 3 for the time, 4 decimals of a
+    # loss.
     for label, key, relative in (
         ("lr", "lr", 5e-4),
         ("grad_norm", "grad_norm", 5e-4),
@@ -220,7 +229,10 @@ def test_duration_is_near_and_short(seconds: float) -> None:
     value = sum(float(number) * unit[letter] for number, letter in parts)
     last = 0.1 if "." in text else unit[parts[-1][1]]
     assert abs(value - seconds) <= last / 2 + 1e-6
-    assert all(float(number) < {"s": 60, "m": 60, "h": 24}.get(letter, math.inf) for number, letter in parts)
+    assert all(
+        float(number) < {"s": 60, "m": 60, "h": 24}.get(letter, math.inf)
+        for number, letter in parts
+    )
 
 
 # banner
@@ -229,7 +241,11 @@ def test_duration_is_near_and_short(seconds: float) -> None:
 def test_banner_aligns_and_wraps() -> None:
     path = "/a/path/that/is/longer/than/the/whole/line/and/must/stay/in/one-piece"
     text = banner(
-        [("model", "gpt"), ("real batch", "8 x 4 x 2 = 64 sequences, which is 65536 tokens"), ("dir", path)],
+        [
+            ("model", "gpt"),
+            ("real batch", "8 x 4 x 2 = 64 sequences, which is 65536 tokens"),
+            ("dir", path),
+        ],
         40,
     )
     assert text.splitlines() == [
@@ -257,7 +273,10 @@ def test_plain_stream_and_log_get_the_same_lines_without_escapes(tmp_path: Path)
     console = Console(tmp_path / "train.log", 10, stream=stream)
     console.line("start\n  second line")
     console.progress(1, 2.0, 3.0, 4.0)
-    console.line("\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x07 bell\x07 back\rward [bold]kept[/bold] é")
+    console.line(
+        "\x1b[31mred\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x07 bell\x07 back\rward "
+        "[bold]kept[/bold] é"
+    )
     console.close()
     console.close()
     expected = "start\n  second line\nred link bell backward [bold]kept[/bold] é\n"
@@ -298,7 +317,11 @@ def test_bar_on_a_terminal(columns: int) -> None:
         assert all("━" * 10 in bar for bar in bars)
     # In the end the lines stand above each other and the bar is gone.
     lines = [line for line in screen(out) if line]
-    assert lines == ["before", *(f"row {step} " + "x" * 30 for step in (101, 150, 200, 300)), "after"]
+    assert lines == [
+        "before",
+        *(f"row {step} " + "x" * 30 for step in (101, 150, 200, 300)),
+        "after",
+    ]
     assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l")  # the cursor is visible
 
 
@@ -448,7 +471,10 @@ def test_lines_from_another_thread_do_not_mix(tmp_path: Path) -> None:
     stream = io.StringIO()
     console = Console(tmp_path / "log", 10, stream=stream)
     texts = [f"thread {i} " + "y" * 50 for i in range(4)]
-    threads = [threading.Thread(target=lambda text=text: [console.line(text) for _ in range(200)]) for text in texts]
+    threads = [
+        threading.Thread(target=lambda text=text: [console.line(text) for _ in range(200)])
+        for text in texts
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -466,4 +492,6 @@ def test_a_line_costs_little(tmp_path: Path) -> None:
         console.line(line)
         console.progress(1, 1.0, 1.0, 1.0)
         times.append(time.perf_counter() - start)
-    assert sorted(times)[100] < 2e-3  # about 20 us here; a log row comes with tens of ms of training
+    assert (
+        sorted(times)[100] < 2e-3
+    )  # about 20 us here; a log row comes with tens of ms of training

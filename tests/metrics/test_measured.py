@@ -1,4 +1,5 @@
-"""What is measured changes nothing, survives a resume, and an outlier is skipped as any skipped update is."""
+"""What is measured changes nothing, survives a resume, and an outlier is skipped as any skipped
+update is."""
 
 from __future__ import annotations
 
@@ -25,16 +26,23 @@ def spiked(tmp_path_factory) -> list[str]:
     path = tmp_path_factory.mktemp("spiked") / "train.npy"
     np.save(path, ids.astype(np.uint16))
     return [
-        "data=tokens", f"data.train_files=[{path}]", "data.shuffle=false", "data.val_ratio=0", "train.log_every=1",
-        "train.max_steps=30", "batch.real_batch_size=8", "optimizer.lr=0.01", "metrics.outlier_window=12",
-        "metrics.noise_scale_every=3", "checkpoint.keep=null", "model.dropout=0.1", "precision=fp32",
+        "data=tokens", f"data.train_files=[{path}]", "data.shuffle=false", "data.val_ratio=0",
+        "train.log_every=1",
+        "train.max_steps=30", "batch.real_batch_size=8", "optimizer.lr=0.01",
+        "metrics.outlier_window=12",
+        "metrics.noise_scale_every=3", "checkpoint.keep=null", "model.dropout=0.1",
+        "precision=fp32",
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole(spiked, tmp_path_factory) -> Result:
     return train(
-        tmp_path_factory.mktemp("whole"), "run", *spiked, "batch.gradient_accumulation_steps=2", "checkpoint.every=5"
+        tmp_path_factory.mktemp("whole"),
+        "run",
+        *spiked,
+        "batch.gradient_accumulation_steps=2",
+        "checkpoint.every=5",
     )
 
 
@@ -50,10 +58,16 @@ def test_the_spikes_are_flagged_counted_and_said(whole):
     clipped = [r["clipped_share"] for r in rows]
     assert status["summary"]["clip_share"] == status["clip"]["share"] == sum(clipped) / 30
     assert {"limit": 1.0, "share": sum(clipped) / 30} == {
-        k: v for row in status["clip"]["table"] if row["limit"] == 1.0 for k, v in row.items() if k != "coefficient"
+        k: v
+        for row in status["clip"]["table"]
+        if row["limit"] == 1.0
+        for k, v in row.items()
+        if k != "coefficient"
     }
     for row in rows:  # a row each step: the mean is that step's own
-        assert row["clip_coefficient"] == pytest.approx(min(1, 1 / (row["grad_norm"] + 1e-6)), rel=1e-12)
+        assert row["clip_coefficient"] == pytest.approx(
+            min(1, 1 / (row["grad_norm"] + 1e-6)), rel=1e-12
+        )
     assert status["noise"]["measurements"] == 10
     assert "real_batch_size 8" in status["noise"]["verdict"]
     assert "noise scale" in whole.out
@@ -80,7 +94,9 @@ def same(a: Path, b: Path, name: str) -> bool:
 
 
 def without(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if "noise" not in k and "outlier" not in k} for row in rows]
+    return [
+        {k: v for k, v in row.items() if "noise" not in k and "outlier" not in k} for row in rows
+    ]
 
 
 def test_measuring_changes_nothing(whole, spiked, tmp_path):
@@ -93,9 +109,18 @@ def test_measuring_changes_nothing(whole, spiked, tmp_path):
 
 
 def test_two_ranks_skip_the_outliers_and_measuring_changes_nothing(spiked, tmp_path):
-    """With one micro-batch a rank, where the small gradients are seen on their way to the reduction."""
+    """With one micro-batch a rank, where the small gradients are seen on their way to the
+    reduction."""
     two = ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"]
-    on = train(tmp_path, "on", *spiked, *two, "train.max_steps=23", "metrics.skip_outliers=true", "checkpoint.every=1")
+    on = train(
+        tmp_path,
+        "on",
+        *spiked,
+        *two,
+        "train.max_steps=23",
+        "metrics.skip_outliers=true",
+        "checkpoint.every=1",
+    )
     off = train(tmp_path, "off", *spiked, *two, "train.max_steps=23", *OFF)
     first = SPIKES[0]
     assert without(exact(on))[: first - 1] == exact(off)[: first - 1]

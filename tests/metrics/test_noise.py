@@ -1,4 +1,5 @@
-"""The gradient noise scale on problems whose noise is known, and each layout's measurement against plain autograd."""
+"""The gradient noise scale on problems whose noise is known, and each layout's measurement against
+plain autograd."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ LENGTH, VOCABULARY, WIDTH = 8, 64, 24
 
 
 class Gaussian(nn.Module):
-    """The nll of target t is w . table[t]: whatever w is, the gradient of a target is its row of the table, so its
-    mean and covariance over uniform targets are those of the rows, exactly."""
+    """The nll of target t is w . table[t]: whatever w is, the gradient of a target is its row of
+    the table, so its mean and covariance over uniform targets are those of the rows, exactly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,7 +51,8 @@ class Gaussian(nn.Module):
 def measure(
     steps: int, accumulation: int, masked: float, *, kind: str = "fp64", every: int = 1
 ) -> tuple[NoiseScale, Gaussian]:
-    """Windows of `accumulation` micro-batches of 2 sequences through the real step, at learning rate 0."""
+    """Windows of `accumulation` micro-batches of 2 sequences through the real step, at learning
+    rate 0."""
     model = Gaussian(precision.parameter_dtype(kind))
     model.w.grad = torch.zeros_like(model.w)
     joined = mesh.join("cpu", "single", 1, 1, 1)
@@ -60,7 +62,8 @@ def measure(
     optimizer = torch.optim.SGD([model.w], lr=1.0)
     optimizer.param_groups[0]["initial_lr"] = 1.0
     s = Setup(
-        parts=parts, mesh=joined, model=model, loss=model, module=model, parameters=[model.w], optimizers=[optimizer],
+        parts=parts, mesh=joined, model=model, loss=model, module=model, parameters=[model.w],
+        optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clip=Clip(kind="none", max_norm=None, max_value=None),
         small=SmallGradient(joined, every), outliers=Outliers(None, 8),
@@ -79,14 +82,19 @@ def measure(
 
 @pytest.mark.parametrize(("masked", "kind"), [(0.0, "fp64"), (0.6, "fp64"), (0.3, "fp16")])
 def test_known_noise_is_found(masked, kind):
-    """The mean of n estimates is off by their deviation / sqrt(n), which the interval states: 4 of them are missed
-    once in 16,000 times. Smoothing by 0.99 counts the last (1 + 0.99) / (1 - 0.99) = 199 measurements."""
+    """The mean of n estimates is off by their deviation / sqrt(n), which the interval states: 4 of
+    them are missed once in 16,000 times. Smoothing by 0.99 counts the last (1 + 0.99) / (1 - 0.99)
+    = 199 measurements."""
     noise, model = measure(400, 4, masked, kind=kind)
     found, truth = noise.figures(), model.noise_scale()
     assert noise.measurements == 400
     low, high = found["noise_scale_low"], found["noise_scale_high"]
     off = 4 / NORMAL
-    assert low - (off - 1) * (found["noise_scale"] - low) < truth < high + (off - 1) * (high - found["noise_scale"])
+    assert (
+        low - (off - 1) * (found["noise_scale"] - low)
+        < truth
+        < high + (off - 1) * (high - found["noise_scale"])
+    )
     # Not vacuous: 95 % of 199 measurements of this problem lie within a factor of 2.
     assert truth / 2 < low < high < truth * 2
 
@@ -97,8 +105,9 @@ def test_measured_every_so_often_and_never_with_one_micro_batch():
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
-    """400 runs of 60 measurements; 95 % of them, with a deviation of sqrt(0.95 x 0.05 / 400) = 1.1 %: 4 of those and
-    1 % for what the delta to a normal distribution costs with products of Gaussians."""
+    """400 runs of 60 measurements; 95 % of them, with a deviation of sqrt(0.95 x 0.05 / 400) = 1.1
+    %: 4 of those and 1 % for what the delta to a normal distribution costs with products of
+    Gaussians."""
     rng, hits, runs, d = np.random.default_rng(0), 0, 400, 30
     mean, deviation = np.full(d, 0.3), rng.uniform(0.5, 1.5, d)
     truth = (deviation**2).sum() / (mean @ mean)
@@ -117,14 +126,22 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
 POSITIVE = st.floats(1e-3, 1e3)
 
 
-@given(st.lists(st.tuples(POSITIVE, POSITIVE, st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.tuples(POSITIVE, POSITIVE, st.integers(1, 50), st.integers(1, 50)),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_smoothing_is_that_of_the_formula(entries):
     """S and G from their definition (A.1), each smoothed with bias correction, in numpy."""
     noise = NoiseScale(LENGTH)
     estimates = []
     for small_square, big_square, size, more in entries:
         noise.add(small_square, size, big_square, size + more)
-        a = np.array([[1.0, LENGTH / size], [1.0, LENGTH / (size + more)]])  # E|g_B|^2 = |G|^2 + tr(Sigma) / B
+        a = np.array(
+            [[1.0, LENGTH / size], [1.0, LENGTH / (size + more)]]
+        )  # E|g_B|^2 = |G|^2 + tr(Sigma) / B
         estimates.append(np.linalg.solve(a, [small_square, big_square]))
     age = DECAY ** np.arange(len(entries))[::-1]
     g, s = (age[:, None] * estimates).sum(0) / age.sum()
@@ -135,12 +152,20 @@ def test_smoothing_is_that_of_the_formula(entries):
     elif s > 1e-6 * size[1] and g > 1e-6 * size[0]:  # else what cancels decides
         assert found["noise_scale"] == pytest.approx(s / g, rel=1e-6)
         if "noise_scale_high" in found:
-            assert 0 <= found["noise_scale_low"] <= found["noise_scale"] <= found["noise_scale_high"]
+            assert (
+                0 <= found["noise_scale_low"] <= found["noise_scale"] <= found["noise_scale_high"]
+            )
 
 
 def test_what_cannot_be_measured_is_left_out():
     noise = NoiseScale(LENGTH)
-    for bad in ((math.inf, 8, 1, 16), (1, 0, 1, 16), (2, 16, 1, 16), (math.nan, 8, 1, 16), (2, 8, math.inf, 16)):
+    for bad in (
+        (math.inf, 8, 1, 16),
+        (1, 0, 1, 16),
+        (2, 16, 1, 16),
+        (math.nan, 8, 1, 16),
+        (2, 8, math.inf, 16),
+    ):
         noise.add(*bad)
     assert noise.measurements == 0
     assert noise.figures() == {}
@@ -153,7 +178,8 @@ def test_what_cannot_be_measured_is_left_out():
     ("freedom", "quantile"), [(3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1e9, 1.95996)]
 )
 def test_students_quantile(freedom, quantile):
-    """From printed tables; the expansion ends at the third order: 1 % off at 3 degrees of freedom."""
+    """From printed tables; the expansion ends at the third order: 1 % off at 3 degrees of
+    freedom."""
     assert _student(freedom) == pytest.approx(quantile, rel=0.3 / freedom**3 + 3e-5)
 
 
@@ -161,7 +187,8 @@ def test_students_quantile(freedom, quantile):
     ("scale", "spread", "words"),
     [
         (100, 0.1, "is far below"), (10, 0.1, "is near the"), (1, 0.1, "is far above"),
-        (40, 0.3, "is near or far below"), (2.5, 0.3, "is near or far above"), (10, 20, "not known"),
+        (40, 0.3, "is near or far below"), (2.5, 0.3, "is near or far above"), (10, 20,
+        "not known"),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_the_interval_allows(scale, spread, words):
@@ -190,7 +217,8 @@ def test_a_state_in_the_middle_changes_nothing():
     assert second.figures() == first.figures()
 
 
-# One step of 8 sequences with masked targets: the layout, and the rows of each of its small batches.
+# One step of 8 sequences with masked targets: the layout, and the rows of each of its small
+# batches.
 LAYOUTS = {
     "ddp, one micro-batch a rank": (
         ["parallelism=ddp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=1"],
@@ -204,12 +232,16 @@ LAYOUTS = {
         ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=2"],
         [[0, 1, 4, 5]],
     ),
-    "tp": (["parallelism=tp", "parallelism.nproc_per_node=2", "batch.gradient_accumulation_steps=2"], [range(4)]),
+    "tp": (["parallelism=tp", "parallelism.nproc_per_node=2",
+    "batch.gradient_accumulation_steps=2"], [range(4)]),
 }  # fmt: skip
 
 
-def square_and_targets(result: Result, stream: np.ndarray, rows: range | list[int]) -> tuple[float, int]:
-    """|gradient of the mean nll of these sequences|^2 and their valid targets, by autograd through the reference."""
+def square_and_targets(
+    result: Result, stream: np.ndarray, rows: range | list[int]
+) -> tuple[float, int]:
+    """|gradient of the mean nll of these sequences|^2 and their valid targets, by autograd through
+    the reference."""
     w = {k: v.double().requires_grad_() for k, v in weights(result, 0).items()}
     at = np.array(rows)[:, None] * 12 + np.arange(13)
     ids = torch.from_numpy(stream[at].astype(np.int64))
@@ -220,13 +252,16 @@ def square_and_targets(result: Result, stream: np.ndarray, rows: range | list[in
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("tp", "ddp"))) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("tp", "ddp"))) for name in LAYOUTS],
 )
 def test_each_layout_measures_what_autograd_finds(tmp_path: Path, tokens: Path, layout: str):
-    """fp64, one step: S and |G|^2 are differences of squares of like size, so 1e-12 of them becomes 1e-9 at most."""
+    """fp64, one step: S and |G|^2 are differences of squares of like size, so 1e-12 of them becomes
+    1e-9 at most."""
     overrides, small_batches = LAYOUTS[layout]
     result = train(
-        tmp_path, "run", "data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false", "data.ignore_id=10",
+        tmp_path, "run", "data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false",
+        "data.ignore_id=10",
         "data.val_ratio=0", "batch.real_batch_size=8", "train.max_steps=1", "precision=fp64",
         "metrics.noise_scale_every=1", "checkpoint.save_initial=true", *overrides,
     )  # fmt: skip
@@ -242,4 +277,6 @@ def test_each_layout_measures_what_autograd_finds(tmp_path: Path, tokens: Path, 
     assert state[-1] == pytest.approx(count / 12, rel=1e-14)
     assert count < 8 * 12  # some are masked
     figures = result.rows()[-1]
-    assert figures.get("noise_scale") == (pytest.approx(s / g, rel=1e-8) if s > 0 and g > 0 else None)
+    assert figures.get("noise_scale") == (
+        pytest.approx(s / g, rel=1e-8) if s > 0 and g > 0 else None
+    )

@@ -26,7 +26,8 @@ def counted(norms: list[float], kind: str = "norm", limit: float | None = None) 
 def test_a_limit_on_an_edge_is_exact(norms, limit):
     share, coefficient = counted(norms).at(limit)
     factors = np.minimum(1, limit / (np.array(norms) + EPSILON))
-    # An edge computed in float64 is off by an ulp or two: a norm on it may count on either side, with a factor of 1.
+    # An edge computed in float64 is off by an ulp or two: a norm on it may count on either side,
+    # with a factor of 1.
     near = np.isclose(np.array(norms) + EPSILON, limit, rtol=1e-12)
     assert np.isclose(share, (factors < 1).mean(), rtol=0, atol=1e-12 + near.mean())
     np.testing.assert_allclose(coefficient, factors.mean(), rtol=1e-12)
@@ -37,7 +38,9 @@ def test_any_other_limit_is_off_by_its_bin_alone(norms, limit):
     share, coefficient = counted(norms).at(limit)
     padded = np.array(norms) + EPSILON
     width = 2 ** (1 / PER_OCTAVE)
-    in_bin = ((padded > limit / width * (1 - 1e-12)) & (padded < limit * width * (1 + 1e-12))).mean()
+    in_bin = (
+        (padded > limit / width * (1 - 1e-12)) & (padded < limit * width * (1 + 1e-12))
+    ).mean()
     factors = np.minimum(1, limit / padded)
     assert abs(share - (factors < 1).mean()) <= in_bin + 1e-12
     assert abs(coefficient - factors.mean()) <= in_bin * (width - 1) + 1e-12
@@ -55,12 +58,16 @@ def test_the_runs_own_limit_is_its_own_count():
     norms = [0.1, 0.5, 0.9, 2.0, 4.0]
     found = counted(norms, limit=0.3)
     assert found.at(0.3)[0] == 0.8
-    assert found.at(0.3)[1] == pytest.approx(np.minimum(1, 0.3 / (np.array(norms) + EPSILON)).mean(), rel=1e-14)
+    assert found.at(0.3)[1] == pytest.approx(
+        np.minimum(1, 0.3 / (np.array(norms) + EPSILON)).mean(), rel=1e-14
+    )
     summary = found.summary()
     assert summary["steps"] == 5
     assert summary["share"] == 0.8
     assert {"limit": 0.3, "share": 0.8, "coefficient": found.at(0.3)[1]} in summary["table"]
-    assert [row["limit"] for row in summary["table"]] == sorted({row["limit"] for row in summary["table"]})
+    assert [row["limit"] for row in summary["table"]] == sorted(
+        {row["limit"] for row in summary["table"]}
+    )
     json.dumps(summary, allow_nan=False)
     (own,) = [line for line in clip_table(summary, 0.3).splitlines() if "this run" in line]
     assert own.split() == ["0.3", "80.0%", f"{found.at(0.3)[1]:.3f}", "this", "run"]
@@ -99,7 +106,10 @@ def test_the_order_of_the_norms_changes_no_bit_of_the_table():
     """A resumed run meets its bins in another order than the unbroken one did."""
     norms = np.exp(np.random.default_rng(0).standard_normal((20, 60))).tolist()
     for some in norms:
-        assert all(counted(some).at(limit) == counted(sorted(some)).at(limit) for limit in (0.05, 0.25, 1.0))
+        assert all(
+            counted(some).at(limit) == counted(sorted(some)).at(limit)
+            for limit in (0.05, 0.25, 1.0)
+        )
 
 
 def test_nothing_counted_is_nothing_said():

@@ -15,7 +15,9 @@ from llmexp.metrics.outliers import ENOUGH, Outliers, describe
 FIGURES = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
 
 
-def fed(entries: list[tuple[float, float]], sigma: float | None = 6.0, window: int = 64) -> Outliers:
+def fed(
+    entries: list[tuple[float, float]], sigma: float | None = 6.0, window: int = 64
+) -> Outliers:
     found = Outliers(sigma, window)
     for entry in entries:
         found.add(*entry)
@@ -36,7 +38,9 @@ def test_limits_are_sigma_deviations_about_the_mean_of_the_window(seed, count):
         return
     for found, values in zip((limits.loss, limits.norm), np.array(entries)[-64:].T, strict=True):
         reach = 6 * values.std(ddof=1)
-        np.testing.assert_allclose(found, (values.mean() - reach, values.mean() + reach), rtol=1e-12)
+        np.testing.assert_allclose(
+            found, (values.mean() - reach, values.mean() + reach), rtol=1e-12
+        )
 
 
 def test_a_small_window_judges_when_it_is_full():
@@ -45,7 +49,8 @@ def test_a_small_window_judges_when_it_is_full():
 
 
 def test_a_spike_does_not_blind_the_window():
-    """It enters at 6 deviations: that adds no more than 36/64 to the variance, and so the next spike is seen too."""
+    """It enters at 6 deviations: that adds no more than 36/64 to the variance, and so the next
+    spike is seen too."""
     found = fed(noisy(64))
     before = found.limits.loss
     found.add(1e6, 1.0)
@@ -103,5 +108,7 @@ def test_it_is_said_with_figures():
 
 @pytest.mark.parametrize("window", [8, 31])
 def test_the_window_forgets(window):
-    found = fed([(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9)  # so far out nothing is clamped
+    found = fed(
+        [(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9
+    )  # so far out nothing is clamped
     assert all(loss < 10 for loss, _ in found.state_dict()["window"])

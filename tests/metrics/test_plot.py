@@ -22,7 +22,10 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def make_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
-    return [{"step": i, "tokens_seen": i * 1000, "train/loss": 9 / i + 3} | extra for i in range(1, count + 1)]
+    return [
+        {"step": i, "tokens_seen": i * 1000, "train/loss": 9 / i + 3} | extra
+        for i in range(1, count + 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,22 +36,41 @@ def make_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
         (make_rows(60, grad_norm=0.0), 840),
         (make_rows(2, lr=0.0), 840),
         ([{"step": 5, "tokens_seen": 5000, "val/loss": 3.0}], 630),
-        ([*make_rows(4), {"step": 9, "tokens_seen": 9, "val/loss": None, "train/loss": math.nan}], 630),
+        (
+            [
+                *make_rows(4),
+                {"step": 9, "tokens_seen": 9, "val/loss": None, "train/loss": math.nan},
+            ],
+            630,
+        ),
         (make_rows(1), 630),
         (make_rows(2, grad_norm=math.inf, lr=None), 630),
     ],
-    ids=["few", "all keys", "zero norm", "zero lr", "val only", "None and nan", "one row", "nothing finite"],
+    ids=[
+        "few",
+        "all keys",
+        "zero norm",
+        "zero lr",
+        "val only",
+        "None and nan",
+        "one row",
+        "nothing finite",
+    ],
 )
 def test_a_whole_png_at_150_dpi(tmp_path: Path, rows: list[dict[str, Any]], height: int) -> None:
     # 8 inches wide, 4.2 high or 5.6 with the lower panel, at 150 dpi.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plot_losses(rows, tmp_path / "losses.png", "a $title_with^odd signs\\frac · 实验 " + "x" * 200)
+        plot_losses(
+            rows, tmp_path / "losses.png", "a $title_with^odd signs\\frac · 实验 " + "x" * 200
+        )
     assert png_size(tmp_path / "losses.png") == (1200, height)
     assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]])
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 1}], [{"tokens_seen": 1, "train/loss": math.nan, "lr": 1.0}]]
+)
 def test_nothing_to_plot_writes_nothing(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     plot_losses(rows, tmp_path / "losses.png", "none")
     assert list(tmp_path.iterdir()) == []
@@ -81,7 +103,8 @@ def test_running_mean_is_the_mean_of_a_symmetric_window(values: list[float], win
     for i, got in enumerate(smooth):
         reach = min(i, len(values) - 1 - i, window // 2)
         expected = math.fsum(values[i - reach : i + reach + 1]) / (2 * reach + 1)
-        # 60 values up to 100: partial sums below 6000, each of at most 61 roundings off by 6000 * 2^-53.
+        # 60 values up to 100: partial sums below 6000, each of at most 61 roundings off by 6000 *
+        # 2^-53.
         assert abs(got - expected) <= 2 * 61 * 6000 * 2.0**-53
 
 

@@ -82,7 +82,7 @@ tracker.finish({"final/loss": 1.25}, spec["exit_code"])
 finish = time.perf_counter() - start
 print(json.dumps({"open": opened, "log": slowest, "finish": finish, "at": time.time(),
                   "where": tracker.url_or_path}), flush=True)
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ def run_worker(
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of all wandb logs under `run_dir`, the logs in the order in which they were started."""
+    """All records of all wandb logs under `run_dir`, the logs in the order in which they were
+    started."""
     found = []
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
@@ -198,7 +199,9 @@ def assert_cost_nothing(outcome: Outcome) -> None:
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr == ""
     assert outcome.costs["open"] < 1
-    assert outcome.costs["log"] < 1  # the slowest; one that waited for wandb to start would take longer
+    assert (
+        outcome.costs["log"] < 1
+    )  # the slowest; one that waited for wandb to start would take longer
 
 
 def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
@@ -220,7 +223,9 @@ def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
     assert run["config"]["update"]["optimizer"] == {"lr": 3e-4}
     metrics = [record["metric"] for record in log if record["type"] == "metric"]
     assert {"tokens_seen"} <= {metric.get("name") for metric in metrics}
-    assert {("*", "tokens_seen")} <= {(metric.get("glob_name"), metric.get("step_metric")) for metric in metrics}
+    assert {("*", "tokens_seen")} <= {
+        (metric.get("glob_name"), metric.get("step_metric")) for metric in metrics
+    }
     summary: dict[str, Any] = {}
     for record in log:
         if record["type"] == "summary":
@@ -228,7 +233,8 @@ def test_offline_run_has_every_row_and_value(tmp_path: Path) -> None:
     assert summary["final/loss"] == 1.25
     assert summary["train/loss"] == rows[-1]["train/loss"]
 
-    # wandb's files are in the run folder and nowhere else, and none of them has the key or the command line.
+    # wandb's files are in the run folder and nowhere else, and none of them has the key or the
+    # command line.
     assert outcome.costs["where"].startswith(str(run_dir / "wandb"))
     assert {path.name for path in run_dir.iterdir()} == {"wandb", "tracker.json"}
     assert {path.name for path in tmp_path.iterdir()} <= {run_dir.name, "home"}
@@ -255,7 +261,9 @@ def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
     assert history(run_dir, log) == rows
     assert [record["run"]["run_id"] for record in log if record["type"] == "run"] == ["run-1"] * 3
     # wandb's own counter goes on too, or a sync of the parts would lay them over each other.
-    steps = [int(record["history"]["item"]["_step"]) for record in log if record["type"] == "history"]
+    steps = [
+        int(record["history"]["item"]["_step"]) for record in log if record["type"] == "history"
+    ]
     assert steps == [row["step"] for row in rows]
 
 
@@ -263,7 +271,8 @@ def test_resume_sends_no_row_twice(tmp_path: Path) -> None:
     "text",
     [
         "", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}',
-        '{"run_id": "r", "tokens_seen": 1, "step": Infinity}', '{"run_id": 3, "tokens_seen": 1, "step": 1}',
+        '{"run_id": "r", "tokens_seen": 1, "step": '
+        'Infinity}', '{"run_id": 3, "tokens_seen": 1, "step": 1}',
         '{"run_id": "a/b", "tokens_seen": 1, "step": 1}', "\udcff",
     ],
 )  # fmt: skip
@@ -359,18 +368,24 @@ def dead_server_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dead
             outcome = run_worker(run_dir, make_rows(1, 100), env=env)
         return DeadServerRun(url, run_dir, outcome, history(run_dir))
 
-    folders = [tmp_path_factory.mktemp("dead") for _ in DEAD_SERVERS]  # in threads it would race with itself
+    folders = [
+        tmp_path_factory.mktemp("dead") for _ in DEAD_SERVERS
+    ]  # in threads it would race with itself
     with ThreadPoolExecutor() as pool:
         return dict(zip(DEAD_SERVERS, pool.map(run, DEAD_SERVERS, folders), strict=True))
 
 
 @pytest.mark.parametrize("kind", DEAD_SERVERS)
-def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, DeadServerRun], kind: str) -> None:
+def test_a_dead_server_costs_seconds_and_no_row(
+    dead_server_runs: dict[str, DeadServerRun], kind: str
+) -> None:
     run = dead_server_runs[kind]
     assert_cost_nothing(run.outcome)
     (said,) = run.outcome.said
     assert "\n" not in said
-    assert run.outcome.costs["finish"] < 15.5  # about 3 s here on an idle machine, 11 s with the default start
+    assert (
+        run.outcome.costs["finish"] < 15.5
+    )  # about 3 s here on an idle machine, 11 s with the default start
     assert run.outcome.exit_s < 8  # an exit hook of wandb would wait for 10 to 20 s
     if run.outcome.costs["finish"] > 15:  # on a busy machine wandb alone may need longer to start
         assert said.endswith(f"llmexp sync {run.run_dir}")
@@ -384,29 +399,40 @@ def test_a_dead_server_costs_seconds_and_no_row(dead_server_runs: dict[str, Dead
         assert not path.is_file() or FAKE_KEY.encode() not in path.read_bytes()
 
 
-@pytest.mark.parametrize("before", [None, Position("run-1", 3, 1, {"project": "a-project", "step": 1})])
+@pytest.mark.parametrize(
+    "before", [None, Position("run-1", 3, 1, {"project": "a-project", "step": 1})]
+)
 def test_what_wandb_was_never_given_is_owed_too(tmp_path: Path, before: Position | None) -> None:
-    """wandb takes longer to start than there is time at the end, in a new run and in one that goes on."""
+    """wandb takes longer to start than there is time at the end, in a new run and in one that goes
+    on."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     if before:
         write_position(run_dir, before)
     with dead_server("silent") as url:
         env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(run_dir, make_rows(2, 5), env=env, start_timeout_s=60, finish_timeout_s=1)
+        outcome = run_worker(
+            run_dir, make_rows(2, 5), env=env, start_timeout_s=60, finish_timeout_s=1
+        )
     (said,) = outcome.said
     assert "not done after 1 s" in said
     assert said.endswith(f"llmexp sync {run_dir}")
-    assert read_position(run_dir) == (replace(before, uploaded=None) if before else Position("run-1"))
+    assert read_position(run_dir) == (
+        replace(before, uploaded=None) if before else Position("run-1")
+    )
     assert upload_is_pending(run_dir)
 
 
 def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> None:
     with FakeWandb("hangs after start") as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}
-        outcome = run_worker(tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=12)
+        outcome = run_worker(
+            tmp_path / "run", make_rows(1, 20), env=env, start_timeout_s=20, finish_timeout_s=12
+        )
     assert_cost_nothing(outcome)
-    assert outcome.costs["finish"] < 12 + 1  # on a busy machine wandb alone needs some seconds to start
+    assert (
+        outcome.costs["finish"] < 12 + 1
+    )  # on a busy machine wandb alone needs some seconds to start
     assert outcome.exit_s < 8
     (said,) = outcome.said
     assert said.endswith(f"llmexp sync {tmp_path / 'run'}")
@@ -414,7 +440,9 @@ def test_a_server_that_goes_silent_costs_the_finish_timeout(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("mode", "lines"), [("auto", 0), ("online", 1)])
-def test_without_a_login_it_is_offline_and_never_asks(tmp_path: Path, mode: str, lines: int) -> None:
+def test_without_a_login_it_is_offline_and_never_asks(
+    tmp_path: Path, mode: str, lines: int
+) -> None:
     rows = make_rows(1, 3)
     outcome = run_worker(tmp_path / "run", rows, mode=mode, terminal=True)
     assert_cost_nothing(outcome)
@@ -424,7 +452,9 @@ def test_without_a_login_it_is_offline_and_never_asks(tmp_path: Path, mode: str,
 
 
 def test_wandb_mode_disabled_leaves_nothing(tmp_path: Path) -> None:
-    outcome = run_worker(tmp_path / "run", make_rows(1, 3), env={"WANDB_MODE": "disabled", "WANDB_API_KEY": FAKE_KEY})
+    outcome = run_worker(
+        tmp_path / "run", make_rows(1, 3), env={"WANDB_MODE": "disabled", "WANDB_API_KEY": FAKE_KEY}
+    )
     assert_cost_nothing(outcome)
     assert outcome.said == []
     assert list((tmp_path / "run").iterdir()) == []
@@ -488,7 +518,9 @@ builtins.open = full
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(FULL)
-    outcome = run_worker(tmp_path / "run", make_rows(1, 5), env={"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}"})
+    outcome = run_worker(
+        tmp_path / "run", make_rows(1, 5), env={"PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}"}
+    )
     assert_cost_nothing(outcome)
     assert len(outcome.said) == 1
     assert "No space left" in outcome.said[0]
@@ -545,7 +577,9 @@ def test_finish_twice_and_log_after_it(tmp_path: Path) -> None:
         ({"mode": "on"}, "tracker.mode='on'.*offline"),
     ],
 )
-def test_unknown_kind_and_mode_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unknown_kind_and_mode_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "kind": "none",
         "run_dir": tmp_path,
@@ -619,7 +653,9 @@ def test_importing_costs_no_heavy_library() -> None:
 
 
 def test_both_configs_have_the_names_of_a_run() -> None:
-    texts = {kind: (ROOT / "conf/tracker" / f"{kind}.yaml").read_text() for kind in ("wandb", "none")}
+    texts = {
+        kind: (ROOT / "conf/tracker" / f"{kind}.yaml").read_text() for kind in ("wandb", "none")
+    }
     configs = {kind: yaml.safe_load(text) for kind, text in texts.items()}
     assert {kind: config.pop("kind") for kind, config in configs.items()} == {
         "wandb": "wandb",
@@ -681,7 +717,10 @@ def test_tags_are_cut_and_stay_distinct(tags: list[str]) -> None:
     kept = cut_tags(tags)
     assert all(1 <= len(tag) <= 64 for tag in kept)
     assert len(kept) == len(set(tags) - {""})
-    assert [tag for tag in tags if len(tag) <= 64 and tag not in kept] in ([], [""] * tags.count(""))
+    assert [tag for tag in tags if len(tag) <= 64 and tag not in kept] in (
+        [],
+        [""] * tags.count(""),
+    )
 
 
 def test_long_tags_with_one_beginning_stay_distinct() -> None:
@@ -713,45 +752,71 @@ def test_fields_of_a_run_of_a_sweep(tmp_path: Path) -> None:
     assert fields["config"]["run"]["max_steps"] == 7
     assert "data_fingerprint" not in fields["config"]["run"]
     chosen = run_fields(tmp_path, tree(group="g", name="n"), recorded)
-    assert (chosen["group"], chosen["name"]) == ("g", "n clip.max_norm=0.5,seed=1")  # else all points would share it
+    assert (chosen["group"], chosen["name"]) == (
+        "g",
+        "n clip.max_norm=0.5,seed=1",
+    )  # else all points would share it
     assert run_fields(tmp_path, tree(name="n"), {})["name"] == "n"
 
 
 def test_fields_of_a_single_run(tmp_path: Path) -> None:
-    recorded = {"label": None, "group": None, "overrides": ["a=1", "b=2"]}  # an older run.json has no swept
+    recorded = {
+        "label": None,
+        "group": None,
+        "overrides": ["a=1", "b=2"],
+    }  # an older run.json has no swept
     fields = run_fields(tmp_path, tree(), recorded)
     assert (fields["group"], fields["name"], fields["tags"]) == (None, "a=1,b=2", ["mine"])
     assert run_fields(tmp_path, tree(), recorded | {"overrides": []})["name"] == tmp_path.name
 
 
 ENV = {
-    "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "g",
+    "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "a name",
+    "WANDB_RUN_GROUP": "g",
     "WANDB_NOTES": "why", "WANDB_TAGS": "one, two,", "WANDB_MODE": "offline",
 }  # fmt: skip
-EMPTY: dict[str, Any] = {**dict.fromkeys(("project", "entity", "name", "group", "notes")), "tags": [], "mode": "auto"}
+EMPTY: dict[str, Any] = {
+    **dict.fromkeys(("project", "entity", "name", "group", "notes")),
+    "tags": [],
+    "mode": "auto",
+}
 
 
 def test_the_environment_fills_in_and_what_is_not_used_is_said() -> None:
     filled, unused = with_environment({"kind": "wandb", **EMPTY}, ENV)
     assert unused == []
     assert filled == {
-        "kind": "wandb", "project": "theirs", "entity": "team", "name": "a name", "group": "g", "notes": "why",
+        "kind": "wandb", "project": "theirs", "entity": "team", "name": "a name", "group": "g",
+        "notes": "why",
         "tags": ["one", "two"], "mode": "auto",
     }  # fmt: skip
     assert with_environment(filled, ENV) == (filled, [])
     assert with_environment({"kind": "wandb", **EMPTY}, {})[0]["project"] == "llmexp"
-    mine = {"project": "p", "entity": "e", "name": "n", "group": "h", "notes": "x", "tags": ["t"], "mode": "online"}
+    mine = {
+        "project": "p",
+        "entity": "e",
+        "name": "n",
+        "group": "h",
+        "notes": "x",
+        "tags": ["t"],
+        "mode": "online",
+    }
     kept, unused = with_environment({"kind": "wandb", **mine}, {**ENV, "WANDB_RESUME": "must"})
     assert kept == {"kind": "wandb", **mine}
     assert [text.partition("=")[0].partition(" ")[0] for text in unused] == [*ENV, "WANDB_RESUME"]
     assert unused[0] == "WANDB_PROJECT=theirs is not used: tracker.project=p goes before it"
     kept, unused = with_environment({"kind": "wandb", **mine}, {**ENV, "WANDB_SWEEP_ID": "s"})
     assert (kept["project"], kept["entity"], kept["name"]) == ("theirs", "team", "n")
-    assert unused[0] == "tracker.project=p is not used: the run is wandb's agent's, of the project theirs"
+    assert (
+        unused[0]
+        == "tracker.project=p is not used: the run is wandb's agent's, of the project theirs"
+    )
     assert with_environment({"kind": "none", **EMPTY}, ENV) == ({"kind": "none", **EMPTY}, [])
 
 
-@pytest.mark.parametrize("env", [{"WANDB_MODE": "on"}, {"WANDB_RUN_ID": "a/b"}, {"WANDB_RUN_ID": "x" * 65}])
+@pytest.mark.parametrize(
+    "env", [{"WANDB_MODE": "on"}, {"WANDB_RUN_ID": "a/b"}, {"WANDB_RUN_ID": "x" * 65}]
+)
 def test_what_wandb_would_not_take_is_refused(env: dict[str, str]) -> None:
     (variable,) = env
     with pytest.raises(ValueError, match=f"{variable}=.*for example"):
@@ -766,7 +831,10 @@ def test_whose_run_id_it_is(tmp_path: Path) -> None:
     write_position(tmp_path, Position("own", 3, 1))
     assert given_run_id(tmp_path, "own", False, given)[0] == "own"
     assert "has the id own" in given_run_id(tmp_path, "own", False, given)[1]
-    assert given_run_id(tmp_path, "own", False, {**given, "WANDB_SWEEP_ID": "s"}) == ("Theirs_1", "")
+    assert given_run_id(tmp_path, "own", False, {**given, "WANDB_SWEEP_ID": "s"}) == (
+        "Theirs_1",
+        "",
+    )
 
 
 def test_the_run_id_stays_when_the_folder_moves(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_greedy_follows_the_argmax_of_the_cropped_context() -> None:
     for _ in range(12):
         with torch.no_grad():
             expected.append(int(model(torch.tensor([expected[-8:]]))[0, -1].argmax()))
-    assert list(generate(model, [3, 1, 4], 12, 0.0, None, seeded(), context_length=8)) == expected[3:]
+    assert (
+        list(generate(model, [3, 1, 4], 12, 0.0, None, seeded(), context_length=8)) == expected[3:]
+    )
 
 
 def test_context_never_exceeds_its_length() -> None:

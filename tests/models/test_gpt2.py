@@ -11,10 +11,18 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from llmexp.models.gpt2 import GPT2
 
-SIZES = dict(vocab_size=61, max_position_embeddings=24, n_layers=3, n_heads=4, d_model=32, d_ff=80, dropout=0.0)
+SIZES = dict(
+    vocab_size=61,
+    max_position_embeddings=24,
+    n_layers=3,
+    n_heads=4,
+    d_model=32,
+    d_ff=80,
+    dropout=0.0,
+)
 
-# A logit or gradient is a chain of under 100 sums of at most 80 terms, each good to 80 x 1.1e-16: 1e-12 of
-# the largest entry; ten times that for the divisions by standard deviations below 1.
+# A logit or gradient is a chain of under 100 sums of at most 80 terms, each good to 80 x 1.1e-16:
+# 1e-12 of the largest entry; ten times that for the divisions by standard deviations below 1.
 TOLERANCE = 1e-11
 
 
@@ -22,8 +30,11 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
 
 
-def reference_of(model: GPT2, implementation: str) -> tuple[GPT2LMHeadModel, dict[str, tuple[str, int | None]]]:
-    """transformers' model with the same weights, and for each of our parameters its name and third there."""
+def reference_of(
+    model: GPT2, implementation: str
+) -> tuple[GPT2LMHeadModel, dict[str, tuple[str, int | None]]]:
+    """transformers' model with the same weights, and for each of our parameters its name and third
+    there."""
     config = GPT2Config(
         vocab_size=model.vocab_size,
         n_positions=model.max_position_embeddings,
@@ -56,8 +67,11 @@ def reference_of(model: GPT2, implementation: str) -> tuple[GPT2LMHeadModel, dic
     return reference, places
 
 
-def at_place(tensors: dict[str, torch.Tensor], name: str, place: tuple[str, int | None]) -> torch.Tensor:
-    """The part of `tensors` at `place`, laid out as ours: theirs keeps (in, out), q, k, v side by side."""
+def at_place(
+    tensors: dict[str, torch.Tensor], name: str, place: tuple[str, int | None]
+) -> torch.Tensor:
+    """The part of `tensors` at `place`, laid out as ours: theirs keeps (in, out), q, k, v side by
+    side."""
     theirs, third = place
     tensor = tensors[theirs]
     if third is not None:
@@ -71,7 +85,9 @@ def test_logits_and_gradients_equal_transformers(implementation: str) -> None:
     torch.manual_seed(0)
     model = GPT2(**SIZES).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too must differ from their initial values
+        for (
+            parameter
+        ) in model.parameters():  # biases and norms too must differ from their initial values
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     reference, places = reference_of(model, implementation)
     parameters = dict(model.named_parameters())
@@ -119,8 +135,11 @@ def test_initial_weights_have_the_stated_spread() -> None:
         else:
             residual = "out_proj" in name or "down_proj" in name
             std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
-            # The sample deviation of n normals has a relative error of 1 / sqrt(2 n); five of those.
-            assert parameter.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * parameter.numel()))
+            # The sample deviation of n normals has a relative error of 1 / sqrt(2 n); five of
+            # those.
+            assert parameter.std().item() == pytest.approx(
+                std, rel=5 / math.sqrt(2 * parameter.numel())
+            )
             assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel())
 
 
@@ -192,7 +211,9 @@ def test_autocast_keeps_the_residual_stream_in_fp32(dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
-            module.register_forward_hook(lambda m, inputs, out: seen.extend((inputs[0].dtype, out.dtype)))
+            module.register_forward_hook(
+                lambda m, inputs, out: seen.extend((inputs[0].dtype, out.dtype))
+            )
     tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
     with torch.autocast("cpu", dtype):
         logits_btv = model(tokens_bt)

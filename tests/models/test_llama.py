@@ -50,7 +50,9 @@ class Fp64Norm(nn.Module):
 class Fp64Rotary(nn.Module):
     """Cosines and sines from NumPy: transformers' own are fp32."""
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         table = angles(x.shape[1], SIZES["d_model"] // SIZES["n_heads"], SIZES["rope_theta"])
         table = torch.from_numpy(np.concatenate((table, table), axis=-1))[None]
         return table.cos(), table.sin()
@@ -77,7 +79,10 @@ def test_logits_and_gradients_equal_transformers(n_kv_heads: int, tied_head: boo
         attn_implementation="sdpa",
     )
     reference = LlamaForCausalLM(config).double().eval()
-    places = {"token_embedding.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
+    places = {
+        "token_embedding.weight": "model.embed_tokens.weight",
+        "final_norm.weight": "model.norm.weight",
+    }
     if not tied_head:
         places["head.weight"] = "lm_head.weight"
     for i in range(SIZES["n_layers"]):
@@ -120,7 +125,8 @@ def test_rotary_tables_stay_fp32_under_autocast_and_rotate_pairs() -> None:
         cos_tk, sin_tk = rope_tables(length, head_dim, theta, like=x_tk)
     assert cos_tk.dtype == sin_tk.dtype == torch.float32
     expected = angles(length, head_dim, theta)
-    # An angle below 2048 is kept to 2^-14 (half a unit in the last of 24 bits), the frequency adds as much.
+    # An angle below 2048 is kept to 2^-14 (half a unit in the last of 24 bits), the frequency adds
+    # as much.
     assert np.abs(cos_tk.numpy()[:, :4] - np.cos(expected)).max() < 2**-12
     assert np.abs(sin_tk.numpy()[:, 4:] - np.sin(expected)).max() < 2**-12
     # Feature i and i + k/2 are one complex number, turned by the angle.
@@ -161,7 +167,9 @@ def test_initial_weights_have_the_stated_spread() -> None:
         else:
             residual = "out_proj" in name or "down_proj" in name
             std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
-            assert parameter.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * parameter.numel()))
+            assert parameter.std().item() == pytest.approx(
+                std, rel=5 / math.sqrt(2 * parameter.numel())
+            )
 
 
 def test_dropout_with_grouped_heads_acts_in_training_only() -> None:
@@ -186,7 +194,10 @@ def test_flops_count_grouped_heads_and_an_untied_head_once() -> None:
     [
         ({"n_kv_heads": 4}, r"model\.n_kv_heads=4 does not divide model\.n_heads=6.*: 2, 3, 6"),
         ({"n_heads": 7}, r"model\.n_heads=7 does not divide model\.d_model=48.*: 4, 6, 8"),
-        ({"n_heads": 16, "n_kv_heads": 2}, r"model\.d_model=48 / model\.n_heads=16.*model\.d_model=64"),
+        (
+            {"n_heads": 16, "n_kv_heads": 2},
+            r"model\.d_model=48 / model\.n_heads=16.*model\.d_model=64",
+        ),
         ({"rope_theta": 0.0}, r"model\.rope_theta=0\.0"),
         ({"norm_eps": float("inf")}, r"model\.norm_eps=inf"),
         ({"n_kv_heads": 0}, r"model\.n_kv_heads=0"),
@@ -216,7 +227,9 @@ def test_autocast_keeps_the_residual_stream_in_fp32(dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(lambda m, inputs, out: seen.extend((inputs[0].dtype, out.dtype)))
+            module.register_forward_hook(
+                lambda m, inputs, out: seen.extend((inputs[0].dtype, out.dtype))
+            )
     with torch.autocast("cpu", dtype):
         logits_btv = model(torch.randint(0, SIZES["vocab_size"], (2, 24)))
     assert set(seen) == {torch.float32}

@@ -35,9 +35,17 @@ def kept(model: nn.Module, sequences: int) -> int:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", [GPT2, Llama])
 def test_the_count_is_an_upper_bound_of_what_is_kept_and_near_it(family, dropout):
-    model = family(**GPT, dropout=dropout) if family is GPT2 else family(**GPT, n_kv_heads=2, dropout=dropout)
+    model = (
+        family(**GPT, dropout=dropout)
+        if family is GPT2
+        else family(**GPT, n_kv_heads=2, dropout=dropout)
+    )
     with torch.device("meta"):
-        twin = family(**GPT, dropout=dropout) if family is GPT2 else family(**GPT, n_kv_heads=2, dropout=dropout)
+        twin = (
+            family(**GPT, dropout=dropout)
+            if family is GPT2
+            else family(**GPT, n_kv_heads=2, dropout=dropout)
+        )
     counted = saved_bytes(twin, 64, whole_logits=True)
     assert counted is not None
     assert kept(model, 4) <= 4 * counted < 2.5 * kept(model, 4)
@@ -65,6 +73,8 @@ def test_a_hint_only_where_it_fits(memory, accumulation, said, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("llmexp.metrics.hardware.memory_bytes", lambda device: memory)
     cut = ["batch.micro_batch_size=2", f"batch.gradient_accumulation_steps={accumulation}"]
-    assert run(["plan", *TINY, "data=synthetic", "data.n_tokens=5000", "train.device=cpu", *cut]) == 0
+    assert (
+        run(["plan", *TINY, "data=synthetic", "data.n_tokens=5000", "train.device=cpu", *cut]) == 0
+    )
     out = " ".join(capsys.readouterr().out.split())
     assert (f"hint {said} computes the same" in out) if said else ("hint" not in out)

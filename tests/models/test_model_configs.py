@@ -33,7 +33,9 @@ def test_config_builds_the_stated_model(name: str) -> None:
     arguments = OmegaConf.to_container(OmegaConf.load(path))
     module_name, class_name = arguments.pop("_target_").rsplit(".", 1)
     model_class = getattr(importlib.import_module(module_name), class_name)
-    assert list(arguments) == list(inspect.signature(model_class).parameters), "every knob, in order"
+    assert list(arguments) == list(inspect.signature(model_class).parameters), (
+        "every knob, in order"
+    )
     lines = path.read_text().splitlines()[1:]
     assert all("  # " in line for line in lines), "a knob without its comment"
     assert (arguments["vocab_size"] is None) == (name in FILLED_IN)

@@ -25,7 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmexp.models import loss
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import VocabShard, WindowLoss, chunked_cross_entropy_sum, plain_cross_entropy_sum
+from llmexp.models.loss import (
+    VocabShard,
+    WindowLoss,
+    chunked_cross_entropy_sum,
+    plain_cross_entropy_sum,
+)
 from llmexp.models.sampling import generate
 
 
@@ -76,7 +81,8 @@ def test_any_cut_is_exact_in_fp64(
         nll = chunked_cross_entropy_sum(h, weight, targets)
         (3 * nll).backward()
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
-    # Logits stay below 1000, good to 1e-13; a loss or gradient entry sums at most 60 x 40 such terms.
+    # Logits stay below 1000, good to 1e-13; a loss or gradient entry sums at most 60 x 40 such
+    # terms.
     scale = 1 + h.abs().max().item() + weight.abs().max().item()
     assert nll.dtype == torch.float64
     assert abs(nll.item() - value) < 1e-10 * scale
@@ -114,8 +120,9 @@ def test_a_loss_far_below_one_keeps_its_digits() -> None:
     weight = F.normalize(weight, dim=-1).requires_grad_()
     value, _, _ = reference(h[0], weight, targets[0])
     assert 1e-6 < value < 0.1
-    # log(1 + little) is good to half a unit of 1 in fp32, 2^-24 a row, and the logits' own error of 4e-6
-    # enters exp(z - max) relatively. A difference of logits near 60 would be off by 4e-6 a row.
+    # log(1 + little) is good to half a unit of 1 in fp32, 2^-24 a row, and the logits' own error of
+    # 4e-6 enters exp(z - max) relatively. A difference of logits near 60 would be off by 4e-6 a
+    # row.
     got = chunked_cross_entropy_sum(h, weight, targets).item()
     assert abs(got - value) < 8 * 2**-23 + 1e-5 * value
 
@@ -141,7 +148,8 @@ def test_bf16_value_of_an_initialised_model(low_precision_path: str, n: int) -> 
         nll = chunked_cross_entropy_sum(h, weight, targets)
     value, _, _ = reference(h[0], weight, targets[0])
     assert nll.dtype == torch.float32
-    # Every row is near ln 8192, so a rounding of rows to bf16 (2^-9) would add up; it must not be there.
+    # Every row is near ln 8192, so a rounding of rows to bf16 (2^-9) would add up; it must not be
+    # there.
     assert nll.item() == pytest.approx(value, rel=2e-4)
 
 
@@ -153,8 +161,9 @@ def test_bf16_value_of_a_sharpened_model(low_precision_path: str, n: int) -> Non
     with torch.autocast("cpu", torch.bfloat16):
         nll = chunked_cross_entropy_sum(h, weight, targets)
     value, _, _ = reference(h[0], weight, targets[0])
-    # Logits of deviation 0.4 x sqrt(64) = 3.2 carry three independent roundings (h, weight, logit) of
-    # deviation at most 2^-9 / sqrt(3) each; rows are independent. Four deviations of their sum, and 2e-4.
+    # Logits of deviation 0.4 x sqrt(64) = 3.2 carry three independent roundings (h, weight, logit)
+    # of deviation at most 2^-9 / sqrt(3) each; rows are independent. Four deviations of their sum,
+    # and 2e-4.
     deviation = 3.2 * 2**-9 * math.sqrt(n)
     assert abs(nll.item() - value) < 4 * deviation + 2e-4 * value
 
@@ -189,7 +198,8 @@ def test_fp16_keeps_small_probabilities() -> None:
     (nll * 65536).backward()  # as a gradient scaler does
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
     assert nll.item() == pytest.approx(value, rel=2e-4)
-    # A row that is nobody's target has softmax (2e-5, subnormal in fp16) as its only source of gradient.
+    # A row that is nobody's target has softmax (2e-5, subnormal in fp16) as its only source of
+    # gradient.
     other = np.setdiff1d(np.arange(50304), targets.numpy())
     # Operands rounded to 11 bits: 2^-11 each, before averaging.
     assert relative_error(h.grad[0] / 65536, grad_h) < 1e-3
@@ -203,7 +213,11 @@ def test_bf16_parameters_get_bf16_gradients() -> None:
     nll = chunked_cross_entropy_sum(h, weight, targets)
     nll.backward()
     value, _, grad_weight = reference(h[0].float(), weight.float(), targets[0])
-    assert (nll.dtype, h.grad.dtype, weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert (nll.dtype, h.grad.dtype, weight.grad.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
     assert nll.item() == pytest.approx(value, rel=2e-4)
     assert relative_error(weight.grad.float(), grad_weight) < 2**-8
 
@@ -214,12 +228,20 @@ class MatrixProducts(TorchDispatchMode):
     calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        self.calls += func.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.addmm_,
+        )
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("needs_h", "needs_weight", "products"), [(True, True, 3), (True, False, 2), (False, True, 2)])
-def test_only_the_needed_gradients_are_computed(needs_h: bool, needs_weight: bool, products: int) -> None:
+@pytest.mark.parametrize(
+    ("needs_h", "needs_weight", "products"), [(True, True, 3), (True, False, 2), (False, True, 2)]
+)
+def test_only_the_needed_gradients_are_computed(
+    needs_h: bool, needs_weight: bool, products: int
+) -> None:
     h, weight = leaves(30, 8, 100, 1.0, torch.float32)  # one chunk, one tile
     h.requires_grad_(needs_h)
     weight.requires_grad_(needs_weight)
@@ -268,7 +290,9 @@ def test_a_nan_spreads_to_the_loss() -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     with torch.no_grad():
         weight[70, 3] = math.nan
-    assert math.isnan(chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long)).item())
+    assert math.isnan(
+        chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long)).item()
+    )
 
 
 def test_gradients_are_given_away_once() -> None:
@@ -286,14 +310,21 @@ def test_gradients_are_given_away_once() -> None:
     # fp32 and one fp16 or bf16 rounding each of h, weight and the scaled softmax.
     [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 2e-4, 2**-8), (torch.float16, 2e-4, 2**-11)],
 )
-def test_on_a_gpu_exact_and_the_same_twice(dtype: torch.dtype, value_error: float, gradient_error: float) -> None:
+def test_on_a_gpu_exact_and_the_same_twice(
+    dtype: torch.dtype, value_error: float, gradient_error: float
+) -> None:
     torch.manual_seed(11)
     h, weight = leaves(5000, 64, 8192, 0.02, torch.float32)
-    targets = torch.randint(0, 100, (1, 5000))  # repeated targets: sums into one row of the gradient
+    targets = torch.randint(
+        0, 100, (1, 5000)
+    )  # repeated targets: sums into one row of the gradient
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
     runs = []
     for _ in range(2):
-        h_gpu, weight_gpu = h.detach().cuda().requires_grad_(), weight.detach().cuda().requires_grad_()
+        h_gpu, weight_gpu = (
+            h.detach().cuda().requires_grad_(),
+            weight.detach().cuda().requires_grad_(),
+        )
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             nll = chunked_cross_entropy_sum(h_gpu, weight_gpu, targets.cuda())
         nll.backward()
@@ -349,7 +380,15 @@ class Threads:
     seed=st.integers(0, 2**32),
 )
 def test_any_split_of_the_vocabulary_is_exact_in_fp64(
-    ranks: int, part: int, n: int, d: int, rows: int, tile: int, std: float, masked: float, seed: int
+    ranks: int,
+    part: int,
+    n: int,
+    d: int,
+    rows: int,
+    tile: int,
+    std: float,
+    masked: float,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     h, weight = leaves(n, d, ranks * part, std, torch.float64)
@@ -358,7 +397,9 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
 
     def work(rank: int) -> tuple[Tensor, Tensor, Tensor]:
         shard = threads.shard(rank, ranks * part)
-        own_h, own_weight = (x.detach().requires_grad_() for x in (h, weight[shard.first : shard.first + part]))
+        own_h, own_weight = (
+            x.detach().requires_grad_() for x in (h, weight[shard.first : shard.first + part])
+        )
         nll = chunked_cross_entropy_sum(own_h, own_weight, targets, shard)
         return nll.detach(), *torch.autograd.grad(3 * nll, (own_h, own_weight))
 
@@ -371,11 +412,14 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
     for nll, own_grad_h, _ in found:
         assert abs(nll.item() - value) < 1e-10 * scale
         assert np.abs(own_grad_h[0].numpy() - 3 * grad_h).max() < 1e-10 * scale
-    assert np.abs(torch.cat([w for _, _, w in found]).numpy() - 3 * grad_weight).max() < 1e-10 * scale
+    assert (
+        np.abs(torch.cat([w for _, _, w in found]).numpy() - 3 * grad_weight).max() < 1e-10 * scale
+    )
 
 
 def test_a_target_between_the_parts_or_in_two_of_them_does_not_pass() -> None:
-    """Parts that do not make up the vocabulary: rows 40 to 49 are nobody's, or rows 40 to 59 are in both."""
+    """Parts that do not make up the vocabulary: rows 40 to 49 are nobody's, or rows 40 to 59 are in
+    both."""
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     targets = torch.tensor([[1, 2, 45, 70, 99]])
     for rows in (40, 60):
@@ -383,15 +427,25 @@ def test_a_target_between_the_parts_or_in_two_of_them_does_not_pass() -> None:
 
         def work(rank: int, rows: int = rows, threads: Threads = threads) -> tuple[float]:
             first = 50 if rank and rows == 40 else 40 * rank
-            shard = VocabShard(first, 100, threads.shard(rank, 100).sum, threads.shard(rank, 100).max, lambda x: x)
+            shard = VocabShard(
+                first, 100, threads.shard(rank, 100).sum, threads.shard(rank, 100).max, lambda x: x
+            )
             with torch.no_grad():
-                return (chunked_cross_entropy_sum(h, weight[first : first + rows], targets, shard).item(),)
+                return (
+                    chunked_cross_entropy_sum(
+                        h, weight[first : first + rows], targets, shard
+                    ).item(),
+                )
 
         assert all(math.isnan(nll) for (nll,) in threads.run(work)), rows
 
 
 SIZES = (1100, 64, 5000)  # n, d, v: three chunks of rows, and on each of two ranks two tiles
-KINDS = {"fp64": (torch.float64, 0.4), "fp32": (torch.float32, 0.4), "bf16": (torch.float32, 0.02)}  # dtype, std
+KINDS = {
+    "fp64": (torch.float64, 0.4),
+    "fp32": (torch.float32, 0.4),
+    "bf16": (torch.float32, 0.02),
+}  # dtype, std
 
 
 def split_case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -410,14 +464,20 @@ def split_model(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def text_of(module: nn.Module) -> list[int]:
-    return list(generate(module, [3, 1], 5, 1.0, 10, torch.Generator().manual_seed(0), context_length=16))
+    return list(
+        generate(module, [3, 1], 5, 1.0, 10, torch.Generator().manual_seed(0), context_length=16)
+    )
 
 
 def gloo_rank(rank: int, folder: str) -> None:
     """What one of two processes finds, saved as `folder`/`rank`.pt."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+        "gloo",
+        f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
     )
     reduced: list[tuple[str, int]] = []
 
@@ -496,9 +556,13 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(two_ranks: list[dict], kin
     assert torch.equal(grad_h, grad_h_1)
     h, weight, targets = split_case(kind)
     value, expected_h, expected_weight = reference(h[0], weight, targets[0])
-    errors = relative_error(grad_h[0], expected_h), relative_error(torch.cat((first, second)), expected_weight)
+    errors = (
+        relative_error(grad_h[0], expected_h),
+        relative_error(torch.cat((first, second)), expected_weight),
+    )
     if kind == "bf16":
-        # As without a split: the loss is free of roundings of rows, the gradients are no worse than autocast's.
+        # As without a split: the loss is free of roundings of rows, the gradients are no worse than
+        # autocast's.
         with torch.autocast("cpu", torch.bfloat16):
             plain_cross_entropy_sum(F.linear(h, weight), targets).backward()
         plain = relative_error(h.grad[0], expected_h), relative_error(weight.grad, expected_weight)
@@ -506,8 +570,9 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(two_ranks: list[dict], kin
         assert errors[0] < 1.05 * plain[0]
         assert errors[1] < 1.05 * plain[1]
     else:
-        # fp32 as in test_fp32_value_and_gradients. In fp64 a logit is a sum of 64 products, all below 16 together:
-        # wrong by 64 x 16 x 2^-53 = 1.1e-13 at most, which exp makes relative; a few such errors meet in a term.
+        # fp32 as in test_fp32_value_and_gradients. In fp64 a logit is a sum of 64 products, all
+        # below 16 together: wrong by 64 x 16 x 2^-53 = 1.1e-13 at most, which exp makes relative; a
+        # few such errors meet in a term.
         assert nll.item() == pytest.approx(value, rel=1e-6 if kind == "fp32" else 1e-12)
         assert max(errors) < (2e-6 if kind == "fp32" else 1e-12)
 
@@ -552,7 +617,9 @@ def tiny(tied_head: bool = True) -> Llama:
     return Llama(50, 16, 2, 4, 2, 16, 32, tied_head=tied_head)
 
 
-@pytest.mark.parametrize("make", [lambda: GPT2(50, 16, 2, 2, 16, 32), tiny, lambda: tiny(tied_head=False)])
+@pytest.mark.parametrize(
+    "make", [lambda: GPT2(50, 16, 2, 2, 16, 32), tiny, lambda: tiny(tied_head=False)]
+)
 def test_kernels_agree_on_whole_models(make) -> None:
     """Also where the output projection is the embedding, whose two gradients add up."""
     model = make().double()
@@ -573,7 +640,10 @@ def test_auto_chooses_by_vocabulary_and_model() -> None:
     assert WindowLoss(small).loss_kernel(torch.device("cpu")) == "plain"
     assert WindowLoss(large, "plain").loss_kernel(torch.device("cpu")) == "plain"
     assert WindowLoss(nn.Linear(3, 50304)).loss_kernel(torch.device("cpu")) == "plain"
-    assert WindowLoss(GPT2(2048, 16, 1, 1, 8, 8)).loss_kernel(torch.device("cpu")) == "chunked(rows=512, vocab=2048)"
+    assert (
+        WindowLoss(GPT2(2048, 16, 1, 1, 8, 8)).loss_kernel(torch.device("cpu"))
+        == "chunked(rows=512, vocab=2048)"
+    )
     with pytest.raises(ValueError, match=r"'fast'.*auto, chunked, plain"):
         WindowLoss(small, "fast")
     with pytest.raises(ValueError, match="Linear lacks"):
@@ -644,11 +714,14 @@ def test_initial_loss_is_near_the_log_of_the_vocabulary() -> None:
     model = GPT2(3000, 64, 2, 4, 64, 256)
     tokens, targets = torch.randint(0, 3000, (2, 4, 64))
     mean = WindowLoss(model)(tokens, targets).item() / targets.numel()
-    # Logits have deviation 0.02 x sqrt(64) = 0.16: half its square on top, and noise of 0.16 / sqrt(256).
+    # Logits have deviation 0.02 x sqrt(64) = 0.16: half its square on top, and noise of 0.16 /
+    # sqrt(256).
     assert mean == pytest.approx(math.log(3000) + 0.16**2 / 2, abs=4 * 0.16 / math.sqrt(256))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
     torch.manual_seed(10)
     model = GPT2(2048, 16, 1, 2, 16, 32)
@@ -668,8 +741,11 @@ def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: GPT2(50, 16, 10, 2, 16, 32), tiny, Foreign])
-def test_compiled_blocks_share_a_graph_and_leave_names_and_values(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a model without blocks, whose trunk is compiled. Another length of text compiles nothing."""
+def test_compiled_blocks_share_a_graph_and_leave_names_and_values(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a model without blocks, whose trunk is compiled. Another length of text compiles
+    nothing."""
     torch._dynamo.reset()
     graphs = CompileCounter()  # runs a graph as it is, so the same operations in the same order
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
@@ -689,4 +765,6 @@ def test_compiled_blocks_share_a_graph_and_leave_names_and_values(make, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(eager_gradients, compiled_gradients, strict=True))
     assert torch.equal(window_loss(tokens[:, :7]), logits)
     assert graphs.frame_count == 1
-    assert list(window_loss.state_dict()) == names == [f"model.{name}" for name in model.state_dict()]
+    assert (
+        list(window_loss.state_dict()) == names == [f"model.{name}" for name in model.state_dict()]
+    )

@@ -1,4 +1,5 @@
-"""`llmexp verify` around its proofs: wrong use, what is printed and recorded, and how it ends when it is stopped."""
+"""`llmexp verify` around its proofs: wrong use, what is printed and recorded, and how it ends when
+it is stopped."""
 
 from __future__ import annotations
 
@@ -31,12 +32,24 @@ BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "prec
     [
         (["geometrie"], "verify geometrie: there is no such proof. Did you mean geometry?"),
         (["train.max_steps=4"], "there is no such proof"),
-        (["geometry", "--steps", "0"], "--steps 0: at least 2 optimizer steps are needed; for example --steps 8"),
+        (
+            ["geometry", "--steps", "0"],
+            "--steps 0: at least 2 optimizer steps are needed; for example --steps 8",
+        ),
         (["geometry", "--steps", "two"], "argument --steps: invalid int value: 'two'"),
-        (["geometry", "-m", "optimizer.lr=0.1,0.2"], "verify: takes one config, not a sweep; leave out -m"),
+        (
+            ["geometry", "-m", "optimizer.lr=0.1,0.2"],
+            "verify: takes one config, not a sweep; leave out -m",
+        ),
         (["geometry", "optimizer.lr=0.1,0.2"], "optimizer.lr=0.1,0.2: several values are a sweep"),
-        (["geometry", "optimizer.rl=0.1"], "optimizer.rl: there is no such key or group. Did you mean optimizer.lr?"),
-        (["geometry", "model=gtp_tiny"], "model=gtp_tiny: there is no such option. Did you mean gpt_tiny?"),
+        (
+            ["geometry", "optimizer.rl=0.1"],
+            "optimizer.rl: there is no such key or group. Did you mean optimizer.lr?",
+        ),
+        (
+            ["geometry", "model=gtp_tiny"],
+            "model=gtp_tiny: there is no such option. Did you mean gpt_tiny?",
+        ),
         (["geometry", "=="], "is not an override"),
         (["geometry", "--cfg", "job"], "are flags of llmexp train"),
         (["geometry", "batch.micro_batch_size=0"], "batch.micro_batch_size=0: must be at least 1"),
@@ -80,16 +93,30 @@ def proof(tmp_path, monkeypatch):
     return found
 
 
-GOOD, BAD, UNSEEN = at_most("sums agree", 1e-16, 1e-12), equal("rows", ["step 3"], 8), Check("ranks", None, note="one")
+GOOD, BAD, UNSEEN = (
+    at_most("sums agree", 1e-16, 1e-12),
+    equal("rows", ["step 3"], 8),
+    Check("ranks", None, note="one"),
+)
 
 
 @pytest.mark.parametrize(
     ("checks", "code"),
-    [([GOOD], 0), ([GOOD, UNSEEN], 0), ([GOOD, BAD], 1), ([UNSEEN], 1), ([], 1), ([at_most("x", float("nan"), 1)], 1)],
+    [
+        ([GOOD], 0),
+        ([GOOD, UNSEEN], 0),
+        ([GOOD, BAD], 1),
+        ([UNSEEN], 1),
+        ([], 1),
+        ([at_most("x", float("nan"), 1)], 1),
+    ],
 )
 def test_the_verdict_its_exit_code_and_its_record(proof, capsys, checks, code):
     proof.extend(checks)
-    assert run(["verify", "made_up", "--steps", "5", "optimizer.lr=0.1", "hydra.run.dir=there"]) == code
+    assert (
+        run(["verify", "made_up", "--steps", "5", "optimizer.lr=0.1", "hydra.run.dir=there"])
+        == code
+    )
     record = json.loads(Path("there/verify.json").read_text(), parse_constant=pytest.fail)
     assert record["passed"] is (code == 0)
     assert [c["passed"] for c in record["checks"]] == [c.passed for c in checks]
@@ -98,7 +125,10 @@ def test_the_verdict_its_exit_code_and_its_record(proof, capsys, checks, code):
     out = capsys.readouterr().out
     assert out.splitlines()[-2].startswith("PASS: made_up" if code == 0 else "FAIL: made_up")
     for check in checks:
-        assert f"{'PASS' if check.passed else 'FAIL' if check.passed is False else '-   '}  {check.what}" in out
+        assert (
+            f"{'PASS' if check.passed else 'FAIL' if check.passed is False else '-   '}  "
+            f"{check.what}" in out
+        )
 
 
 @pytest.mark.parametrize("found", [float("nan"), float("inf"), float("-inf")])
@@ -126,14 +156,20 @@ def test_a_run_that_cannot_be_made_is_recorded_without_a_verdict(proof, capsys):
     record = json.loads(Path("there/verify.json").read_text())
     assert record["passed"] is None
     assert record["error"].endswith("boom")
-    assert "llmexp: x/fp64: this run of the verification ended with exit code 3: boom" in capsys.readouterr().err
+    assert (
+        "llmexp: x/fp64: this run of the verification ended with exit code 3: boom"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "says"),
     [
         (DataChanged("train.npy: this token file was cut"), "train.npy: this token file was cut"),
-        (OSError(28, "No space left on device", "there/x"), "[Errno 28] No space left on device: 'there/x'"),
+        (
+            OSError(28, "No space left on device", "there/x"),
+            "[Errno 28] No space left on device: 'there/x'",
+        ),
     ],
     ids=["data", "disk"],
 )
@@ -149,9 +185,12 @@ SECRET = "k-0123456789abcdef"
 
 
 def test_no_secret_is_printed_or_recorded(proof, capsys, monkeypatch):
-    """Neither from a check nor from an error; and one on the command line is refused, as by train."""
+    """Neither from a check nor from an error; and one on the command line is refused, as by
+    train."""
     monkeypatch.setenv("MY_API_KEY", SECRET)
-    proof.append(Check(f"sha256 of /data/{SECRET}/a.bin", True, SECRET, SECRET, note=f"in {SECRET}"))
+    proof.append(
+        Check(f"sha256 of /data/{SECRET}/a.bin", True, SECRET, SECRET, note=f"in {SECRET}")
+    )
     assert run(["verify", "made_up", "hydra.run.dir=a"]) == 0
     proof[:] = [ConfigError(f"/data/{SECRET}: boom")]
     assert run(["verify", "made_up", "hydra.run.dir=b"]) == 2
@@ -171,13 +210,26 @@ def test_a_folder_in_use_is_refused(proof, capsys):
     """Runs that lie there would be gone on with."""
     Path("there/fp64").mkdir(parents=True)
     assert run(["verify", "made_up", "hydra.run.dir=there"]) == 2
-    assert "hydra.run.dir=there: is not empty; choose a new folder, for example there-2" in capsys.readouterr().err
+    assert (
+        "hydra.run.dir=there: is not empty; choose a new folder, for example there-2"
+        in capsys.readouterr().err
+    )
     assert [p.name for p in Path("there").iterdir()] == ["fp64"]
 
 
 def test_a_run_that_fails_is_named_with_its_words(tmp_path):
-    (tmp_path / "mine.py").write_text("def breaks(event, context):\n    raise ZeroDivisionError('by zero')\n")
-    result = llmexp("verify", "geometry", *BASE, "hooks=[mine.breaks]", "--allow=mine", "hydra.run.dir=v", cwd=tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def breaks(event, context):\n    raise ZeroDivisionError('by zero')\n"
+    )
+    result = llmexp(
+        "verify",
+        "geometry",
+        *BASE,
+        "hooks=[mine.breaks]",
+        "--allow=mine",
+        "hydra.run.dir=v",
+        cwd=tmp_path,
+    )
     assert result.code == 2
     assert "v/fp64-one_batch: this run of the verification ended with exit code 3" in result.err
     assert "the hook mine.breaks failed at" in result.err

@@ -41,7 +41,11 @@ def verify(*overrides: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Runs the proof in this process: its exit code, and what its record says by check."""
     name = f"proof{next(numbers)}"
     code = __main__.run(["verify", "data", *TINY, f"hydra.run.dir={name}", *overrides])
-    record = json.loads(Path(name, "verify.json").read_text()) if Path(name, "verify.json").exists() else {"checks": []}
+    record = (
+        json.loads(Path(name, "verify.json").read_text())
+        if Path(name, "verify.json").exists()
+        else {"checks": []}
+    )
     return code, {c["what"]: c for c in record["checks"]}
 
 
@@ -75,15 +79,20 @@ def test_honest_data_pass_on_the_command_line(tmp_path: Path) -> None:
         text = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 900))))
         (tmp_path / f"docs/{i:02}.txt").write_text(text)
     result = llmexp(
-        "verify", "data", *TINY, "data=text", "data.train_files=docs/*.txt", "data.ignore_id=101", "train.max_epochs=3",
-        "train.max_steps=null", "hydra.run.dir=proof", cwd=tmp_path, LLMEXP_CACHE_DIR=str(tmp_path / "cache"),
+        "verify", "data", *TINY, "data=text", "data.train_files=docs/*.txt", "data.ignore_id=101",
+        "train.max_epochs=3",
+        "train.max_steps=null", "hydra.run.dir=proof", cwd=tmp_path,
+        LLMEXP_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip
     assert (result.code, result.err) == (0, "")
     record = result.json("verify.json")
     assert record["passed"] is True
     assert [c["passed"] for c in record["checks"]] == [True] * 7
     files = sorted((tmp_path / "cache/tokens").glob("*/*.bin"))
-    sums = dict(reversed(line.split("  ")) for line in (tmp_path / "proof/sha256.txt").read_text().splitlines())
+    sums = dict(
+        reversed(line.split("  "))
+        for line in (tmp_path / "proof/sha256.txt").read_text().splitlines()
+    )
     assert sums == {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     n_ids = [f"{f.stat().st_size // 2:,} ids" for f in files]
     assert all(n in result.out for n in n_ids)
@@ -91,16 +100,22 @@ def test_honest_data_pass_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_corpus_in_memory_and_several_ranks_pass(here: Path) -> None:
-    code, checks = verify("data=synthetic", "data.n_tokens=5000", "parallelism=ddp", "parallelism.nproc_per_node=2",
-                          "batch.micro_batch_size=3", "batch.gradient_accumulation_steps=2")  # fmt: skip
+    code, checks = verify("data=synthetic", "data.n_tokens=5000", "parallelism=ddp",
+    "parallelism.nproc_per_node=2",
+                          "batch.micro_batch_size=3",
+                          "batch.gradient_accumulation_steps=2")  # fmt: skip
     assert code == 0
-    windows = next(c for name, c in checks.items() if name.startswith("windows, cut into 3 x 2 x 2 ranks"))
+    windows = next(
+        c for name, c in checks.items() if name.startswith("windows, cut into 3 x 2 x 2 ranks")
+    )
     assert "[s x 12, (s + 1) x 12)" in windows["what"]
     assert windows["found"].startswith("0 of ")
 
 
 @pytest.mark.parametrize("flag", [["--steps", "4"], ["--shrink"]])
-def test_flags_without_a_meaning_are_refused(here: Path, flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_a_meaning_are_refused(
+    here: Path, flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert __main__.run(["verify", "data", *flag, "hydra.run.dir=proof"]) == 2
     assert f"{' '.join(flag)}: has no meaning for verify data" in capsys.readouterr().err
 
@@ -109,7 +124,8 @@ def test_flags_without_a_meaning_are_refused(here: Path, flag: list[str], capsys
 
 
 def test_an_id_out_of_range_behind_a_stale_note_fails(here: Path) -> None:
-    """The cache holds a note that the ids of a file of this size and time are fine; the proof reads them itself."""
+    """The cache holds a note that the ids of a file of this size and time are fine; the proof reads
+    them itself."""
     ids = some_ids(3000)
     path = save("train.npy", ids)
     save("val.npy", some_ids(300, 1))
@@ -188,7 +204,8 @@ def test_the_scan_agrees_with_a_look_at_each_id(ids: list[int], kind: Any, strid
 
 
 def test_a_flipped_bit_in_a_prepared_shard_fails(here: Path) -> None:
-    """Where the sampled digest, which each start looks at, does not see it: 500,000 tokens, 16 samples of 16,384."""
+    """Where the sampled digest, which each start looks at, does not see it: 500,000 tokens, 16
+    samples of 16,384."""
     rng = np.random.default_rng(0)
     Path("a.txt").write_bytes(bytes(rng.integers(97, 123, 500_000).astype(np.uint8)))
     overrides = ["data=text", "data.train_files=a.txt", "data.val_ratio=0"]
@@ -251,7 +268,9 @@ SYNTHETIC = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=30"]
 EPOCHS = [f"sequences that epoch {epoch} visits, each once" for epoch in (0, 1)]
 
 
-def test_an_order_that_visits_a_sequence_twice_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_visits_a_sequence_twice_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proof, "sequence_index", duplicating)
     monkeypatch.setattr(reader, "sequence_index", duplicating)
     found = verify(*SYNTHETIC)
@@ -270,7 +289,9 @@ def test_a_reader_with_another_order_fails(
     assert name.startswith("windows, cut into")
 
 
-def test_a_reader_that_masks_what_it_should_not_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_masks_what_it_should_not_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     micro_batches = reader._micro_batches
 
     def masking(tokens: np.ndarray, *rest: Any) -> Any:
@@ -283,13 +304,18 @@ def test_a_reader_that_masks_what_it_should_not_fails(here: Path, monkeypatch: p
     assert name.startswith("windows, cut into")
 
 
-def test_a_tail_with_rows_of_the_next_window_fails(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last window of 1.5 epochs is short; a reader that fills it up reads sequences that the run does not have."""
+def test_a_tail_with_rows_of_the_next_window_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last window of 1.5 epochs is short; a reader that fills it up reads sequences that the
+    run does not have."""
     real = reader.read_windows
     tail = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=null", "train.max_epochs=1.5",
             "batch.micro_batch_size=7"]  # fmt: skip
     assert failures(verify(*tail)) == []
-    monkeypatch.setattr(proof, "read_windows", lambda stream, **k: real(stream, **{**k, "total_sequences": 10**6}))
+    monkeypatch.setattr(
+        proof, "read_windows", lambda stream, **k: real(stream, **{**k, "total_sequences": 10**6})
+    )
     (name,) = failures(verify(*tail))
     assert name.startswith("windows, cut into")
 
@@ -307,7 +333,9 @@ def test_a_file_that_is_cut_meanwhile_fails(here: Path, monkeypatch: pytest.Monk
     path = save("train.npy", some_ids(3000))
     save("val.npy", some_ids(300, 1))
     check_order = proof.check_order
-    monkeypatch.setattr(proof, "check_order", lambda parts: (os.truncate(path, 1000), check_order(parts))[1])
+    monkeypatch.setattr(
+        proof, "check_order", lambda parts: (os.truncate(path, 1000), check_order(parts))[1]
+    )
     found = verify(*TOKENS)
     assert failures(found) == ["the files stayed as they were meanwhile"]
     assert "was cut from" in found[1]["the files stayed as they were meanwhile"]["note"]
@@ -320,8 +348,12 @@ def test_paths_from_the_environment_stay_out_of_the_record(
     monkeypatch.setenv("MY_CORPUS", "folder-of-mine")
     (here / "folder-of-mine").mkdir()
     save("folder-of-mine/train.npy", some_ids(3000))
-    code, _ = verify("data=tokens", "data.train_files=${oc.env:MY_CORPUS}/train.npy", "hydra.run.dir=proof")
+    code, _ = verify(
+        "data=tokens", "data.train_files=${oc.env:MY_CORPUS}/train.npy", "hydra.run.dir=proof"
+    )
     assert code == 0
-    assert "${oc.env:MY_CORPUS}/train.npy in range" in " ".join(capsys.readouterr().out.split())  # it is wrapped
+    assert "${oc.env:MY_CORPUS}/train.npy in range" in " ".join(
+        capsys.readouterr().out.split()
+    )  # it is wrapped
     for file in Path("proof").iterdir():
         assert "folder-of-mine" not in file.read_text(), file

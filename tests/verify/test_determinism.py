@@ -1,4 +1,4 @@
-"""`llmexp verify determinism`: it passes where the same run twice is the same, and says where it is not."""
+"""`llmexp verify determinism`: it passes where the same run twice is the same, and says where it is not."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmexp.verify import determinism, record, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 4
-RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100", "batch.micro_batch_size=4",
-       "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "precision=fp16", f"--steps={STEPS}"]  # fmt: skip
+RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100", "batch.micro_batch_size=4",  # noqa: E501
+       "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "precision=fp16", f"--steps={STEPS}"]  # fmt: skip  # noqa: E501
 
 PLANT = """
 import os
@@ -37,7 +37,7 @@ def noise(event, context):
             return quiet(h_btd) * (1 + offset.sum())
 
         mlp.forward = forward
-"""
+"""  # noqa: E501
 
 PUSH = """
 import torch
@@ -82,34 +82,57 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_the_same_run_twice_is_the_same(proof):
     found = {check["what"]: check for check in proof.json("verify.json")["checks"]}
     assert all(check["passed"] for check in found.values()), found
-    # 4 steps x 2 micro-batches, an input and an output each: the model, 2 embeddings, its dropout, its last norm, and
-    # in each of 2 blocks itself, 2 norms, attention with 4 projections, the MLP with 2, and the dropout twice.
+    # 4 steps x 2 micro-batches, an input and an output each: the model, 2 embeddings, its dropout, its last norm, and  # noqa: E501
+    # in each of 2 blocks itself, 2 norms, attention with 4 projections, the MLP with 2, and the dropout twice.  # noqa: E501
     calls = 1 + 2 + 1 + 1 + 2 * (1 + 2 + 5 + 3 + 2)
-    assert found["inputs and outputs of each module, each rank"]["found"] == f"0 of {4 * 2 * 2 * calls} differ"
-    assert "0 of 12 differ" in found["RNG after each step, each rank"]["found"]  # torch, Python, NumPy in 4 steps
+    assert (
+        found["inputs and outputs of each module, each rank"]["found"]
+        == f"0 of {4 * 2 * 2 * calls} differ"
+    )
+    assert (
+        "0 of 12 differ" in found["RNG after each step, each rank"]["found"]
+    )  # torch, Python, NumPy in 4 steps
 
 
-def again(proof: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, code: str, hook: str) -> str:
-    """A third run of the same config, with a planted hook: how it differs from the first, in the proof's words."""
+def again(
+    proof: Result,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    code: str,
+    hook: str,
+) -> str:
+    """A third run of the same config, with a planted hook: how it differs from the first, in the proof's words."""  # noqa: E501
     (tmp_path / f"{module}.py").write_text(code)
     config = build(rundir.read_config(proof.folder / "first"))
-    config = dataclasses.replace(config, hooks=[*config.hooks[:-1], f"{module}.{hook}", config.hooks[-1]])
-    for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW=module).items():
+    config = dataclasses.replace(
+        config, hooks=[*config.hooks[:-1], f"{module}.{hook}", config.hooks[-1]]
+    )
+    for name, value in environment(
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW=module
+    ).items():
         monkeypatch.setenv(name, value)
     first, other = proof.folder / "first", tmp_path / "other"
     runs.train(other, config, **record.environment(other, modules=True))
     assert failed(determinism.compare(first, other))
-    return determinism.first_difference(record.read(first), record.read(other), runs.rows(first), runs.rows(other))
+    return determinism.first_difference(
+        record.read(first), record.read(other), runs.rows(first), runs.rows(other)
+    )
 
 
 def test_a_module_with_noise_is_named_with_its_step(proof, tmp_path, monkeypatch):
     said = again(proof, tmp_path, monkeypatch, "plant", PLANT, "noise")
-    assert said == ("step 3, rank 0: an operation in blocks.1.mlp (MLP) itself, after blocks.1.mlp.down_proj (Linear)")
+    assert said == (
+        "step 3, rank 0: an operation in blocks.1.mlp (MLP) itself, after blocks.1.mlp.down_proj (Linear)"  # noqa: E501
+    )
 
 
 def test_a_parameter_that_a_hook_changed_is_named(proof, tmp_path, monkeypatch):
     said = again(proof, tmp_path, monkeypatch, "push", PUSH, "push")
-    assert said == "step 3, rank 0: something between the steps, such as a hook, changed blocks.1.mlp.down_proj.weight"
+    assert (
+        said
+        == "step 3, rank 0: something between the steps, such as a hook, changed blocks.1.mlp.down_proj.weight"  # noqa: E501
+    )
 
 
 def test_another_order_of_the_data_is_named_as_such(proof, tmp_path, monkeypatch):
@@ -124,15 +147,17 @@ def changed(proof: Result, tmp_path: Path, change) -> tuple[list[Any], str]:
     a, b = record.read(first), record.read(other)
     change(b[0])
     rows = runs.rows(first)
-    return [record.differences(a, b, part) for part in ("reduced", "parameters", "optimizer", "rng")], (
-        determinism.first_difference(a, b, rows, rows)
-    )
+    return [
+        record.differences(a, b, part) for part in ("reduced", "parameters", "optimizer", "rng")
+    ], (determinism.first_difference(a, b, rows, rows))
 
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_backward_pass_with_fewer_gradients_is_told(proof, tmp_path, kept):
     """As of a model that takes another path at random."""
-    _, said = changed(proof, tmp_path, lambda by_step: by_step[2].update(gradients=by_step[2]["gradients"][:kept]))
+    _, said = changed(
+        proof, tmp_path, lambda by_step: by_step[2].update(gradients=by_step[2]["gradients"][:kept])
+    )
     assert said.startswith("step 2, rank 0: the gradient of ")
 
 
@@ -152,8 +177,8 @@ WEIGHT = "blocks.0.mlp.up_proj.weight"
          f"step 2, rank 0: the gradient of {WEIGHT}, reduced over ranks, unscaled and clipped"),
         (lambda by_step: by_step[2]["rng"].update({"numpy": "?"}),
          "step 2, rank 0: the RNG of numpy: another number of random numbers was drawn"),
-        (lambda by_step: next(e for e in by_step[3]["gradients"] if e[0] == WEIGHT).__setitem__(1, "?"),
-         f"step 3, rank 0: the gradient of {WEIGHT}, in the backward pass of blocks.0.mlp.up_proj (Linear)"),
+        (lambda by_step: next(e for e in by_step[3]["gradients"] if e[0] == WEIGHT).__setitem__(1, "?"),  # noqa: E501
+         f"step 3, rank 0: the gradient of {WEIGHT}, in the backward pass of blocks.0.mlp.up_proj (Linear)"),  # noqa: E501
         (lambda by_step: by_step.pop(4), "step 4, rank 0: only one of the runs came here"),
         (lambda by_step: by_step[1]["events"][0].__setitem__(2, "?"),
          "step 1, rank 0: the data: the input of the model (GPT2)"),
@@ -166,7 +191,9 @@ def test_each_stage_of_a_step_has_its_words(proof, tmp_path, change, said):
 
 def test_the_earliest_step_and_stage_are_named(proof, tmp_path):
     def change(by_step):
-        by_step[3]["rng"]["torch"] = by_step[2]["parameters"][WEIGHT] = by_step[2]["reduced"][WEIGHT] = "?"
+        by_step[3]["rng"]["torch"] = by_step[2]["parameters"][WEIGHT] = by_step[2]["reduced"][
+            WEIGHT
+        ] = "?"
 
     counts, said = changed(proof, tmp_path, change)
     assert said.startswith(f"step 2, rank 0: the gradient of {WEIGHT}, reduced")
@@ -176,7 +203,7 @@ def test_the_earliest_step_and_stage_are_named(proof, tmp_path):
 
 
 CLASSES = {"": "Net", "a": "Block", "a.x": "Linear", "b": "Dropout"}
-CALLS = [["", "in", "0"], ["a", "in", "0"], ["a.x", "in", "1"], ["a.x", "out", "2"], ["a", "out", "3"],
+CALLS = [["", "in", "0"], ["a", "in", "0"], ["a.x", "in", "1"], ["a.x", "out", "2"], ["a", "out", "3"],  # noqa: E501
          ["b", "in", "3"], ["b", "out", "4"], ["", "out", "5"]]  # fmt: skip
 WORDS = [
     "the data: the input of the model (Net)",
@@ -199,7 +226,10 @@ def test_the_first_difference_decides_which_module_is_named(data):
     cut = data.draw(st.integers(1, len(CALLS) - 1))
     if not any(at < cut for at in different):
         last = determinism.label(CALLS[cut - 1][0], CLASSES)
-        assert determinism.where_forward(CALLS, other[:cut], CLASSES) == f"other modules are called after {last}"
+        assert (
+            determinism.where_forward(CALLS, other[:cut], CLASSES)
+            == f"other modules are called after {last}"
+        )
 
 
 @pytest.mark.slow
@@ -209,7 +239,9 @@ def test_noise_fails_the_command_which_names_what_torch_knows_of_it(tmp_path):
     last = result.json("verify.json")["checks"][-1]
     assert last["what"] == "the first difference"
     assert last["note"].startswith("step 3, rank 0: an operation in blocks.1.mlp (MLP) itself")
-    assert last["note"].endswith("without a deterministic implementation, by torch's own account: put_")
+    assert last["note"].endswith(
+        "without a deterministic implementation, by torch's own account: put_"
+    )
 
 
 @pytest.mark.slow
@@ -217,7 +249,11 @@ def test_noise_fails_the_command_which_names_what_torch_knows_of_it(tmp_path):
     "layout",
     [
         ["parallelism=ddp", "parallelism.nproc_per_node=2"],
-        ["parallelism=fsdp", "parallelism.nproc_per_node=2", "parallelism.activation_checkpointing=full"],
+        [
+            "parallelism=fsdp",
+            "parallelism.nproc_per_node=2",
+            "parallelism.activation_checkpointing=full",
+        ],
         ["parallelism=tp", "parallelism.nproc_per_node=2", "precision=fp32"],
         ["train.compile=true"],
     ],
@@ -228,4 +264,6 @@ def test_any_layout_is_looked_into(tmp_path, layout):
     assert result.code == 0, result.out + result.err
     found = {check["what"]: check for check in result.json("verify.json")["checks"]}
     assert all(check["passed"] is not False for check in found.values())
-    assert ("inputs and outputs of each module, each rank" in found) == ("train.compile=true" not in layout)
+    assert ("inputs and outputs of each module, each rank" in found) == (
+        "train.compile=true" not in layout
+    )

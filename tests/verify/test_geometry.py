@@ -1,4 +1,5 @@
-"""`llmexp verify geometry`: it passes where the arithmetic is right, and every planted wrong one makes it fail."""
+"""`llmexp verify geometry`: it passes where the arithmetic is right, and every planted wrong one
+makes it fail."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ DATA = ["data=synthetic", "data.n_tokens=4000", "data.val_ratio=0"]
 FAST = ["batch.real_batch_size=8", "optimizer.lr=0.02"]
 QUANTITIES = ("steps, target counts", "loss", "gradient norm", "parameters")
 
-# A user's hook that breaks the arithmetic at the start of a run: with several micro-batches the loss becomes the mean
-# of their means; of two ranks the second one's rows are lost.
+# A user's hook that breaks the arithmetic at the start of a run: with several micro-batches the
+# loss becomes the mean of their means; of two ranks the second one's rows are lost.
 BROKEN = """
 import dataclasses
 
@@ -64,12 +65,17 @@ def wrong(s, window, *callbacks):
 
 
 def proof(cwd: Path, *overrides: str, **env: str) -> Result:
-    return llmexp("verify", "geometry", *TINY, *DATA, *FAST, "hydra.run.dir=proof", *overrides, cwd=cwd, **env)
+    return llmexp(
+        "verify", "geometry", *TINY, *DATA, *FAST, "hydra.run.dir=proof", *overrides, cwd=cwd, **env
+    )
 
 
 def verdicts(checks: list[dict], run: str) -> list[bool]:
     """Of one run, the quantities in their order."""
-    found = [next(c for c in checks if c["what"].startswith(f"{run}") and f": {q}" in c["what"]) for q in QUANTITIES]
+    found = [
+        next(c for c in checks if c["what"].startswith(f"{run}") and f": {q}" in c["what"])
+        for q in QUANTITIES
+    ]
     return [c["passed"] for c in found]
 
 
@@ -83,39 +89,54 @@ def test_it_passes_where_it_should(passing):
     record = passing.json("verify.json")
     assert (record["passed"], record["error"], record["verify"]) == (True, None, "geometry")
     for kind in ("fp64", "fp32"):
-        for run in ("one batch (8 x 1)", "accumulation (1 x 8)", "two ranks (2 x 2 x 2 ranks, ddp)"):
+        for run in (
+            "one batch (8 x 1)",
+            "accumulation (1 x 8)",
+            "two ranks (2 x 2 x 2 ranks, ddp)",
+        ):
             assert verdicts(record["checks"], f"{kind}, {run}") == [True] * 4
     assert len(record["checks"]) == 2 * 3 * 4
     assert passing.out.rstrip().splitlines()[-2].startswith("PASS: geometry, 0 of 24 checks failed")
 
 
 def test_its_runs_are_what_it_says(passing):
-    """A tail of three of eight sequences: the second of two ranks has none, and targets are masked in each step."""
+    """A tail of three of eight sequences: the second of two ranks has none, and targets are masked
+    in each step."""
     plans = {p.name: json.loads((p / rundir.RUN).read_text()) for p in passing.folder.glob("fp*-*")}
     assert len(plans) == 6
     assert {p["world_size"] for name, p in plans.items() if "two_ranks" in name} == {2}
     for name, plan in plans.items():
-        rows = [json.loads(line) for line in (passing.folder / name / rundir.METRICS).read_text().splitlines()]
-        assert (plan["real_batch_size"], plan["tail_sequences"], plan["precision"]) == (8, 3, name.partition("-")[0])
+        rows = [
+            json.loads(line)
+            for line in (passing.folder / name / rundir.METRICS).read_text().splitlines()
+        ]
+        assert (plan["real_batch_size"], plan["tail_sequences"], plan["precision"]) == (
+            8,
+            3,
+            name.partition("-")[0],
+        )
         assert len(rows) == 4
         assert all(0 < r["target_tokens"] < 12 * n for r, n in zip(rows, (8, 8, 8, 3), strict=True))
 
 
 def test_it_fits_a_narrow_terminal(passing):
     paths = ("record", "proof")
-    assert [line for line in passing.out.splitlines() if len(line) > 60 and not line.startswith(paths)] == []
+    assert [
+        line for line in passing.out.splitlines() if len(line) > 60 and not line.startswith(paths)
+    ] == []
 
 
 def test_tolerances_of_a_precision_follow_its_roundoff(passing):
     """fp32: above what one rounding does, far below the 1 % of a wrong divisor."""
-    limits = {c["what"].partition(": ")[2]: c["limit"] for c in passing.json("verify.json")["checks"] if "fp32" in
+    limits = {c["what"].partition(": ")[2]: c["limit"] for c in passing.json("verify.json")["checks"] if "fp32" in  # noqa: E501
               c["what"]}  # fmt: skip
     assert 2**-25 < limits["loss, relative error"] < 1e-4
     assert 2**-25 < limits["gradient norm, before and after clipping"] < 1e-4
 
 
 def test_mean_of_means_and_lost_rows_fail(tmp_path):
-    """Over the command line, planted in the workers: one run is right, and the wrong ones are told from it."""
+    """Over the command line, planted in the workers: one run is right, and the wrong ones are told
+    from it."""
     (tmp_path / "broken.py").write_text(BROKEN)
     ranks = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "batch.micro_batch_size=4"]
     result = proof(tmp_path, "precision=fp64", *ranks, "hooks=[broken.plant]", "--allow", "broken")
@@ -123,11 +144,19 @@ def test_mean_of_means_and_lost_rows_fail(tmp_path):
     record = result.json("verify.json")
     assert record["passed"] is False
     assert verdicts(record["checks"], "fp64, one batch") == [True] * 4
-    for run in ("fp64, accumulation (1 x 8)", "fp64, own cut (4 x 1 x 2 ranks, fsdp)", "fp64, two ranks"):
+    for run in (
+        "fp64, accumulation (1 x 8)",
+        "fp64, own cut (4 x 1 x 2 ranks, fsdp)",
+        "fp64, two ranks",
+    ):
         assert verdicts(record["checks"], run) == [True, False, False, False]
     assert "FAIL: geometry, 9 of 16 checks failed" in result.out
     shared = json.loads((result.folder / "fp64-own_cut" / rundir.RUN).read_text())
-    assert (shared["parallelism"], shared["shard_size"], shared["micro_batch_size"]) == ("fsdp", 2, 4)
+    assert (shared["parallelism"], shared["shard_size"], shared["micro_batch_size"]) == (
+        "fsdp",
+        2,
+        4,
+    )
 
 
 def composed(*overrides: str, data: list[str] = DATA) -> Config:
@@ -138,7 +167,8 @@ def composed(*overrides: str, data: list[str] = DATA) -> Config:
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """The runs on one rank, made by the worker's own code in this process, so that a fault can be planted in it."""
+    """The runs on one rank, made by the worker's own code in this process, so that a fault can be
+    planted in it."""
 
     def train(path: Path, config: Config) -> None:
         path.mkdir(parents=True)
@@ -165,7 +195,9 @@ def everywhere(*quantities: str) -> set[str]:
 
 
 def twice_the_loss(s, window, *callbacks):
-    twice = dataclasses.replace(s, module=lambda tokens_bt, targets_bt: 2 * s.module(tokens_bt, targets_bt))
+    twice = dataclasses.replace(
+        s, module=lambda tokens_bt, targets_bt: 2 * s.module(tokens_bt, targets_bt)
+    )
     return step_module.train_step(twice, window, *callbacks)
 
 
@@ -176,9 +208,14 @@ def masked_targets_count(s, window, *callbacks):
 
 def lost_last_row(s, window, *callbacks):
     tokens_bt, targets_bt = window.micro_batches[-1]
-    lost = [*window.micro_batches[:-1], (tokens_bt, torch.cat([targets_bt[:-1], targets_bt[-1:] * 0 - 100]))]
+    lost = [
+        *window.micro_batches[:-1],
+        (tokens_bt, torch.cat([targets_bt[:-1], targets_bt[-1:] * 0 - 100])),
+    ]
     count = sum(int((t >= 0).sum()) for _, t in lost)
-    return step_module.train_step(s, dataclasses.replace(window, micro_batches=lost, target_count=count), *callbacks)
+    return step_module.train_step(
+        s, dataclasses.replace(window, micro_batches=lost, target_count=count), *callbacks
+    )
 
 
 def late_rate(s, window, settle, *callbacks):
@@ -187,10 +224,19 @@ def late_rate(s, window, settle, *callbacks):
 
 FAULTS = {
     "none": (None, set()),
-    "a constant factor, in every run alike": (twice_the_loss, everywhere("loss", "gradient", "parameters")),
-    "masked targets counted": (masked_targets_count, everywhere("steps", "loss", "gradient", "parameters")),
+    "a constant factor, in every run alike": (
+        twice_the_loss,
+        everywhere("loss", "gradient", "parameters"),
+    ),
+    "masked targets counted": (
+        masked_targets_count,
+        everywhere("steps", "loss", "gradient", "parameters"),
+    ),
     "a row lost": (lost_last_row, everywhere("steps", "loss", "gradient", "parameters")),
-    "the rate of the next update": (late_rate, everywhere("steps", "loss", "gradient", "parameters")),
+    "the rate of the next update": (
+        late_rate,
+        everywhere("steps", "loss", "gradient", "parameters"),
+    ),
 }
 
 
@@ -199,12 +245,16 @@ SLOW = pytest.mark.slow
 QUICK = ("none", "a constant factor, in every run alike", "the rate of the next update")
 
 
-@pytest.mark.parametrize("fault", [f if f in QUICK else pytest.param(f, marks=SLOW) for f in FAULTS])
+@pytest.mark.parametrize(
+    "fault", [f if f in QUICK else pytest.param(f, marks=SLOW) for f in FAULTS]
+)
 def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
     planted, expected = FAULTS[fault]
     if planted is not None:
         monkeypatch.setattr(loop, "train_step", planted)
-    checks = geometry.verify(composed("precision=fp64", "train.device=cpu"), tmp_path, steps=None, shrink=False)
+    checks = geometry.verify(
+        composed("precision=fp64", "train.device=cpu"), tmp_path, steps=None, shrink=False
+    )
     assert failed(checks) == expected
     assert len(checks) == 8
 
@@ -221,39 +271,57 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, in_process, fault):
     ],
 )
 def test_it_passes_with_other_optimizers_and_clipping(tmp_path, in_process, optimizer, clip):
-    overrides = ["precision=fp64", f"optimizer={optimizer}", clip, "optimizer.lr=0.01", "train.device=cpu"]
+    overrides = [
+        "precision=fp64",
+        f"optimizer={optimizer}",
+        clip,
+        "optimizer.lr=0.01",
+        "train.device=cpu",
+    ]
     more = ["clip.max_value=0.01"] if clip == "clip=value" else []
     checks = geometry.verify(composed(*overrides, *more), tmp_path, steps=3, shrink=False)
     assert failed(checks) == set()
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=SLOW), pytest.param("fp32", marks=SLOW)])
+@pytest.mark.parametrize(
+    "precision", ["fp16", pytest.param("bf16", marks=SLOW), pytest.param("fp32", marks=SLOW)]
+)
 def test_a_wrong_divisor_is_seen_in_low_precision_too(tmp_path, monkeypatch, in_process, precision):
-    """The right arithmetic passes, and what counts masked targets fails in the loss and in the norm."""
+    """The right arithmetic passes, and what counts masked targets fails in the loss and in the
+    norm."""
     config = composed(f"precision={precision}", "train.device=cpu")
     assert failed(geometry.verify(config, tmp_path / "right", steps=None, shrink=False)) == set()
     monkeypatch.setattr(loop, "train_step", masked_targets_count)
     wrong = failed(geometry.verify(config, tmp_path / "wrong", steps=None, shrink=False))
-    assert {f"{precision}, {run}: {q}" for run in ("one batch", "accumulation") for q in ("loss", "gradient")} <= wrong
+    assert {
+        f"{precision}, {run}: {q}"
+        for run in ("one batch", "accumulation")
+        for q in ("loss", "gradient")
+    } <= wrong
 
 
 def test_the_reference_is_what_another_one_computes(tokens):
     """The tests' own GPT-2, cross-entropy, clipping, AdamW and cosine share no code with it."""
-    settings = ["data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false", "data.val_ratio=0",
-                "train.max_steps=5", "schedule.warmup_steps=2", "precision=fp64", "train.device=cpu",
+    settings = ["data=tokens", f"data.train_files=[{tokens}]", "data.shuffle=false",
+    "data.val_ratio=0",
+                "train.max_steps=5", "schedule.warmup_steps=2", "precision=fp64",
+                "train.device=cpu",
                 "clip.max_norm=1.5", "batch.real_batch_size=16"]  # fmt: skip
     parts = assemble(composed(*settings, data=[]), write=False)
     model = parts.build_model()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     want = reference.train(
-        weights, np.load(tokens), real_batch=16, length=12, total_sequences=65, lr=0.02, warmup=2, end_ratio=0.1,
+        weights, np.load(tokens), real_batch=16, length=12, total_sequences=65, lr=0.02, warmup=2,
+        end_ratio=0.1,
         max_norm=1.5, ignore_id=10, n_layers=2, n_heads=2,
     )  # fmt: skip
     found = follow(parts, model, read_windows(parts, 5, 16, 1), 10)
     assert found.counts == want.counts
     np.testing.assert_allclose(found.losses, want.losses, rtol=1e-13)
     np.testing.assert_allclose(found.norms, want.norms, rtol=1e-12)
-    np.testing.assert_allclose(found.norms_post_clip, np.minimum(want.norms, 1.5), rtol=1e-5)  # but for the 1e-6
+    np.testing.assert_allclose(
+        found.norms_post_clip, np.minimum(want.norms, 1.5), rtol=1e-5
+    )  # but for the 1e-6
     np.testing.assert_allclose(found.rates, want.rates, rtol=1e-14)
     for name, p in found.end.items():
         assert torch.allclose(p, want.weights[name], rtol=0, atol=1e-11), name
@@ -261,11 +329,13 @@ def test_the_reference_is_what_another_one_computes(tokens):
 
 @given(st.sampled_from(["bf16", "fp16"]), st.integers(0, 100), st.integers(16, 64))
 def test_drawn_rounding_is_as_large_as_real_rounding(kind, seed, width):
-    """A product of rounded matrices, rounded, against the exact one: the drawn error is the real one's size.
+    """A product of rounded matrices, rounded, against the exact one: the drawn error is the real
+    one's size.
 
-    Real: each operand and the result are off by a relative error that is uniform within u / m for a significand m in
-    [1, 2), so its rms is u / sqrt(3) times the rms of 1 / m, which is 0.71 to 0.72 for smooth data; the drawn one
-    leaves that factor out. Their ratio is 1.4, and each rms is over at least 256 entries, good to about 15 %.
+    Real: each operand and the result are off by a relative error that is uniform within u / m for a
+    significand m in [1, 2), so its rms is u / sqrt(3) times the rms of 1 / m, which is 0.71 to 0.72
+    for smooth data; the drawn one leaves that factor out. Their ratio is 1.4, and each rms is over
+    at least 256 entries, good to about 15 %.
     """
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
@@ -294,7 +364,9 @@ def test_the_real_batch_can_be_shared_by_two_and_leaves_a_tail(own):
     assert all(own * k < 4 or own * k % 2 for k in range(1, real // own))
 
 
-@given(st.lists(st.integers(0, 5), min_size=12, max_size=12), st.one_of(st.none(), st.integers(0, 7)))
+@given(
+    st.lists(st.integers(0, 5), min_size=12, max_size=12), st.one_of(st.none(), st.integers(0, 7))
+)
 def test_masked_targets_are_some_and_not_most(ids, own):
     rows = torch.tensor(ids).view(2, 6)
     chosen, checks = masked_id([rows], own)
@@ -306,7 +378,10 @@ def test_masked_targets_are_some_and_not_most(ids, own):
         assert all(2 * targets.count(i) > len(targets) for i in set(targets))
     else:
         assert 0 < 2 * targets.count(chosen) <= len(targets)
-        assert all(targets.count(i) <= targets.count(chosen) or 2 * targets.count(i) > len(targets) for i in range(6))
+        assert all(
+            targets.count(i) <= targets.count(chosen) or 2 * targets.count(i) > len(targets)
+            for i in range(6)
+        )
 
 
 def test_what_is_missing_or_not_finite_is_not_equal():
@@ -329,7 +404,8 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize(
     ("found", "limit", "passed"),
-    [(0.1, 0.2, True), (0.3, 0.2, False), (INF, 0.2, False), (NAN, 0.2, False), (0.1, 0.5, None), (0.1, INF, None),
+    [(0.1, 0.2, True), (0.3, 0.2, False), (INF, 0.2, False), (NAN, 0.2, False), (0.1, 0.5, None),
+    (0.1, INF, None),
      (INF, INF, None), (0.1, NAN, None)],
 )  # fmt: skip
 def test_a_limit_that_anything_keeps_proves_nothing(found, limit, passed):
@@ -348,7 +424,10 @@ def test_an_id_to_ignore_from_the_environment(tmp_path, monkeypatch, in_process)
     monkeypatch.setenv("IGNORED", "7")
     monkeypatch.setenv("DROPPED", "0.3")
     config = composed(
-        "precision=fp64", "train.device=cpu", "data.ignore_id=${oc.env:IGNORED}", "model.dropout=${oc.env:DROPPED}"
+        "precision=fp64",
+        "train.device=cpu",
+        "data.ignore_id=${oc.env:IGNORED}",
+        "model.dropout=${oc.env:DROPPED}",
     )
     checks = geometry.verify(config, tmp_path, steps=2, shrink=False)
     assert failed(checks) == set()

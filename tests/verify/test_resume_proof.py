@@ -1,4 +1,5 @@
-"""`llmexp verify resume`: it passes on runs that are really killed, and finds what a resume has lost."""
+"""`llmexp verify resume`: it passes on runs that are really killed, and finds what a resume has
+lost."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from llmexp.verify import record, resume, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 6
-RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100", "batch.micro_batch_size=4",
+RUN = [*TINY, "data=synthetic", "data.n_tokens=5000", "train.eval_tokens=100",
+"batch.micro_batch_size=4",
        "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "precision=fp16"]  # fmt: skip
 
-# A disk so slow that a save can be met, and what a resume may lose: hooks that are honest until their process starts in
-# the middle of the run.
+# A disk so slow that a save can be met, and what a resume may lose: hooks that are honest until
+# their process starts in the middle of the run.
 PLANT = """
 import os
 import random
@@ -67,7 +69,16 @@ def moments(event, context):
 
 def prove(cwd: Path, *arguments: str, **env: str) -> Result:
     (cwd / "plant.py").write_text(PLANT)
-    return llmexp("verify", "resume", *RUN, "hydra.run.dir=proof", f"--steps={STEPS}", *arguments, cwd=cwd, **env)
+    return llmexp(
+        "verify",
+        "resume",
+        *RUN,
+        "hydra.run.dir=proof",
+        f"--steps={STEPS}",
+        *arguments,
+        cwd=cwd,
+        **env,
+    )
 
 
 def checks(result: Result) -> dict[str, dict[str, Any]]:
@@ -89,10 +100,13 @@ def test_a_run_with_dropout_and_fp16_is_killed_and_ends_the_same(proof):
     found = checks(proof)
     assert all(check["passed"] for check in found.values()), found
     assert found["killed with SIGKILL"]["found"] >= 3
-    assert re.search("step [1-9]", found["resumed from its newest checkpoint, one after step 0"]["note"])
+    assert re.search(
+        "step [1-9]", found["resumed from its newest checkpoint, one after step 0"]["note"]
+    )
     assert "in the save of step" in found["killed with SIGKILL"]["note"]
     assert proof.json("verify.json")["passed"]
-    # It has not only compared two runs that nobody touched: its worker came back, and recorded each step once.
+    # It has not only compared two runs that nobody touched: its worker came back, and recorded each
+    # step once.
     log = (proof.folder / "broken" / "train.log").read_text()
     assert "resumed from step_" in log
     for run in ("unbroken", "broken"):
@@ -101,17 +115,28 @@ def test_a_run_with_dropout_and_fp16_is_killed_and_ends_the_same(proof):
 
 def test_each_quantity_is_compared_in_full(proof):
     found = checks(proof)
-    state = torch.load(proof.folder / "broken" / "checkpoints" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)
+    state = torch.load(
+        proof.folder / "broken" / "checkpoints" / f"step_{STEPS:08d}" / "state.pt",
+        weights_only=True,
+    )
     names = state["optimizers"][0]["groups"]
     parameters = sum(len(group["params"]) for group in names)
-    of = {what: int(check["found"].split()[2]) for what, check in found.items() if isinstance(check["found"], str)}
+    of = {
+        what: int(check["found"].split()[2])
+        for what, check in found.items()
+        if isinstance(check["found"], str)
+    }
     assert of["parameters at the end"] == parameters
     assert of["parameters after each step, each rank"] == parameters * (STEPS + 1)
     assert of["moments at the end"] == 3 * parameters  # exp_avg, exp_avg_sq, step
-    assert of["moments after each step, each rank"] == 3 * parameters * STEPS  # there are none before the first update
+    assert (
+        of["moments after each step, each rank"] == 3 * parameters * STEPS
+    )  # there are none before the first update
     assert of["RNG after each step, each rank"] == 3 * STEPS  # torch, Python, NumPy
     assert of["loss scaler: its state, and the scale in each row"] == 2 + STEPS
-    assert of["schedule: the learning rate in each row"] == of["metrics rows: each step once"] == STEPS
+    assert (
+        of["schedule: the learning rate in each row"] == of["metrics rows: each step once"] == STEPS
+    )
     assert of["position: the data and the tokens of each row"] == 3 * STEPS
 
 
@@ -132,11 +157,15 @@ def failed(found: list[Any]) -> dict[str, str]:
 @pytest.mark.parametrize("lost", ["rng", "moments"])
 def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
     path = cut_copy(proof, tmp_path)
-    first = int(next((path / "checkpoints").glob("step_*")).name[5:]) + 1  # the first step after the resume
+    first = (
+        int(next((path / "checkpoints").glob("step_*")).name[5:]) + 1
+    )  # the first step after the resume
     (tmp_path / "plant.py").write_text(PLANT)
     config = build(rundir.read_config(path))
     config = dataclasses.replace(config, hooks=[f"plant.{lost}", *config.hooks])
-    for name, value in environment(PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW="plant").items():
+    for name, value in environment(
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW="plant"
+    ).items():
         monkeypatch.setenv(name, value)
     runs.train(path, config, **record.environment(path))
     found = failed(resume.compare(proof.folder / "unbroken", path))
@@ -146,7 +175,9 @@ def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
     if lost == "rng":
         assert f"first: step {first}, rank 0, torch" in found["RNG after each step, each rank"]
     for what in found:  # and nothing else is blamed
-        assert not what.startswith(("schedule", "position", "loss scaler", "metrics rows: each step"))
+        assert not what.startswith(
+            ("schedule", "position", "loss scaler", "metrics rows: each step")
+        )
 
 
 def rewrite(path: Path, change) -> None:
@@ -177,12 +208,18 @@ def flip(run: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "blamed"),
     [
-        (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.insert(3, lines[2])), "step 3: 2 rows"),
+        (
+            lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.insert(3, lines[2])),
+            "step 3: 2 rows",
+        ),
         (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.pop(2)), "step 3: 0 rows"),
         (lambda run: rewrite(run / "metrics.jsonl", lambda lines: lines.reverse()), "their order"),
         (rescale, "step 4, lr"),
         (flip, "first: "),
-        (lambda run: rewrite(run / "verify" / "rank-0.jsonl", lambda lines: lines.pop()), f"step {STEPS}, rank 0, "),
+        (
+            lambda run: rewrite(run / "verify" / "rank-0.jsonl", lambda lines: lines.pop()),
+            f"step {STEPS}, rank 0, ",
+        ),
         (lambda run: shutil.rmtree(run / "checkpoints"), "there is none"),
     ],
     ids=["row-twice", "row-lost", "order", "lr", "bit", "record-lost", "no-checkpoint"],
@@ -196,14 +233,19 @@ def test_the_smallest_difference_between_two_folders_is_found(proof, tmp_path, t
     assert any(blamed in note for note in found.values()), found
 
 
-ROW = st.fixed_dictionaries({"train/loss": st.floats(), "lr": st.floats(), "skipped": st.booleans()})
+ROW = st.fixed_dictionaries(
+    {"train/loss": st.floats(), "lr": st.floats(), "skipped": st.booleans()}
+)
 
 
 @given(st.lists(ROW, min_size=1, max_size=5), st.data())
 def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
     a = [{"step": n, **row, "step_time": 1.0} for n, row in enumerate(rows, 1)]
     b = [{**row, "step_time": 2.0} for row in a]
-    assert resume.columns(a, b) == ([], 4 * len(rows))  # step and three figures a row; times are no difference
+    assert resume.columns(a, b) == (
+        [],
+        4 * len(rows),
+    )  # step and three figures a row; times are no difference
     at = data.draw(st.sampled_from(range(len(rows))))
     key = data.draw(st.sampled_from(sorted(rows[0])))
     lost = data.draw(st.booleans())
@@ -219,18 +261,28 @@ def test_a_digest_is_one_of_bits():
     def of_bits(bits: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(struct.pack("<I", bits)), dtype=torch.float32)
 
-    different = [torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor(0.0), torch.tensor([0]), torch.tensor([[0.0]]),
+    different = [torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor(0.0), torch.tensor([0]),
+    torch.tensor([[0.0]]),
                  of_bits(0x7FC00000), of_bits(0x7FC00001), torch.zeros(1, dtype=torch.bfloat16),
                  torch.zeros(2, dtype=torch.bfloat16), torch.empty(0)]  # fmt: skip
     assert len({record.digest(value) for value in different}) == len(different)
     base = torch.arange(12.0).reshape(3, 4)
-    assert record.digest(base.T) == record.digest(base.T.contiguous()) != record.digest(base)  # strides are no bits
+    assert (
+        record.digest(base.T) == record.digest(base.T.contiguous()) != record.digest(base)
+    )  # strides are no bits
 
 
 def test_a_kill_that_missed_its_save_is_no_hit():
-    missed, hit, step = resume.Kill("save", 4, None), resume.Kill("save", 4, 3), resume.Kill("step", 2, None)
+    missed, hit, step = (
+        resume.Kill("save", 4, None),
+        resume.Kill("save", 4, 3),
+        resume.Kill("step", 2, None),
+    )
     assert [k.hit for k in (missed, hit, step)] == [False, True, True]
-    assert [str(k) for k in (missed, hit)] == ["in step 4 just after a save", "in the save of step 3"]
+    assert [str(k) for k in (missed, hit)] == [
+        "in step 4 just after a save",
+        "in the save of step 3",
+    ]
     wanted = ("step", "step", "save")
     assert unseen([missed, step], wanted) == ["no kill of this kind: save"]
     assert unseen([hit, step], wanted) == []
@@ -253,9 +305,16 @@ def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
     assert anew.keys() == {what}
     assert "it began anew each time" in anew[what]
     assert failed(resume.hits([first, resumed], wanted, [1, 1, 4])) == {}
-    for starts in ([1, 1, 1], [1, 1, 3], [1, 1]):  # the checkpoint of step 3 was there, and was not taken
+    for starts in (
+        [1, 1, 1],
+        [1, 1, 3],
+        [1, 1],
+    ):  # the checkpoint of step 3 was there, and was not taken
         assert failed(resume.hits([first, resumed], wanted, starts)).keys() == {what}
-    lone = [resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3, starts=1) for alone in (True, False)]
+    lone = [
+        resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3, starts=1)
+        for alone in (True, False)
+    ]
     assert failed(resume.hits(lone[:1], wanted, [1, 4])) == {}
     assert failed(resume.hits([*lone, resumed], wanted, [1, 4, 4])).keys() == {
         "the other ranks end by themselves when one is killed"
@@ -264,7 +323,9 @@ def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
 
 def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
     """The worker is killed as planned, and the verification ends all the same."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], process_group=0, text=True
+    )
 
     def strike() -> None:
         with resume._nothing_left(process):
@@ -288,8 +349,12 @@ def test_the_recorder_opens_nothing_else_to_a_config(tmp_path, monkeypatch):
 
 def test_several_hosts_are_refused(proof):
     config = build(rundir.read_config(proof.folder / "unbroken"))
-    several = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, nnodes=2))
-    with pytest.raises(ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"):
+    several = dataclasses.replace(
+        config, parallelism=dataclasses.replace(config.parallelism, nnodes=2)
+    )
+    with pytest.raises(
+        ConfigError, match=r"^parallelism\.nnodes=2: .*; for example parallelism\.nnodes=1$"
+    ):
         resume.planned(several, 6, shrink=False)
 
 

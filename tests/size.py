@@ -1,0 +1,52 @@
+"""Print lines of Python and lexical tokens (no comments, no docstrings) of each room: `make size`."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ("config.py", "run.py", "assembly", "train", "mesh", "checkpoint", "data", "models",
+        "optim.py", "schedule.py", "clip.py", "precision.py")  # fmt: skip
+ENDS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+LAYOUT = (*ENDS, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+
+
+def tokens(text: str) -> int:
+    """Count tokens; a string that is a statement of its own is a docstring."""
+    found, fresh = 0, True
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            found += not (fresh and token.type == tokenize.STRING)
+            fresh = False
+        elif token.type in ENDS:
+            fresh = True
+    return found
+
+
+def rooms(package: Path) -> tuple[Counter[str], Counter[str]]:
+    """Count lines and tokens by the first part of the path below the package."""
+    lines, lexical = Counter[str](), Counter[str]()
+    for path in sorted(package.rglob("*.py")):
+        text, room = path.read_text(encoding="utf-8"), path.relative_to(package).parts[0]
+        lines[room] += text.count("\n")
+        lexical[room] += tokens(text)
+    return lines, lexical
+
+
+def main() -> None:
+    package = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "llmexp"
+    lines, lexical = rooms(package)
+    for room in sorted(lines, key=lines.__getitem__, reverse=True):
+        print(f"{room:<16}{lines[room]:>8,} lines{lexical[room]:>9,} tokens")
+    core = [room for room in lines if room in CORE]
+    for name, chosen in (("core", core), ("all", list(lines))):
+        total, in_tokens = sum(lines[r] for r in chosen), sum(lexical[r] for r in chosen)
+        print(f"{name:<16}{total:>8,} lines{in_tokens:>9,} tokens")
+
+
+if __name__ == "__main__":
+    main()
