@@ -1,4 +1,4 @@
-"""Print lines of Python and lexical tokens (no comments, no docstrings) of each room: `make size`."""
+"""Print lines and lexical tokens (no comments, no docstrings) of each room: `make size`."""
 
 from __future__ import annotations
 

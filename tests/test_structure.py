@@ -76,7 +76,7 @@ LONG = {
     "llmexp.data.sources._text_corpus": 62,
     "llmexp.data.sources.tokens": 73,
     "llmexp.mesh.agent.launch_ranks": 97,
-    "llmexp.models.loss._chunked_nll": 102,
+    "llmexp.models.loss._chunked_nll": 103,
     "llmexp.run.solve": 64,
     "llmexp.sweep.launchers.execute": 111,
     "llmexp.sweep.local.run_all": 62,
