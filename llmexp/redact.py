@@ -15,9 +15,8 @@ from typing import Any
 from llmexp.config import flatten
 from llmexp.values import NAMED, SECRET, VARIABLE
 
-SHORTEST = (
-    8  # characters; anything shorter is found in too many texts that have nothing to do with it
-)
+# characters; anything shorter is found in too many texts that have nothing to do with it
+SHORTEST = 8
 
 
 def secrets() -> dict[str, str]:

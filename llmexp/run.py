@@ -63,9 +63,8 @@ class Facts:
     precision: str
     precision_reason: str
     rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
-    single_rank_rate: float | None = (
-        None  # tokens/s of the same run on one rank, where it was measured
-    )
+    # tokens/s of the same run on one rank, where it was measured
+    single_rank_rate: float | None = None
     warnings: tuple[str, ...] = ()
 
 

@@ -33,9 +33,8 @@ def asked(args: Any) -> bool:
 
 def answer(args: Any) -> int:
     """Print what the flag asks for; return the exit code. Raise ConfigError."""
-    logging.raiseExceptions = (
-        False  # Hydra answers through logging, which would trace a closed pipe line by line
-    )
+    # Hydra answers through logging, which would trace a closed pipe line by line
+    logging.raiseExceptions = False
     with (
         app.hydra_app(args.config_dir) as hydra,
         errors.user_errors(hydra.config_loader, args.overrides),

@@ -60,9 +60,8 @@ class Judgement:
         None
     )
     difference: Difference | None = None  # over seeds
-    needed: int | None = (
-        None  # seeds per setting that would settle a difference of this size; None where not known
-    )
+    # seeds per setting that would settle a difference of this size; None where not known
+    needed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 
 POINTS = 600  # of a curve at most: about one per pixel
-POINTS_OF_ALL = (
-    40_000  # of one quantity over all entries, so that 200 runs stay a page that can be mailed
-)
+# of one quantity over all entries, so that 200 runs stay a page that can be mailed
+POINTS_OF_ALL = 40_000
 MANY = 40  # entries at most behind whose losses the rows are shown too; of more they are a fog
 LISTED = 50  # entries at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows

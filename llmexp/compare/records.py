@@ -28,9 +28,8 @@ class Record:
     ]  # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
-    negligible: float | None = (
-        None  # nats below which a difference does not matter, as its sweep has it
-    )
+    # nats below which a difference does not matter, as its sweep has it
+    negligible: float | None = None
     rung: float | None = None  # share of its steps after which successive halving left it out
     planned: int = 0  # seeds of its setting that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
@@ -64,9 +63,8 @@ class Entry:
     state: str  # of the worst of the runs
     note: str = ""  # such as: another tokenizer
     run_figures: tuple[dict[str, float], ...] = ()  # of each of the runs
-    label: str = (
-        ""  # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
-    )
+    # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
+    label: str = ""
     standing: Standing = Standing("")
     computation: object = None  # equal for entries that compute the same but for rounding
 

@@ -26,9 +26,8 @@ TITLES = (
                                                                          "(exact)", "share of peak",
     "verdict", "state",
 )  # fmt: skip
-SATURATED = (
-    1.1  # rate over that at half the micro-batch, below which a larger micro-batch brings nothing
-)
+# rate over that at half the micro-batch, below which a larger micro-batch brings nothing
+SATURATED = 1.1
 LAUNCH = 1.6  # the same, above which the device was waiting for the host
 BUSY = 0.35  # share of the peak from which arithmetic is what limits
 

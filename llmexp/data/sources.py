@@ -31,9 +31,8 @@ from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
 BOM = b"\xef\xbb\xbf"
-LLM_C_HEADER_BYTES = (
-    1024  # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
-)
+# 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
+LLM_C_HEADER_BYTES = 1024
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 
 

@@ -25,9 +25,8 @@ class Shard:
     array: np.ndarray
     mapped: Any = None  # the open map of its file
     size: int = 0  # of its file, in bytes
-    state: tuple[int, int, int] | None = (
-        None  # inode, bytes, time of change (ns) of the file; None: it has no path
-    )
+    # inode, bytes, time of change (ns) of the file; None: it has no path
+    state: tuple[int, int, int] | None = None
 
     def check_size(self) -> None:
         """Raise DataChanged where the file became shorter: reading past its end kills the process

@@ -20,9 +20,8 @@ class Meter:
             float(tokens_seen), dtype=torch.float64, device=device
         )  # exact to 2**53
         self._clipped = torch.tensor(float(clipped), device=device)
-        self._steps = (
-            steps  # since the last row, as are the clipped ones; a resume may lie in between
-        )
+        # since the last row, as are the clipped ones; a resume may lie in between
+        self._steps = steps
         self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0

@@ -10,9 +10,8 @@ import math
 from typing import Any
 
 PER_OCTAVE = 64  # bins: 1.1 % wide; every power of two is an edge
-EPSILON = (
-    1e-6  # of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
-)
+# of the clip factor min(1, limit / (norm + 1e-6)); so the lowest bin is that of 2**-20
+EPSILON = 1e-6
 LOWEST, HIGHEST = -20 * PER_OCTAVE, 20 * PER_OCTAVE - 1
 QUANTILES = (50, 90, 99)  # per cent
 

@@ -30,9 +30,8 @@ from llmexp.config import ConfigError
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
-STDERR = (
-    "stderr.log"  # in the run folder: what its processes said; the console's rows are in train.log
-)
+# in the run folder: what its processes said; the console's rows are in train.log
+STDERR = "stderr.log"
 
 
 @dataclass(frozen=True)

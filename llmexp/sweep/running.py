@@ -38,9 +38,8 @@ def rungs(settings: Sweep) -> list[float | None]:
 def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
     """Run the points to the end, or from rung to rung with the best of them."""
     for _, entry in pairs:
-        entry.rung = (
-            None  # who goes on follows from the losses at the rungs, whatever was interrupted
-        )
+        # who goes on follows from the losses at the rungs, whatever was interrupted
+        entry.rung = None
     racing = pairs
     for share in rungs(current.settings):
         stops = {}

@@ -28,9 +28,8 @@ from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, handling, leave, star
 from llmexp.config import Config, ConfigError, conf_dir, refuse
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
-SETTLE_S = (
-    10.0  # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
-)
+# what a job that has ended wrote may arrive late on a shared disk, as may its requeue
+SETTLE_S = 10.0
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
 # Slurm's names for states that a job does not leave by itself.
 OVER = (

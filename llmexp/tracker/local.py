@@ -44,9 +44,8 @@ class Position:
     run_id: str
     tokens_seen: int = -1
     step: int = -1
-    uploaded: dict[str, Any] | None = (
-        None  # project, step, exit_code and url, once the server has confirmed them
-    )
+    # project, step, exit_code and url, once the server has confirmed them
+    uploaded: dict[str, Any] | None = None
     entity: str | None = None  # whose run it is, as wandb said
     sweep: str | None = None  # wandb's, where its agent started the run
     project: str | None = None  # of that sweep

@@ -81,9 +81,8 @@ class Loop:
     ]  # for manifests: what of the config changes results, with dotted keys; sha256 of the data's
     peak_flops: float | None
     pending: Verdict | None = None  # verdict on the last step, not yet looked at
-    own_nll: Tensor | None = (
-        None  # of the last step, to say which rank has a loss that is not finite
-    )
+    # of the last step, to say which rank has a loss that is not finite
+    own_nll: Tensor | None = None
     writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     saved: list[int] = dataclasses.field(

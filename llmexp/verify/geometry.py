@@ -35,9 +35,8 @@ from llmexp.verify.reference import (
 from llmexp.verify.runs import rows, shrunk, train, trial
 
 STEPS = 4
-MOST_MICRO_BATCHES = (
-    64  # of the run that accumulates most: with one sequence each a large batch would take for ever
-)
+# of the run that accumulates most: with one sequence each a large batch would take for ever
+MOST_MICRO_BATCHES = 64
 # Roundings that are drawn for a tolerance. Of 2 x STEPS deviations the largest is rarely below one
 # standard deviation; a run's own, at most as large in the mean, stays within four of them but once
 # in 16,000 times.
