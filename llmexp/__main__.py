@@ -41,9 +41,8 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     except RuntimeError as error:
-        if not isinstance(
-            error.__cause__, KeyboardInterrupt
-        ):  # Python 3.11 wraps one that comes in a class body
+        # Python 3.11 wraps one that comes in a class body
+        if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         code = 130
     if code in (

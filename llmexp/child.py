@@ -182,9 +182,8 @@ def leave(code: int) -> None:
     """Flush and end the process without the interpreter's finalisation, where gloo and wandb
     threads abort."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError, AttributeError
-        ):  # closed, or None where it never was open
+        # closed, or None where it never was open
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)
 

@@ -552,9 +552,8 @@ def _scalar(kind: type, value: Any, key: str, example: Any) -> Any:
         )
         raise refuse(key, value, f"a text is needed, not {type(value).__name__}{yaml}", example)
     if kind is int:
-        whole = (
-            isinstance(value, float) and math.isfinite(value) and value == int(value)
-        )  # 1e6 is meant as an int
+        # 1e6 is meant as an int
+        whole = isinstance(value, float) and math.isfinite(value) and value == int(value)
         if isinstance(value, bool) or not (isinstance(value, int) or whole):
             raise refuse(key, value, "a whole number is needed", example)
         return int(value)

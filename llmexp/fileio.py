@@ -13,9 +13,8 @@ from llmexp.config import ConfigError
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write under a temporary name, flushes to disk, renames."""
-    temporary = path.with_name(
-        f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
-    )  # pids repeat on other hosts
+    # pids repeat on other hosts
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as
     # it is.
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content

@@ -106,9 +106,8 @@ class Scaler:
     ) -> None:
         self.enabled = kind == "fp16"
         self.value = torch.tensor(init_scale if self.enabled else 1.0, device=device)
-        self._steps = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # since the last overflow or growth
+        # since the last overflow or growth
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)
         self._growth_interval = growth_interval
 
     def unscale(self, gradients: list[Tensor]) -> None:

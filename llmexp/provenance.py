@@ -76,9 +76,8 @@ class Search:
 
     def _work(self) -> None:
         try:
-            self._found = gather(
-                self.deadline - 0.2
-            )  # git is ended then, and what is known so far is told
+            # git is ended then, and what is known so far is told
+            self._found = gather(self.deadline - 0.2)
         except Exception as error:  # such as of a folder that was removed under the command
             self._found = Found({"left_out": f"{type(error).__name__}: {error}"}, {})
 

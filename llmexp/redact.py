@@ -91,9 +91,8 @@ def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, st
 
 def clean(text: object) -> str:
     """Return one line without control characters: a log or a label must not drive the terminal."""
-    shown = re.sub(
-        r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode()
-    )  # colours go whole
+    # colours go whole
+    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown
     ).strip()

@@ -248,13 +248,11 @@ def mend_status(path: Path) -> None:
         written = _last_written(path)
         with locked(path), locked(path, ".lock-ranks"):
             status = read_status(path)
-            lost = (
-                not status and time.time() - written > SIGN_S
-            )  # it may be alive on any host until then
+            # it may be alive on any host until then
+            lost = not status and time.time() - written > SIGN_S
             if status.get("state") == "running" or lost:
-                write_status(
-                    path, "failed", error=CUT, updated=status.get("updated", written)
-                )  # when last alive
+                # when last alive
+                write_status(path, "failed", error=CUT, updated=status.get("updated", written))
 
 
 def bus_error(path: Path, code: int) -> str:
@@ -355,9 +353,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(
-        lines[:-1], 1
-    ):  # what follows the last newline was never finished
+    # what follows the last newline was never finished
+    for number, line in enumerate(lines[:-1], 1):
         try:
             row = json.loads(line)
             if isinstance(row["step"], bool) or not isinstance(row["step"], int):

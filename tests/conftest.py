@@ -31,9 +31,8 @@ from tests import forks
 if forks.PRETEND_BF16:
     forks.pretend_bf16()
 
-settings.register_profile(
-    "all", deadline=None
-)  # of 200 ms an example, which a busy machine exceeds
+# of 200 ms an example, which a busy machine exceeds
+settings.register_profile("all", deadline=None)
 settings.load_profile("all")
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -381,9 +381,8 @@ def test_groups_find_their_values_by_name_and_dtypes_stay(tmp_path):
     new = torch.optim.AdamW(
         [{"params": [other.bias], "lr": 1.0}, {"params": [other.weight], "lr": 1.0}], foreach=False
     )
-    new.state[other.bias]["exp_avg"] = torch.ones(
-        2
-    )  # gone after the restore: the checkpoint has none
+    # gone after the restore: the checkpoint has none
+    new.state[other.bias]["exp_avg"] = torch.ones(2)
     loading.restore_optimizers(loaded, other, [new])
     assert [g["lr"] for g in new.param_groups] == [0.25, 0.5]
     assert new.param_groups[1]["betas"] == (0.1, 0.2)

@@ -536,9 +536,8 @@ def test_a_signal_before_training(tmp_path, number, moment):
         wait_for((tmp_path / "preparing").exists, process)
     else:
         wait_for(lambda: len(session(process.pid)) > 1, process)
-        time.sleep(
-            0.02 if moment == "starting" else 0.7
-        )  # the worker is not yet / is importing torch
+        # the worker is not yet / is importing torch
+        time.sleep(0.02 if moment == "starting" else 0.7)
     began = time.monotonic()
     process.send_signal(number)
     if number == signal.SIGINT and moment == "preparing":

@@ -92,9 +92,8 @@ def test_final_is_of_the_last_step_and_no_other():
     found = summarise(made(rows, step=5, best_val_loss=2.5, skipped_steps=1))
     assert (found["final train/loss"], found["latest val/loss"]) == (2.9, 2.5)
     assert not {"latest train/loss", "final val/loss"} & found.keys()
-    found = summarise(
-        made(rows, step=7, best_val_loss=2.5, skipped_steps=3)
-    )  # a stop between two rows
+    # a stop between two rows
+    found = summarise(made(rows, step=7, best_val_loss=2.5, skipped_steps=3))
     assert (found["latest train/loss"], found["latest val/loss"], found["skipped_steps"]) == (
         2.9,
         2.5,

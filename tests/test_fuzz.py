@@ -136,9 +136,8 @@ KEYS = [
         ),
     ),
 )
-@settings(
-    FEWER, max_examples=25, phases=[Phase.generate]
-)  # each takes a while, and shrinking many of them
+# each takes a while, and shrinking many of them
+@settings(FEWER, max_examples=25, phases=[Phase.generate])
 def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
     config = None
     with contextlib.suppress(ConfigError):

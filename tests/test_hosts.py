@@ -272,9 +272,8 @@ def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
         "llxt1 (rank 0), llxt2"
     )
     for err in [*said, run.json("status.json")["error"]]:
-        assert cut in err.replace(
-            "llxt1 (rank 1)", "llxt1 (rank 0)"
-        )  # which host has which rank is chance
+        # which host has which rank is chance
+        assert cut in err.replace("llxt1 (rank 1)", "llxt1 (rank 0)")
         assert "Traceback" not in err
 
 
@@ -305,9 +304,8 @@ def test_a_start_too_many_leaves_the_run_alone(here, run, work):
             assert "by its records this run is running, and it was left untouched" in err
             status = run.json("status.json")
             assert (status["state"], status["error"]) == ("running", None)
-            until_row(
-                run, len(run.rows()) + 4, first, second
-            )  # longer than anybody would wait to end them
+            # longer than anybody would wait to end them
+            until_row(run, len(run.rows()) + 4, first, second)
 
 
 def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):

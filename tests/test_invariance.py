@@ -183,9 +183,8 @@ def test_the_loss_scale_is_in_no_figure(tmp_path, tokens):
 
 def test_a_window_without_valid_targets_is_passed(tmp_path):
     """No update, no nan, counted; the schedule waits, the data position does not."""
-    stream = np.array(
-        [1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4], dtype=np.uint16
-    )  # rows 6..9 are masked
+    # rows 6..9 are masked
+    stream = np.array([1, 2, 3] * 24 + [1] + [10] * 48 + [1, 2, 3] * 24 + [4], dtype=np.uint16)
     path = tmp_path / "t.npy"
     np.save(path, stream)
     result = cut_run(

@@ -512,9 +512,8 @@ def test_a_tokenizer_of_ones_own_trains_samples_and_resumes(own):
     assert "tokenizer Pairs" in done.out
     whole = exact(done)
     last = whole[-1]
-    assert last["val/bits_per_byte"] == pytest.approx(
-        last["val/loss"] / np.log(2) / 2, rel=0.02
-    )  # two bytes an id
+    # two bytes an id
+    assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / np.log(2) / 2, rel=0.02)
     assert done.json("run.json")["tokenizer_vocab_size"] == 65793
     said = llmexp(
         "sample", "pairs", "--prompt", "the same", "--tokens", "3", "--allow=mymodel", cwd=own

@@ -166,9 +166,8 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
     ]
     result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
     assert result.code == 3
-    first = result.err.index(
-        "Bad: broken on purpose by group 1"
-    )  # the one before it was made good by a restart
+    # the one before it was made good by a restart
+    first = result.err.index("Bad: broken on purpose by group 1")
     assert "Traceback" in result.err[:first]
     assert "Connection" not in result.err[:first]
     error = result.json("status.json")["error"]

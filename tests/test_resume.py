@@ -86,9 +86,8 @@ def cut_after(result: Result, folder: Path, step: int) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(
-    "step", [5, 10, 15]
-)  # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
+# in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
+@pytest.mark.parametrize("step", [5, 10, 15])
 def test_resumed_from_a_checkpoint_is_bit_equal(whole, tmp_path, step):
     result, _ = whole
     copy = cut_after(result, tmp_path, step)
@@ -197,9 +196,8 @@ def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
     )  # the best loss is of one set of tokens
     assert "model.d_ff (24 there, 32 here)" in refused.err
     assert "optimizer.lr (0.01 there, 0.5 here)" in refused.err
-    moved = llmexp(
-        "resume", str(copy), "batch.micro_batch_size=8", cwd=tmp_path
-    )  # the accumulation follows
+    # the accumulation follows
+    moved = llmexp("resume", str(copy), "batch.micro_batch_size=8", cwd=tmp_path)
     assert moved.code == 0, moved.err
     assert Result(0, "", "", copy).json("run.json")["gradient_accumulation_steps"] == 1
 
@@ -216,9 +214,8 @@ def test_a_config_that_was_edited_in_its_folder_is_refused(whole, tmp_path):
     assert refused.code == 2
     assert "step_00000010: is another run" in refused.err
     assert "optimizer.lr (0.01 there, 0.02 here), train.seed (1234 there, 99 here)" in refused.err
-    assert exact(Result(0, "", "", copy)) == exact(
-        result
-    )  # the rows of the steps to come are still there
+    # the rows of the steps to come are still there
+    assert exact(Result(0, "", "", copy)) == exact(result)
 
 
 def test_a_damaged_checkpoint_falls_back_and_all_damaged_refuses(whole, tmp_path):

@@ -188,9 +188,8 @@ SWEEPS = {"accumulation_iso_batch": 4, "accumulation_scaling": 4, "clip_sweep": 
 def test_ready_made_sweeps_are_planned(name, work, capsys, monkeypatch):
     monkeypatch.chdir(work)
     assert run(["plan", f"experiment={name}"]) == 0
-    table, _, alike = capsys.readouterr().out.partition(
-        f"\n{SWEEPS[name]} runs; "
-    )  # what all have alike is told below
+    # what all have alike is told below
+    table, _, alike = capsys.readouterr().out.partition(f"\n{SWEEPS[name]} runs; ")
     header, *rows = [line.split() for line in table.splitlines()]
     assert len(rows) == SWEEPS[name]
     assert alike

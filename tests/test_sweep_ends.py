@@ -68,9 +68,8 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
     with rundir.locked(tmp_path):
         assert not settle(tmp_path, 2, "", stopped=False)
     assert rundir.read_status(tmp_path) == before
-    assert settle(
-        tmp_path, 2, "", stopped=False
-    )  # nobody trains there: it was refused for a reason of its own
+    # nobody trains there: it was refused for a reason of its own
+    assert settle(tmp_path, 2, "", stopped=False)
 
 
 @pytest.mark.parametrize(("ends", "state"), [("finished", "finished"), ("preempted", "queued")])

@@ -98,9 +98,8 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     }
     runs = [
         make_run(sweep / "0-seed=0", 30, summary=summary),
-        make_run(
-            sweep / "1-seed=1", 12, "failed", 3, summary={"steps": 5, "best val/loss": 9.0}
-        ),  # of an earlier part
+        # of an earlier part
+        make_run(sweep / "1-seed=1", 12, "failed", 3, summary={"steps": 5, "best val/loss": 9.0}),
         make_run(sweep / "2-seed=2", 25, "running", None),
         make_run(sweep / "3-seed=3", 10, "preempted", 75, summary={"latest train/loss": 3.1}),
         make_run(sweep / "4-seed=4", 10, "running", None),

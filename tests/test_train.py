@@ -287,9 +287,8 @@ def test_evaluation_masks_what_training_masks(tmp_path):
     masked = train(tmp_path, "masked", *settings, "data.ignore_id=63", "optimizer.lr=1e-9")
     row = masked.rows()[-1]
     assert row["target_tokens"] == 8 * 6
-    assert row["val/loss"] == pytest.approx(
-        row["train/loss"], rel=0.02
-    )  # the only target is 5, after 63
+    # the only target is 5, after 63
+    assert row["val/loss"] == pytest.approx(row["train/loss"], rel=0.02)
     assert "val/bits_per_byte" not in row  # what made these ids is not known
     whole = train(tmp_path, "whole", *settings, "optimizer.lr=1e-9").rows()[-1]
     assert abs(whole["val/loss"] - row["val/loss"]) > 1e-5

@@ -331,9 +331,8 @@ def larger_micro_batch(parts: Parts) -> str | None:
     )
     if not saved:
         return None
-    held = (
-        4 * precision.parameter_dtype(parts.precision).itemsize
-    )  # weight, gradient and two moments
+    # weight, gradient and two moments
+    held = 4 * precision.parameter_dtype(parts.precision).itemsize
     ranks = 1 if parts.device.type == "cuda" else run.facts.layout.nproc_per_node
     cuts = [
         n

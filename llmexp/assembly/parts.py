@@ -67,9 +67,8 @@ def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
         ) from error
     model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
-        model_config["vocab_size"] = (
-            -(-tokenizer.n_vocab // 64) * 64
-        )  # a multiple of 64 suits the kernels
+        # a multiple of 64 suits the kernels
+        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64
     return tokenizer, model_config
 
 
@@ -147,8 +146,7 @@ def label_of(model: dict[str, Any]) -> str:
         if v
     ]
     width, inner = model.get("d_model"), model.get("d_ff")
-    if (
-        isinstance(width, int) and isinstance(inner, int) and width
-    ):  # a new width alone leaves the MLP as it was
+    # a new width alone leaves the MLP as it was
+    if isinstance(width, int) and isinstance(inner, int) and width:
         sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")
     return ", ".join([name, *sizes])

@@ -234,9 +234,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if file.stat().st_size > MAX_MANIFEST:
             raise ValueError(f"larger than {MAX_MANIFEST} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        if not _is_count(
-            version := manifest["format_version"]
-        ):  # before the keys, which may be others
+        # before the keys, which may be others
+        if not _is_count(version := manifest["format_version"]):
             raise ValueError("no version")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
@@ -305,9 +304,8 @@ def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
         metadata = header.pop("__metadata__")
         if metadata["step"] != str(step):
             raise ValueError(f"{file.name} is of step {metadata['step']}")
-        with safe_open(
-            file, framework="pt"
-        ):  # checks that the tensors lie inside the file, side by side
+        # checks that the tensors lie inside the file, side by side
+        with safe_open(file, framework="pt"):
             for name, at in json.loads(metadata["pieces"]).items():
                 if at["dtype"] not in DTYPES:
                     raise ValueError(
@@ -325,9 +323,8 @@ def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
             and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True))
             for p in pieces
         )
-        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(
-            full
-        )  # so none is larger than its files
+        # so none is larger than its files
+        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(full)
         if not whole or len({p.dtype for p in pieces}) > 1 or _overlapping(pieces):
             raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
     return found
@@ -393,9 +390,8 @@ def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, An
     """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on
     every rank."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return torch.empty(
-            piece.shape, dtype=piece.dtype
-        )  # torch's other kernels want the count on the host
+        # torch's other kernels want the count on the host
+        return torch.empty(piece.shape, dtype=piece.dtype)
     if piece.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=piece.dtype)
     return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)

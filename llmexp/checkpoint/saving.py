@@ -246,9 +246,8 @@ def commit(
                     f"{temporary / name} does not have the size that its rank has written"
                 )
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
-        torch.load(
-            temporary / STATE, weights_only=True
-        )  # what cannot be read again must not look saved
+        # what cannot be read again must not look saved
+        torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         _sync(temporary / STATE)
         digests = {kind: f"{total:016x}" for kind, total in digest.items()}
@@ -340,9 +339,8 @@ def _undone_on_failure(what: str, undo: Callable[[], None]) -> Iterator[None]:
     except BaseException as error:
         undo()
         if isinstance(error, Exception) and not isinstance(error, OSError):
-            raise OSError(
-                f"saving {what} failed: {error}"
-            ) from error  # torch and safetensors hide the errno
+            # torch and safetensors hide the errno
+            raise OSError(f"saving {what} failed: {error}") from error
         raise
 
 

@@ -34,9 +34,8 @@ def run(arguments: list[str]) -> int:
                     f"--{name} {target}: the file's name must end in {suffix}; for example "
                     f"table{suffix}"
                 )
-            paths.append(
-                target
-            )  # `--csv PATH`: what follows is no file to write, and must not be overwritten
+            # `--csv PATH`: what follows is no file to write, and must not be overwritten
+            paths.append(target)
             target = "-"
         if target != "-":
             _check_target(name, Path(target))

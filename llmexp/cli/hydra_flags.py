@@ -44,9 +44,8 @@ def answer(args: Any) -> int:
             check_completion(args.overrides)
             hydra.shell_completion(origin.CONFIG_NAME, args.overrides)
             return 0
-        cfg, multirun = app.compose(
-            hydra, args.overrides, args.multirun
-        )  # refuses what would run code
+        # refuses what would run code
+        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
         own = [str(k) for k in cfg if k != "hydra"]
         refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, own)))
         if args.cfg and multirun:

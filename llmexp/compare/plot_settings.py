@@ -34,9 +34,8 @@ class Scale:
     labels: tuple[str, ...]
 
     def index(self, value: Any) -> int:
-        return [repr(level) for level in self.levels].index(
-            repr(value)
-        )  # 1 and True are two values
+        # 1 and True are two values
+        return [repr(level) for level in self.levels].index(repr(value))
 
     def share(self, value: Any) -> float:
         """Return where the value lies between the first and the last one, from 0 to 1."""

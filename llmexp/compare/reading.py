@@ -46,9 +46,8 @@ class Sweep:
     swept: tuple[str, ...] = ()
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder
     negligible: float | None = None  # nats below which a difference does not matter
-    planned: dict[frozenset[str], int] = field(
-        default_factory=dict
-    )  # points still to train by setting, less the seed
+    # points still to train by setting, less the seed
+    planned: dict[frozenset[str], int] = field(default_factory=dict)
 
 
 def clean_name(path: Path) -> str:
@@ -288,9 +287,8 @@ def _cleaned(value: Any) -> Any:
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     """config.yaml with dotted keys; empty, and said, where there is none."""
     try:
-        tree = yaml.load(
-            path.read_bytes().decode(), Loader=_LOADER
-        )  # a safe loader: plain values only
+        # a safe loader: plain values only
+        tree = yaml.load(path.read_bytes().decode(), Loader=_LOADER)
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}

@@ -60,9 +60,8 @@ class Columns(dict[str, np.ndarray]):
                 columns, self.problems = _parse(self._path, self._path.read_bytes())
             except OSError:  # removed in the meantime
                 columns = {}
-            rows = len(
-                super().__getitem__("step")
-            )  # a running run may have written more since then
+            # a running run may have written more since then
+            rows = len(super().__getitem__("step"))
             for key, column in columns.items():
                 if len(column) >= rows:
                     self.setdefault(key, column[:rows])

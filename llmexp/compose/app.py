@@ -63,21 +63,16 @@ def compose(
     """
     with user_errors(hydra.config_loader, overrides):
         wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
-        if (
-            wanted is None
-        ):  # it does not compose: as a sweep it says why, where a run would blame the swept values
+        # it does not compose: as a sweep it says why, where a run would blame the swept values
+        if wanted is None:
             with suppress(AttributeError, KeyError, TypeError, RecursionError):  # told below
                 hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
         multirun = wanted == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         try:
             cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ) as error:  # such as for clip=[{}]
+        # such as for clip=[{}]
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{' '.join(overrides)}: Hydra cannot make a config of this ({error!r})"
             ) from None

@@ -101,9 +101,8 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         parser.add_argument(
             "--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches"
         )
-    args = parser.parse_intermixed_args(
-        take_allowed(arguments)
-    )  # flags may stand between overrides
+    # flags may stand between overrides
+    args = parser.parse_intermixed_args(take_allowed(arguments))
     for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
             raise ConfigError(

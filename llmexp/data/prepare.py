@@ -272,9 +272,8 @@ def _build(
 ) -> None:
     """Write a shard per split beside `folder`, the manifest last, and rename. The caller holds the
     lock."""
-    temporary = folder.with_suffix(
-        ".tmp"
-    )  # one name: what a killed process left is cleared by the next one
+    # one name: what a killed process left is cleared by the next one
+    temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")

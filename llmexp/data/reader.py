@@ -240,9 +240,8 @@ def _produce(
 ) -> None:
     try:
         if cuda_device is not None:
-            torch.cuda.set_device(
-                cuda_device
-            )  # the device is per thread: pinning would start a context on device 0
+            # the device is per thread: pinning would start a context on device 0
+            torch.cuda.set_device(cuda_device)
         while room.get():
             if (window := next(windows, None)) is None:
                 break

@@ -268,9 +268,8 @@ def tokens(
     allow_open_files(len(train_paths) + len(val_paths))  # a map keeps its file open
     arrays = {p: _open_tokens("data.train_files", p, dtype) for p in train_paths}
     arrays |= {p: _open_tokens("data.val_files", p, dtype) for p in val_paths if p not in arrays}
-    train = TokenStream(
-        [arrays[p] for p in train_paths]
-    )  # before the scan: from here on a change is noticed
+    # before the scan: from here on a change is noticed
+    train = TokenStream([arrays[p] for p in train_paths])
     val: TokenStream | None = TokenStream([arrays[p] for p in val_paths])
     # Of the content, at each start: what is remembered by size and time misses a change that leaves
     # both.

@@ -106,9 +106,8 @@ class TokenStream:
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._set(
-            [np.asarray(a) for a in arrays], [_opened(a) for a in arrays]
-        )  # asarray: a memmap slices slowly
+        # asarray: a memmap slices slowly
+        self._set([np.asarray(a) for a in arrays], [_opened(a) for a in arrays])
 
     def _set(self, arrays: Sequence[np.ndarray], shards: Sequence[Shard]) -> None:
         kept = [(a, s) for a, s in zip(arrays, shards, strict=True) if len(a)]
@@ -218,12 +217,10 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
-    samples: dict[str, str] = field(
-        default_factory=dict
-    )  # path -> `sample_digest` of a file, where it is known
-    sha256: dict[str, str] = field(
-        default_factory=dict
-    )  # path -> that of all ids of a file, where it is known
+    # path -> `sample_digest` of a file, where it is known
+    samples: dict[str, str] = field(default_factory=dict)
+    # path -> that of all ids of a file, where it is known
+    sha256: dict[str, str] = field(default_factory=dict)
     # path -> the state (inode, bytes, time) with which a file that has a new time was last found to
     # hold the old ids
     _same: dict[str, tuple[int, int, int]] = field(
@@ -251,9 +248,8 @@ class Corpus:
     def _holds_the_same(self, shard: Shard) -> bool:
         with contextlib.suppress(OSError, ValueError):
             shard.check_size()
-            now = _state(
-                shard.name
-            )  # before it is read: what is written meanwhile gives it another one
+            # before it is read: what is written meanwhile gives it another one
+            now = _state(shard.name)
             if shard.state is None or now[1] != shard.state[1]:
                 return False
             if self._same.get(shard.name) != now:

@@ -111,9 +111,8 @@ def launch_ranks(
     then. Raises HostsMissing, and SystemExit where a signal stops what has not begun to train.
     """
     endpoint, run_id = rendezvous(nnodes, run_dir.absolute().name)
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # what it says is said here, in words
+    # what it says is said here, in words
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     here = run_dir / "logs" / "hosts" / f"{name}.{os.getpid()}"
     here.parent.mkdir(parents=True, exist_ok=True)
@@ -167,18 +166,16 @@ def launch_ranks(
                     code for n in signals for code in (-n, 128 + n)
                 }:
                     raise SystemExit(128 + signals[0]) from None
-                rank = min(
-                    codes, key=lambda r: (codes[r] >= 0, r)
-                )  # a signal comes from outside: the others followed
+                # a signal comes from outside: the others followed
+                rank = min(codes, key=lambda r: (codes[r] >= 0, r))
                 return Death(rank, codes[rank])
             except (RendezvousError, DistError, TimeoutError) as error:
                 state, lost = outcome()[0], len(watch.seen_at) > known
                 given_up = state == "given up" or (
                     (state == "failed" or lost) and not launch.max_restarts
                 )
-                if (
-                    state in ENDED or given_up or isinstance(error, RendezvousClosedError)
-                ):  # closed by another host
+                # closed by another host
+                if state in ENDED or given_up or isinstance(error, RendezvousClosedError):
                     return None
                 if isinstance(error, (RendezvousTimeoutError, TimeoutError)):
                     raise HostsMissing(who_came(here, nnodes, endpoint, start_timeout_s)) from None
@@ -350,9 +347,8 @@ class Watch:
         if there:
             self.alive_at = now
         idle_s = now - self.alive_at
-        if (
-            state in ENDED
-        ):  # torch's agent waits for the other hosts, for 300 s even for one that is no more
+        # torch's agent waits for the other hosts, for 300 s even for one that is no more
+        if state in ENDED:
             overdue = idle_s > GRACE_S and len(hosts_there(self.here)) < self.nnodes
         elif self.signals and not there and (self.restarts or not state):
             raise SystemExit(128 + self.signals[0])

@@ -143,9 +143,8 @@ def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
     ranks."""
     if not mesh.distributed:
         return list(flags)
-    values = torch.tensor(
-        [int(flag) for flag in flags]
-    )  # on the CPU: its group is gloo, no device has to wait
+    # on the CPU: its group is gloo, no device has to wait
+    values = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [bool(v) for v in values]
 

@@ -139,9 +139,8 @@ class Console:
         bar.update(bar.task_ids[0], completed=step, text="  ".join(parts.values()))
         if self._bar is None:
             bar.start()
-            bar.console.show_cursor(
-                True
-            )  # a killed run must not leave a terminal without its cursor
+            # a killed run must not leave a terminal without its cursor
+            bar.console.show_cursor(True)
             self._bar = bar
         else:
             bar.refresh()
@@ -175,10 +174,8 @@ class Console:
         """Run `write`; when the terminal is gone, do without it from now on."""
         try:
             write()
-        except (
-            OSError,
-            ValueError,
-        ):  # closed pipe, hung-up terminal, full disk; ValueError: closed stream
+        # closed pipe, hung-up terminal, full disk; ValueError: closed stream
+        except (OSError, ValueError):
             dead, self._stream, self._bar, self._live = self._stream, None, None, False
             _silence(dead)
 
@@ -270,9 +267,8 @@ def _significant(value: float, digits: int) -> str:
         return str(value)
     if value == 0:
         return f"{0:.{digits - 1}f}"
-    exponent = int(
-        f"{value:.{digits - 1}e}".partition("e")[2]
-    )  # of the rounded value: 9.9996 is 10.00
+    # of the rounded value: 9.9996 is 10.00
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     if -3 <= exponent < 6:
         return f"{value:.{max(digits - 1 - exponent, 0)}f}"
     return f"{value:.{digits - 1}e}"
@@ -309,8 +305,6 @@ def _silence(stream: TextIO | None) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-    except (
-        OSError,
-        ValueError,
-    ):  # not a stream with a descriptor: nothing is flushed at exit either
+    # not a stream with a descriptor: nothing is flushed at exit either
+    except (OSError, ValueError):
         pass

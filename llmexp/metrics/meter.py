@@ -16,9 +16,8 @@ class Meter:
     not timed."""
 
     def __init__(self, device: torch.device, tokens_seen: int, clipped: int, steps: int) -> None:
-        self._tokens = torch.tensor(
-            float(tokens_seen), dtype=torch.float64, device=device
-        )  # exact to 2**53
+        # exact to 2**53
+        self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)
         self._clipped = torch.tensor(float(clipped), device=device)
         # since the last row, as are the clipped ones; a resume may lie in between
         self._steps = steps

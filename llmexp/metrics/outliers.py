@@ -29,9 +29,8 @@ class Outliers:
     def __init__(self, sigma: float | None, window: int) -> None:
         self.sigma = sigma
         self._needed = min(ENOUGH, window)
-        self._values = np.empty(
-            (2, window)
-        )  # losses and norms, oldest first: the order decides how sums round
+        # losses and norms, oldest first: the order decides how sums round
+        self._values = np.empty((2, window))
         self._count = 0
         self.limits: Limits | None = None  # for the next step; None while too little is known
 

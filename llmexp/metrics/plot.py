@@ -59,23 +59,20 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         label = f"validation (last {val_y[-1]:.4f})"
         size = 4.5 if len(val_x) <= 60 else 2.5
         top.plot(val_x, val_y, color=VAL, marker="o", markersize=size, linewidth=1.0, label=label)
-    top.set_title(
-        textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False
-    )  # a $ in a name is no formula
+    # a $ in a name is no formula
+    top.set_title(textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False)
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False, fontsize=9)
     _clean(top)
     bottom.set_xlabel("tokens seen")
     bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
 
-    temporary = path.with_name(
-        f".{path.name}.{os.urandom(4).hex()}.tmp"
-    )  # no name that a link could have
+    # no name that a link could have
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Glyph .* missing"
-            )  # a title in any script is fine
+            # a title in any script is fine
+            warnings.filterwarnings("ignore", message="Glyph .* missing")
             figure.savefig(file, format="png")
         os.replace(temporary, path)
     finally:

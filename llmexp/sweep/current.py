@@ -29,15 +29,13 @@ class Current:
     checker: Checker
     stack: contextlib.ExitStack
     ledger: Ledger | None = None  # once the first points have passed their checks
-    knobs: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # what the checker knows of a run, by its folder
+    # what the checker knows of a run, by its folder
+    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     stop: Stopped = field(default_factory=Stopped)
     halted: bool = False  # by sweep.stop_on_failure
     grid: bool = True  # all points are known beforehand
-    reasons: set[str] = field(
-        default_factory=set
-    )  # folders of points whose failure was told in full
+    # folders of points whose failure was told in full
+    reasons: set[str] = field(default_factory=set)
 
     @property
     def over(self) -> bool:

@@ -134,9 +134,8 @@ def execute(
         if note := slurm.fixed_here(queued[0][0].config, queued[0][0].path):
             display.line(f"note: {note}")
         settings = slurm_settings(current.cfg)
-        where = rundir.claim(
-            ledger.path / "slurm", False, "hydra.sweep.dir"
-        )  # new: jobs unpickle what is there
+        # new: jobs unpickle what is there
+        where = rundir.claim(ledger.path / "slurm", False, "hydra.sweep.dir")
         submitted = slurm.submit(
             [job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}"
         )

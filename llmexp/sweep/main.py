@@ -83,9 +83,8 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
             run_batch(current, points, refused)
         else:
             if not sys.stderr.isatty():
-                os.environ.setdefault(
-                    "NO_COLOR", "1"
-                )  # for the log of Optuna, which is coloured in files too
+                # for the log of Optuna, which is coloured in files too
+                os.environ.setdefault("NO_COLOR", "1")
             here = f"hydra.sweep.dir={quoted(str(where))}"  # what ${now:} says is said once
             try:
                 with (
@@ -270,9 +269,8 @@ def open_ledger(current: Current) -> Ledger:
         ledger.negligible = current.settings.negligible
     current.ledger = ledger
     current.stack.enter_context(current.stop.installed())
-    current.stack.callback(
-        conclude, current, say
-    )  # however the sweep ends, and while the lock is held
+    # however the sweep ends, and while the lock is held
+    current.stack.callback(conclude, current, say)
     return ledger
 
 
@@ -290,9 +288,8 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     try:
         lines = report(current, ledger)
     except Exception as error:  # the runs are recorded, so what goes wrong here is only told
-        say(
-            f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}"
-        )  # its repr may hold a page
+        # its repr may hold a page
+        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
     for line in lines or [show.results_table(ledger)]:
         say(line)
     for line in show.unfinished(ledger, current.reasons):

@@ -140,9 +140,8 @@ def load_points(
             with user_errors(loader, overrides):
                 cfg = composer(overrides, name)
             config = with_devices(typed(cfg), settings)
-            if (
-                ranks := config.parallelism.nproc_per_node
-            ) is not None:  # else the devices decide, which torch counts
+            # else the devices decide, which torch counts
+            if (ranks := config.parallelism.nproc_per_node) is not None:
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
             point = Point(number, list(overrides), swept, composer, config, name, where).moved(
                 number, where

@@ -56,9 +56,8 @@ def train(path: str, environment: dict[str, str]) -> int:
     run save."""
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     deadline = time.monotonic() + ORPHAN_S
-    while (
-        rundir.is_locked(Path(path)) and time.monotonic() < deadline
-    ):  # this task was here before, and is still saving
+    # this task was here before, and is still saving
+    while rundir.is_locked(Path(path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     with open(Path(path) / STDERR, "ab") as errors:
         child = start_worker(
@@ -113,10 +112,8 @@ def run_all(
     except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"hydra/launcher=ray: ray.init failed: {error}") from None
     finally:
-        for (
-            number,
-            handler,
-        ) in handlers.items():  # Ray has put its own there, which leave without a word
+        # Ray has put its own there, which leave without a word
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     keep = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")
     environment = {k: os.environ[k] for k in keep if k in os.environ}

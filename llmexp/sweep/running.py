@@ -107,9 +107,8 @@ def run_points(
 
 def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
     """Queue the points' runs and wait until all have ended, or have been stopped."""
-    at_work = launchers.at_work(
-        current, [p for p, _, _ in todo], say
-    )  # jobs of an earlier command that are not over
+    # jobs of an earlier command that are not over
+    at_work = launchers.at_work(current, [p for p, _, _ in todo], say)
     new, deadline = [], time.monotonic() + ORPHAN_S
     for point, entry, stop_step in todo:
         if point.path in at_work:
@@ -138,9 +137,8 @@ def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, in
             queued.append((point, entry))
     if current.over:
         return
-    with show.Display(
-        ledger, current.launcher != "slurm", current.reasons
-    ) as display:  # jobs are told of with their ids
+    # jobs are told of with their ids
+    with show.Display(ledger, current.launcher != "slurm", current.reasons) as display:
         launchers.execute(current, ledger, queued, at_work, display)
         display.tick()
     current.halted |= current.settings.stop_on_failure and any(

@@ -52,9 +52,8 @@ class Display:
                 self._table(), auto_refresh=False, transient=True, redirect_stdout=False
             )
             self._live.start()
-            self._live.console.show_cursor(
-                True
-            )  # a killed sweep must not leave a terminal without its cursor
+            # a killed sweep must not leave a terminal without its cursor
+            self._live.console.show_cursor(True)
         return self
 
     def __exit__(self, *unused: object) -> None:

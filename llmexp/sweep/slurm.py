@@ -76,9 +76,8 @@ def check(s: Settings) -> None:
             raise refuse(f"hydra.launcher.{key}", value, f"must be at least {low}", max(low, 2))
     for key in ("partition", "account", "qos"):
         text = getattr(s, key)
-        if text is not None and not re.fullmatch(
-            r"[\w.,:@/+-]+", text
-        ):  # they go into a shell script
+        # they go into a shell script
+        if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):
             raise refuse(
                 f"hydra.launcher.{key}",
                 repr(text),
@@ -175,10 +174,8 @@ def submit(paths: Sequence[Path], s: Settings, where: Path, name: str) -> dict[P
             srun_args=[f"--cpus-per-task={cpus}", "--kill-on-bad-exit=0"],
         )
         try:
-            with (
-                _outside(),
-                contextlib.redirect_stderr(io.StringIO()),
-            ):  # submitit prints what it also raises
+            # submitit prints what it also raises
+            with _outside(), contextlib.redirect_stderr(io.StringIO()):
                 submitted = executor.map_array(
                     run_submitted, [str(path.absolute()) for path in alike]
                 )

@@ -138,9 +138,8 @@ class WandbTracker:
         )
         if wanted == "disabled":
             return None
-        logged_in = has_login(
-            settings
-        )  # asked here, because wandb would prompt for a key on a terminal
+        # asked here, because wandb would prompt for a key on a terminal
+        logged_in = has_login(settings)
         if wanted == "online" and not logged_in:
             self._fail("no login (WANDB_API_KEY, or `wandb login`), going on offline")
         mode = "online" if logged_in and wanted not in ("offline", "dryrun") else "offline"
@@ -156,9 +155,8 @@ class WandbTracker:
             run = start_run(wandb, self._plan, mode, _root(self._plan.run_dir))
         self._online = mode == "online"
         self._known = replace(self._known, run_id=run.id, entity=run.entity or self._known.entity)
-        if sweep := os.environ.get(
-            SWEEP_ID
-        ):  # its agent has chosen id and project, whatever was asked for
+        # its agent has chosen id and project, whatever was asked for
+        if sweep := os.environ.get(SWEEP_ID):
             self._known = replace(self._known, sweep=sweep, project=run.project)
         if run.id != self._plan.run_id:
             self._write_position(self._handed_before())
@@ -170,9 +168,8 @@ class WandbTracker:
         plan, run = self._plan, self._run
         sent_before = self._handed_before()
         position, written, written_at = sent_before, sent_before, time.monotonic()
-        earlier = deque(
-            plan.earlier if self._online else ()
-        )  # of these, offline, the position tells
+        # of these, offline, the position tells
+        earlier = deque(plan.earlier if self._online else ())
         rows, last = 0, -1
         while True:
             try:

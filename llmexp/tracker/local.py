@@ -31,9 +31,8 @@ VARIABLES = {
     "mode": "WANDB_MODE",
 }
 MODES = ("online", "offline", "dryrun", "disabled")
-SAFE_ID = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-)  # wandb, a URL and a shell take it as it is
+# wandb, a URL and a shell take it as it is
+SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -207,9 +206,8 @@ def read_position(run_dir: Path) -> Position | None:
 def write_position(run_dir: Path, position: Position) -> None:
     """Write tracker.json whole or not at all. Raises OSError."""
     path = run_dir / POSITION_FILE
-    temporary = path.with_name(
-        f".{path.name}.{os.urandom(4).hex()}.tmp"
-    )  # no name that a link could have
+    # no name that a link could have
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     saved = {key: value for key, value in asdict(position).items() if value is not None}
     try:
         with open(temporary, "x", encoding="utf-8") as file:

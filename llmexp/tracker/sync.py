@@ -294,9 +294,8 @@ def in_training(run: Path) -> bool:
 def read_records(run: Path, anew: bool) -> Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
     config, status = rundir.read_config(run), {}
-    with contextlib.suppress(
-        ConfigError, TypeError, ValueError
-    ):  # of the status only the state and figures are missed
+    # of the status only the state and figures are missed
+    with contextlib.suppress(ConfigError, TypeError, ValueError):
         status = rundir.read_status(run)
     recorded = fileio.read_json(run / rundir.RUN)
     rows = rundir.read_rows(run / rundir.METRICS)

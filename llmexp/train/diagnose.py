@@ -26,10 +26,8 @@ def first_bad(s: Setup, window: Window) -> str:
     The parameters must still be those of the step, as a bad update is not applied. Gradients are
     lost.
     """
-    looks, first = (
-        0,
-        list[tuple[int, str]](),
-    )  # the number of the first look that found something, and what it was
+    # the number of the first look that found something, and what it was
+    looks, first = (0, list[tuple[int, str]]())
 
     def look(value: Tensor | bool, text: str) -> None:
         """Ranks make the same looks in the same order: what one of them meets first, it met before

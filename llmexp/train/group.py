@@ -31,9 +31,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     printed. Raises ConfigError, and SystemExit where a signal stops what has not begun to train.
     """
     p = parts.config.parallelism
-    began = (
-        time.time() if p.nnodes > 1 else 0.0
-    )  # on one host no clock is asked: what is there is of this start
+    # on one host no clock is asked: what is there is of this start
+    began = time.time() if p.nnodes > 1 else 0.0
     if p.nnodes == 1:
         for old in (path / "logs").glob("failure-*.json"):
             old.unlink(missing_ok=True)
@@ -81,9 +80,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         if death is not None or outcome()[0] in agent.FAILED:
             break
         time.sleep(0.5)
-    if (
-        death is not None and death.exit_code < 0
-    ):  # for the other hosts, which only see that it has gone
+    # for the other hosts, which only see that it has gone
+    if death is not None and death.exit_code < 0:
         on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
         text = f"{death}{on}{rundir.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
@@ -92,9 +90,8 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
         latest = max((r["restarts"] for r in reports if not r["killed"]), default=0)
         reports = [r for r in reports if r["killed"] or r["restarts"] == latest]
     if reports:
-        first = min(
-            reports, key=lambda r: not r["killed"]
-        )  # after a signal the others only saw what followed
+        # after a signal the others only saw what followed
+        first = min(reports, key=lambda r: not r["killed"])
         sys.stderr.write(first["trace"])
         who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
         return first["exit_code"], first["text"] + who
@@ -193,9 +190,8 @@ def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> s
     """After a collective that failed for want of other ranks: which were not in it, or the empty
     string. Each rank that waited says so in the run folder, which needs no network."""
     late = re.search(r"time(d )?-?out", error, re.I)
-    lost = p.nnodes > 1 and re.search(
-        r"connection (closed|reset)|broken pipe", error, re.I
-    )  # else the agent sees it
+    # else the agent sees it
+    lost = p.nnodes > 1 and re.search(r"connection (closed|reset)|broken pipe", error, re.I)
     if not joined.distributed or not (late or lost):
         return ""
     since, own = time.time(), path / "logs" / "waiting" / str(joined.rank)

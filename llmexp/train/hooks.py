@@ -40,11 +40,8 @@ def call_hooks(
         context = HookContext(step, loop.s.model, loop.s.optimizers, parts.run, so_far, parts.user)
         try:
             found = hook(event, context)
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # a hook does not decide how a run ends
+        # a hook does not decide how a run ends
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             where = own_line(error)
             if loop.s.mesh.distributed:
                 where = f"rank {loop.s.mesh.rank}, {where}"

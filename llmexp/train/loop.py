@@ -94,9 +94,8 @@ def train(loop: Loop) -> str:
         if due_save:
             last = p.step == max_steps
             save(loop, wait=last or not config.checkpoint.async_, must=last)
-        if due_sample and (
-            loop.out.main or s.mesh.sharded
-        ):  # a split model speaks with all its ranks
+        # a split model speaks with all its ranks
+        if due_sample and (loop.out.main or s.mesh.sharded):
             say_sample(loop)
     if profiler is not None:
         profiler.stop()  # writes a trace that the end of the run has cut short
@@ -362,10 +361,8 @@ def sample_text(loop: Loop) -> str:
     """Return a sampled text from the start of a document, or from the first words of the validation
     text, on one line."""
     parts = loop.s.parts
-    length, tokens = (
-        parts.run.sequence_length,
-        parts.config.train.sample_tokens,
-    )  # no position that was never trained
+    # no position that was never trained
+    length, tokens = (parts.run.sequence_length, parts.config.train.sample_tokens)
     prompt = first_words(parts.tokenizer, parts.corpus)
     return " ".join(
         sample(parts.tokenizer, loop.s.loss, length, parts.precision, prompt, tokens).split()

@@ -30,9 +30,8 @@ class Progress:
     consecutive_skips: int = 0
     best_val_loss: float | None = None
     outlier_count: int = 0
-    outlier_steps: list[int] = dataclasses.field(
-        default_factory=list
-    )  # the last OUTLIERS_KEPT of them
+    # the last OUTLIERS_KEPT of them
+    outlier_steps: list[int] = dataclasses.field(default_factory=list)
 
 
 OUTLIERS_KEPT = 100
@@ -85,14 +84,12 @@ class Loop:
     own_nll: Tensor | None = None
     writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
-    saved: list[int] = dataclasses.field(
-        default_factory=list
-    )  # steps of checkpoints loaded or committed here
+    # steps of checkpoints loaded or committed here
+    saved: list[int] = dataclasses.field(default_factory=list)
     failed_saves: int = 0  # since then
     told_of_data: bool = False  # that a data file was replaced
-    figures: dict[str, tuple[float, str]] = dataclasses.field(
-        default_factory=dict
-    )  # for the row, and the hook of each
+    # for the row, and the hook of each
+    figures: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
 
     @property

@@ -71,9 +71,8 @@ class Seen:
     grad_norm: float
     clipped: bool
     target_tokens: float
-    small: (
-        tuple[float, float] | None
-    )  # mean square norm and targets of the small batch, where it was measured
+    # mean square norm and targets of the small batch, where it was measured
+    small: tuple[float, float] | None
 
 
 class Verdict:
@@ -118,9 +117,8 @@ def train_step(
         s.mesh,
         torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True),
     )
-    weight = (s.mesh.dp_size / count.clamp(min=1)).to(
-        dtype
-    )  # x dp_size: DDP and FSDP average what is to be summed
+    # x dp_size: DDP and FSDP average what is to be summed
+    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)
     nll = torch.zeros((), dtype=dtype, device=device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
@@ -148,9 +146,8 @@ def train_step(
     )
 
     lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
-    code = look_for_outlier(
-        s, code, loss, norm
-    )  # by the limits of the settled steps: all before this one
+    # by the limits of the settled steps: all before this one
+    code = look_for_outlier(s, code, loss, norm)
     scale = s.scaler.value.clone() if s.scaler.enabled else None
     small = s.small.take(count, s.scaler.value)
     optim.update(s.optimizers, skip=code > OUTLIER)
@@ -170,9 +167,8 @@ def look_for_outlier(s: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tens
     outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
     if not s.parts.config.metrics.skip_outliers:
         return torch.where(outside & (code == OK), OUTLIER, code)
-    return mesh.maximum(
-        s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code)
-    )  # the same on all ranks
+    # the same on all ranks
+    return mesh.maximum(s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))
 
 
 @torch.no_grad()
@@ -219,9 +215,8 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     number = int.from_bytes(
         hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     )
-    torch.default_generator.manual_seed(
-        number
-    )  # torch.manual_seed queues a call a step where CUDA is not started
+    # torch.manual_seed queues a call a step where CUDA is not started
+    torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
     random.seed(number)
@@ -232,9 +227,8 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
     """Model, loss, wrapping, optimizers and scaler on this rank's device."""
     config = parts.config
     precision.apply(parts.precision)
-    model = (
-        parts.build_model()
-    )  # on the CPU, the same on each rank: what is split is split from whole tensors
+    # on the CPU, the same on each rank: what is split is split from whole tensors
+    model = parts.build_model()
     if not joined.sharded:
         model.to(joined.device)
     loss = WindowLoss(model)

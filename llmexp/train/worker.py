@@ -94,9 +94,8 @@ def main(argument: str) -> int:
         return code
     except ConfigError as error:
         return never_began(path if argument != "-" else None, REFUSED, str(error))
-    except (
-        SystemExit
-    ) as stopped:  # a signal before training; the caller leaves without the slow finalisation
+    # a signal before training; the caller leaves without the slow finalisation
+    except SystemExit as stopped:
         return cast(int, stopped.code)
     except OSError as error:
         return never_began(path, FAILED, str(error))
@@ -110,10 +109,8 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
     if path is not None and STARTED in os.environ:
         return failed(path, code, text, trace)
     if path is not None and (code == FAILED or rundir.is_run(path)):
-        with (
-            contextlib.suppress(ConfigError),
-            contextlib.ExitStack() as locks,
-        ):  # another process may be at work there
+        # another process may be at work there
+        with contextlib.suppress(ConfigError), contextlib.ExitStack() as locks:
             with contextlib.suppress(OSError):  # the disk may be what failed
                 locks.enter_context(rundir.locked(path))
                 locks.enter_context(rundir.locked(path, ".lock-ranks"))
@@ -125,10 +122,8 @@ def never_began(path: Path | None, code: int, text: str, trace: str = "") -> int
 
 def put_back(path: Path, before: dict[str, bytes], origins: list[Path] | None) -> None:
     """After a refusal to go on with a run: its folder is what it was."""
-    with (
-        contextlib.suppress(ConfigError, OSError, ValueError),
-        rundir.locked(path),
-    ):  # the disk may be full
+    # the disk may be full
+    with contextlib.suppress(ConfigError, OSError, ValueError), rundir.locked(path):
         now = rundir.read_status(path)
         if (now.get("state"), now.get("exit_code")) == ("failed", REFUSED):
             for name, content in before.items():
@@ -316,9 +311,8 @@ def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
                 )
             raise
         except (ConfigError, loading.CheckpointError) as error:
-            code = (
-                FAILED if STOP.training else REFUSED
-            )  # a function of the user's may fail in any step
+            # a function of the user's may fail in any step
+            code = FAILED if STOP.training else REFUSED
             return failed(path, code, str(error)) if ours else refused(path, str(error))
         except (TrainingFailed, OSError) as error:
             return failed(path, FAILED, str(error))
@@ -406,9 +400,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     if main_rank:
         saving.clean(root)
     listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
-    if differing := mesh.differing_ranks(
-        joined, listed
-    ):  # after this no rank can be writing what is cleaned away
+    # after this no rank can be writing what is cleaned away
+    if differing := mesh.differing_ranks(joined, listed):
         raise ConfigError(
             f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank "
             "0; all hosts need one shared run folder"
@@ -420,9 +413,8 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
         (joined.rank, joined.world_size),
     )
     fixed_config = json.loads(json.dumps(fixed_part(plain(config))))  # as it comes back from a file
-    if loaded and isinstance(
-        saved := loaded.manifest.get("config"), dict
-    ):  # the folder's own could have been edited
+    # the folder's own could have been edited
+    if loaded and isinstance(saved := loaded.manifest.get("config"), dict):
         refuse_other_config(loaded.path, saved, fixed_config)
     data = hashlib.sha256(
         json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True).encode()

@@ -37,9 +37,8 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     try:
         parts = assemble(config, write=True)
     except ConfigError as error:
-        if "is not in the vocabulary" not in str(
-            error
-        ):  # the one refusal that is what is to be proven here
+        # the one refusal that is what is to be proven here
+        if "is not in the vocabulary" not in str(error):
             raise
         return [Check("token ids in range", False, note=str(error))]
     corpus, facts = parts.corpus, parts.run.facts
@@ -104,9 +103,8 @@ def _header(shard: Shard) -> bytes | None:
 def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
     """Of each array whether its ids are in [0, vocab_size), and whether it is what was written.
     Lists the digests of the files in `path`/sha256.txt."""
-    with ThreadPoolExecutor(
-        min(8, cpu_count())
-    ) as pool:  # hashlib and numpy let go of the interpreter lock
+    # hashlib and numpy let go of the interpreter lock
+    with ThreadPoolExecutor(min(8, cpu_count())) as pool:
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
     files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
     if files:

@@ -43,9 +43,8 @@ class Followed:
     norms_post_clip: list[float | None] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    end: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # parameters after the last step, float64, on the CPU
+    # parameters after the last step, float64, on the CPU
+    end: dict[str, Tensor] = field(default_factory=dict)
 
 
 def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[Tensor]:

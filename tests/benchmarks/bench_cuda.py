@@ -167,9 +167,8 @@ def main() -> None:
             case["figures"] = figures(case, rate)
         cases.append(case)
         print(line(case), flush=True)
-        Path(args.out).write_text(
-            json.dumps({**about, "cases": cases}, indent=1)
-        )  # what there is, if it is cut short
+        # what there is, if it is cut short
+        Path(args.out).write_text(json.dumps({**about, "cases": cases}, indent=1))
     rates = [case["matrix_flops_per_sec"] / 1e12 for case in cases]
     print(
         f"\nbf16 matrix rate: {min(rates):.0f} to {max(rates):.0f} TFLOP/s; raw figures in "

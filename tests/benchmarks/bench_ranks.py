@@ -173,9 +173,8 @@ def interleave(
     for job in range(len(commands)):
         for rank in range(ranks):
             os.mkfifo(folder / f"go-{job}-{rank}")
-            pipes.append(
-                os.open(folder / f"go-{job}-{rank}", os.O_RDWR)
-            )  # so that nobody has to wait for an opener
+            # so that nobody has to wait for an opener
+            pipes.append(os.open(folder / f"go-{job}-{rank}", os.O_RDWR))
     with contextlib.ExitStack() as stack:
         processes, logs = [], []
         for job, command in enumerate(commands):
@@ -223,9 +222,8 @@ def llmexp(
 def peak_in_use(run: Path, *overrides: str) -> float:
     """Peak GiB of the largest rank of a run on its own, in which freed memory does not stay on the
     heap."""
-    command = llmexp(
-        run, 2, *overrides, hooks=""
-    )  # from its second step on a run has all that it ever has
+    # from its second step on a run has all that it ever has
+    command = llmexp(run, 2, *overrides, hooks="")
     given_back = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}  # bytes
     subprocess.run(command, env=environment() | given_back, check=True, stdout=subprocess.DEVNULL)
     return rows(run)[-1]["peak_memory_gib"]

@@ -153,9 +153,8 @@ def test_real_negligible_same_and_undecided(tmp_path, gap, scatter, mark, start)
     other = next(e for e in c.entries if "2.0" in e.label)
     if gap:
         assert other.standing.mark == mark
-        assert other.standing.half == pytest.approx(
-            2.776445 * scatter / math.sqrt(5), rel=1e-4
-        )  # t(0.975, 4)
+        # t(0.975, 4)
+        assert other.standing.half == pytest.approx(2.776445 * scatter / math.sqrt(5), rel=1e-4)
         assert c.headline.startswith(start)
     else:
         assert sorted(marks(c).values()) == ["lowest", "same"]
@@ -429,9 +428,8 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
     c = compare([sweep])
     equal = {e.label: e.figures["val/loss"] for e in c.entries}
     end = {e.label: e.figures["final val/loss"] for e in c.entries}
-    assert equal["accum=4 clip=0.5"] == pytest.approx(
-        2.6 + 3 * math.exp(-100 / 80) - 0.4
-    )  # at a quarter of its steps
+    # at a quarter of its steps
+    assert equal["accum=4 clip=0.5"] == pytest.approx(2.6 + 3 * math.exp(-100 / 80) - 0.4)
     first, last = min(equal, key=equal.get), min(end, key=end.get)
     assert (first, last) == ("accum=1 clip=0.5", "accum=4 clip=0.5")
     assert (
@@ -540,9 +538,8 @@ def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finishe
     assert c.headline.startswith("Undecided, one seed each")
     assert any("256,000 tokens" in text and "clip=2.0 ends there" in text for text in c.why)
     assert compare([tmp_path], align="steps").align_at == 250
-    assert compare([tmp_path], align="time").align_at == pytest.approx(
-        125.0
-    )  # of half a second each
+    # of half a second each
+    assert compare([tmp_path], align="time").align_at == pytest.approx(125.0)
 
 
 def test_repeats_of_a_seed_are_no_further_seeds(tmp_path):

@@ -215,9 +215,8 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     steps = array(places[1][0])
     assert steps[y.argmax()] == columns["step"][6_543]
     seconds = sum(10 * t for t in columns["step_time"][: 6_543 + 1])
-    assert array(places[2][0])[y.argmax()] == pytest.approx(
-        seconds, rel=2**-23
-    )  # float32: 2^-24 of its size
+    # float32: 2^-24 of its size
+    assert array(places[2][0])[y.argmax()] == pytest.approx(seconds, rel=2**-23)
     # Each level of the slider is the plain mean around the row; the page begins with the usual one.
     levels = drawn["choices"]["smoothing"]
     assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))

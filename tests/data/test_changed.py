@@ -154,9 +154,8 @@ def test_a_prepared_shard_is_known_by_all_of_its_bytes(tmp_path: Path) -> None:
     assert reads == []  # once for each new time
 
     with open(shard, "r+b") as file:
-        file.seek(
-            2 * 25_000
-        )  # of 450,000 tokens 16 samples of 16,384: the second starts at 433,616 / 15 = 28,907
+        # of 450,000 tokens 16 samples of 16,384: the second starts at 433,616 / 15 = 28,907
+        file.seek(2 * 25_000)
         token = file.read(1)
         file.seek(2 * 25_000)
         file.write(bytes([token[0] ^ 1]))
@@ -184,9 +183,8 @@ def test_a_cut_file_is_an_error_not_a_bus_error(
         DataChanged, match=rf"{path.name}: this token file was cut from 10,\d+ to 300 bytes"
     ) as caught:
         read(opened.train)
-    assert isinstance(
-        caught.value, OSError
-    )  # as such a run ends with it: no traceback, no second attempt
+    # as such a run ends with it: no traceback, no second attempt
+    assert isinstance(caught.value, OSError)
     assert isinstance(caught.value, ValueError)  # as such it is refused before a run
 
 
@@ -230,9 +228,8 @@ def test_a_file_without_a_name_may_be_cut_too(tmp_path: Path) -> None:
 
 def test_the_fingerprint_is_of_the_content_not_of_the_time(path: Path) -> None:
     before = corpus(path).fingerprint
-    assert list(
-        (path.parent / "cache").rglob("ids-*")
-    )  # the scan of the ids is remembered by size and time
+    # the scan of the ids is remembered by size and time
+    assert list((path.parent / "cache").rglob("ids-*"))
     os.utime(path)
     assert corpus(path).fingerprint == before
     size = path.stat().st_size

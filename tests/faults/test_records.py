@@ -144,9 +144,8 @@ def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(
     assert state_shown(run.folder, capsys) == "cut"  # mended, it is still one
     assert read(find([run.folder])[0])[0].state == "cut"
 
-    shutil.rmtree(
-        run.folder / "checkpoints" / f"step_{LAST - 2:08d}"
-    )  # from the start, so that there is time to jump
+    # from the start, so that there is time to jump
+    shutil.rmtree(run.folder / "checkpoints" / f"step_{LAST - 2:08d}")
     (tmp_path / "faulty.py").write_text(HOOKS)
     done = llmexp(
         "resume", str(run.folder), "hooks=[faulty.jump]", "--allow", "faulty", cwd=tmp_path

@@ -139,9 +139,8 @@ def test_smoothing_is_that_of_the_formula(entries):
     estimates = []
     for small_square, big_square, size, more in entries:
         noise.add(small_square, size, big_square, size + more)
-        a = np.array(
-            [[1.0, LENGTH / size], [1.0, LENGTH / (size + more)]]
-        )  # E|g_B|^2 = |G|^2 + tr(Sigma) / B
+        # E|g_B|^2 = |G|^2 + tr(Sigma) / B
+        a = np.array([[1.0, LENGTH / size], [1.0, LENGTH / (size + more)]])
         estimates.append(np.linalg.solve(a, [small_square, big_square]))
     age = DECAY ** np.arange(len(entries))[::-1]
     g, s = (age[:, None] * estimates).sum(0) / age.sum()

@@ -108,7 +108,6 @@ def test_it_is_said_with_figures():
 
 @pytest.mark.parametrize("window", [8, 31])
 def test_the_window_forgets(window):
-    found = fed(
-        [(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9
-    )  # so far out nothing is clamped
+    # so far out nothing is clamped
+    found = fed([(1000.0, 1000.0)] * window + noisy(window), window=window, sigma=1e9)
     assert all(loss < 10 for loss, _ in found.state_dict()["window"])

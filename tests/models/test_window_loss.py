@@ -315,9 +315,8 @@ def test_on_a_gpu_exact_and_the_same_twice(
 ) -> None:
     torch.manual_seed(11)
     h, weight = leaves(5000, 64, 8192, 0.02, torch.float32)
-    targets = torch.randint(
-        0, 100, (1, 5000)
-    )  # repeated targets: sums into one row of the gradient
+    # repeated targets: sums into one row of the gradient
+    targets = torch.randint(0, 100, (1, 5000))
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
     runs = []
     for _ in range(2):

@@ -352,8 +352,7 @@ def test_paths_from_the_environment_stay_out_of_the_record(
         "data=tokens", "data.train_files=${oc.env:MY_CORPUS}/train.npy", "hydra.run.dir=proof"
     )
     assert code == 0
-    assert "${oc.env:MY_CORPUS}/train.npy in range" in " ".join(
-        capsys.readouterr().out.split()
-    )  # it is wrapped
+    # it is wrapped
+    assert "${oc.env:MY_CORPUS}/train.npy in range" in " ".join(capsys.readouterr().out.split())
     for file in Path("proof").iterdir():
         assert "folder-of-mine" not in file.read_text(), file

@@ -319,9 +319,8 @@ def test_the_reference_is_what_another_one_computes(tokens):
     assert found.counts == want.counts
     np.testing.assert_allclose(found.losses, want.losses, rtol=1e-13)
     np.testing.assert_allclose(found.norms, want.norms, rtol=1e-12)
-    np.testing.assert_allclose(
-        found.norms_post_clip, np.minimum(want.norms, 1.5), rtol=1e-5
-    )  # but for the 1e-6
+    # but for the 1e-6
+    np.testing.assert_allclose(found.norms_post_clip, np.minimum(want.norms, 1.5), rtol=1e-5)
     np.testing.assert_allclose(found.rates, want.rates, rtol=1e-14)
     for name, p in found.end.items():
         assert torch.allclose(p, want.weights[name], rtol=0, atol=1e-11), name
