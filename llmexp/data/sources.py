@@ -26,7 +26,7 @@ from llmexp.data.files import (
     state_of,
 )
 from llmexp.data.order import sequence_index
-from llmexp.data.prepare import Segment, prepare, recorded
+from llmexp.data.prepare import Segment, prepare
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
@@ -166,19 +166,8 @@ def _text_corpus(
     }
     if not val_documents:
         fingerprint |= {"val_ratio": val_ratio, "seed": seed if len(train_documents) > 1 else None}
-    val, told = (
-        streams.get("val"),
-        {s.name: recorded(Path(s.name)) for stream in streams.values() for s in stream.shards},
-    )
-    return Corpus(
-        streams["train"],
-        val if val else None,
-        description,
-        fingerprint,
-        is_text=True,
-        samples={name: found["sample"] for name, found in told.items() if "sample" in found},
-        sha256={name: found["sha256"] for name, found in told.items() if "sha256" in found},
-    )
+    val = streams.get("val")
+    return Corpus(streams["train"], val if val else None, description, fingerprint, is_text=True)
 
 
 def _documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[_Document]:
@@ -273,8 +262,7 @@ def tokens(
     val: TokenStream | None = TokenStream([arrays[p] for p in val_paths])
     # Of the content, at each start: what is remembered by size and time misses a change that leaves
     # both.
-    whole = {p: TokenStream([a]) for p, a in arrays.items()}
-    digests = {p: sample_digest(stream) for p, stream in whole.items()}
+    digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
 
     def scan() -> bool:
         for path, array in arrays.items():
@@ -311,9 +299,8 @@ def tokens(
         "max_tokens": max_tokens,
         "val_ratio": None if val_paths else val_ratio,
     }
-    samples = {stream.shards[0].name: digests[p] for p, stream in whole.items()}
     description = count + _overlap(train_paths, val_paths)
-    return Corpus(train, val if val else None, description, fingerprint, samples=samples)
+    return Corpus(train, val if val else None, description, fingerprint)
 
 
 def _open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:

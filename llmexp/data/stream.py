@@ -34,44 +34,23 @@ class Shard:
         if self.mapped is not None and (now := self.mapped.size()) < self.size:
             raise DataChanged(_cut(self.name, self.size, now))
 
-    def changed(self) -> str | None:
-        """In words: the file was cut or written to, so that what is read now may be something else.
-        Never raises."""
+    def difference(self) -> tuple[str, bool] | None:
+        """Compare the file with what it was when it was opened. Return (what happened to it,
+        whether other ids may be read now), or None. Never raises."""
         try:
             self.check_size()
+            if self.state is None or (now := _state(self.name)) == self.state:
+                return None
         except DataChanged as error:
-            return str(error)
-        except (OSError, ValueError):
-            return None
-        if self.state is None:
-            return None
-        with contextlib.suppress(OSError):
-            found = _state(self.name)
-            if found[0] == self.state[0] and found != self.state:
-                grown = (
-                    f", and has {found[1]:,} bytes, not {self.size:,}"
-                    if found[1] != self.size
-                    else ""
-                )
-                return f"{self.name}: this token file was written to while it was in use{grown}"
-        return None
-
-    def replaced(self) -> str | None:
-        """In words: the path names another file now, or none; what is read is still the old one.
-        Never raises."""
-        if self.state is None:
-            return None
-        try:
-            same = _state(self.name)[0] == self.state[0]
+            return str(error), True
         except FileNotFoundError:
-            return f"{self.name}: this token file was deleted while it was in use"
-        except OSError:  # such as a file server that is away
+            return f"{self.name}: this token file was deleted while it was in use", False
+        except (OSError, ValueError):  # such as a file server that is away
             return None
-        return (
-            None
-            if same
-            else f"{self.name}: this token file was replaced by another one while it was in use"
-        )
+        if now[0] != self.state[0]:  # another file: the open map still reads the old one
+            return f"{self.name}: this token file was replaced while it was in use", False
+        grown = "" if now[1] == self.size else f", and has {now[1]:,} bytes, not {self.size:,}"
+        return f"{self.name}: this token file was written to while it was in use{grown}", True
 
 
 def _cut(name: str, before: int, now: int) -> str:
@@ -218,80 +197,21 @@ class Corpus:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
     # path -> `sample_digest` of a file, where it is known
-    samples: dict[str, str] = field(default_factory=dict)
-    # path -> that of all ids of a file, where it is known
-    sha256: dict[str, str] = field(default_factory=dict)
-    # path -> the state (inode, bytes, time) with which a file that has a new time was last found to
-    # hold the old ids
-    _same: dict[str, tuple[int, int, int]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def shards(self) -> list[Shard]:
         """Of both streams; each array once."""
         both = [*self.train.shards, *(self.val.shards if self.val is not None else ())]
         return list({id(s.array): s for s in both}.values())
 
-    def changed(self) -> str | None:
-        """In words, the first file that was cut or written to since it was opened: the run may not
-        go on with it.
-
-        One that only has a new time is no such file where its sha256 is what it was, or where none
-        is known its samples. Microseconds per file that has its time; one with a new time is read
-        once; never raises.
-        """
-        return next(
-            (text for s in self.shards() if (text := s.changed()) and not self._holds_the_same(s)),
-            None,
-        )
-
-    def _holds_the_same(self, shard: Shard) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            shard.check_size()
-            # before it is read: what is written meanwhile gives it another one
-            now = _state(shard.name)
-            if shard.state is None or now[1] != shard.state[1]:
-                return False
-            if self._same.get(shard.name) != now:
-                if shard.name in self.sha256:
-                    same = self.sha256[shard.name] == _sha256(shard)
-                else:
-                    same = self.samples.get(shard.name) == sample_digest(TokenStream([shard.array]))
-                if not same:
-                    return False
-                self._same[shard.name] = now
-            return True
-        return False
-
-    def replaced(self) -> str | None:
-        """In words, the first file whose path names another file now, or none: the run still reads
-        the old one, and is not resumed unless the new one has the same content; or that has a new
-        time, and was looked at in samples only. Microseconds per file, but for what `changed` says
-        of it; never raises.
-        """
-        return next(filter(None, (s.replaced() or self._touched(s) for s in self.shards())), None)
-
-    def _touched(self, shard: Shard) -> str | None:
-        if shard.name in self.sha256 or not shard.changed() or not self._holds_the_same(shard):
-            return None
-        return (
-            f"{shard.name}: this token file was touched or rewritten while it was in use; its "
-            "samples are what they were, so it is taken for the old one"
-        )
+    def differences(self, harmful: bool) -> Iterator[str]:
+        """Yield what happened to the files since they were opened: of those from which other ids
+        may be read now, or of those from which the old ones are. Microseconds per file."""
+        found = (shard.difference() for shard in self.shards())
+        return (one[0] for one in found if one is not None and one[1] == harmful)
 
     def states(self) -> dict[str, int]:
         """Path -> bytes of the files when they were opened, for `cut_files`."""
         return {s.name: s.state[1] for s in self.shards() if s.state is not None}
-
-
-def _sha256(shard: Shard) -> str:
-    """Of all ids as they are stored. Raises DataChanged."""
-    digest = hashlib.sha256()
-    ids, block = np.asarray(shard.array), 1 << 20
-    for start in range(0, len(ids), block):
-        shard.check_size()
-        digest.update(np.ascontiguousarray(ids[start : start + block]).data)
-    return digest.hexdigest()
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:

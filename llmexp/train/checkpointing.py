@@ -60,7 +60,7 @@ def refuse_changed_data(loop: Loop) -> None:
     """Raise TrainingFailed where a data file was written to under the run: what is saved must be of
     one corpus."""
     corpus, joined = loop.s.parts.corpus, loop.s.mesh
-    text = corpus.changed()
+    text = next(corpus.differences(harmful=True), None)
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
         since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
@@ -70,9 +70,10 @@ def refuse_changed_data(loop: Loop) -> None:
             f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
             f"have seen other data, and step {loop.p.step:,} is not saved"
         )
-    if loop.out.main and not loop.told_of_data and (text := corpus.replaced()):
-        loop.told_of_data = True
-        loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
+    if loop.out.main and not loop.told_of_data:
+        for text in corpus.differences(harmful=False):
+            loop.told_of_data = True
+            loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
 
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:
