@@ -292,23 +292,6 @@ def test_damage_is_named(tmp_path, damage):
         loading.latest(tmp_path, lambda text: None)
 
 
-def test_pieces_may_not_overlap():
-    def stored(offset: tuple[int, ...], size: tuple[int, ...]) -> loading.Stored:
-        return loading.Stored(Path("x"), (8, 8), offset, size, torch.float32)
-
-    rows, columns = (
-        [stored((i, 0), (1, 8)) for i in range(8)],
-        [stored((0, i), (8, 1)) for i in range(8)],
-    )
-    blocks = [stored((i, j), (4, 2)) for i in (0, 4) for j in (0, 2, 4, 6)]
-    for pieces in (rows, columns, blocks):
-        assert not loading._overlapping(pieces)
-        for i in range(len(pieces)):
-            assert loading._overlapping(
-                [*pieces[:i], *pieces[i + 1 :], pieces[(i + 3) % len(pieces)]]
-            )
-
-
 def test_a_pickle_is_not_run(tmp_path):
     canary = tmp_path / "canary"
 

@@ -16,12 +16,10 @@ whatever the layouts of saving and loading. The writing half is saving.py.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +38,6 @@ NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
 Shape = tuple[int, ...]
 
-MAX_MANIFEST, MAX_HEADER, MAX_STATE = 16 * 2**20, 100 * 2**20, 2**30  # bytes
 DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -213,7 +210,6 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
     try:
-        _refuse_packed(path / STATE)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{STATE} holds no section of values")
@@ -231,12 +227,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     NewerFormat."""
     file = path / MANIFEST
     try:
-        if file.stat().st_size > MAX_MANIFEST:
-            raise ValueError(f"larger than {MAX_MANIFEST} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        # before the keys, which may be others
-        if not _is_count(version := manifest["format_version"]):
-            raise ValueError("no version")
+        version = int(manifest["format_version"])  # before the keys, which may be others
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or unreadable ({error})") from None
     if version > FORMAT_VERSION:
@@ -248,51 +240,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: format version {version}, this program reads version {FORMAT_VERSION}"
         )
-    if not (_is_count(manifest.get("step")) and isinstance(manifest.get("files"), dict)):
+    if not (isinstance(manifest.get("step"), int) and isinstance(manifest.get("files"), dict)):
         raise CheckpointError(f"{file} is missing or unreadable (no step or files)")
     return dict(manifest)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _refuse_packed(file: Path) -> None:
-    """Raise ValueError for an archive that could grow when it is read: torch stores entries as they
-    are."""
-    if (size := file.stat().st_size) > MAX_STATE:
-        raise ValueError(f"{file.name} is larger than {MAX_STATE} bytes")
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-    if (
-        any(e.compress_type != zipfile.ZIP_STORED for e in entries)
-        or sum(e.file_size for e in entries) > size
-    ):
-        raise ValueError(f"{file.name} is packed, which no checkpoint is")
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file. Raises ValueError where it is larger than the file
-    or than any real one."""
-    size = file.stat().st_size
-    with open(file, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if length > min(MAX_HEADER, size - 8):
-            raise ValueError(f"{file.name} has a header of {length} bytes in {size}")
-        header = json.loads(f.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{file.name} has no header")
-    return header
-
-
-def _shape(value: Any) -> Shape:
-    if (
-        not isinstance(value, list)
-        or len(value) > 16
-        or not all(_is_count(n) and n < 2**63 for n in value)
-    ):
-        raise ValueError(f"{str(value)[:60]} is no shape")
-    return tuple(value)
 
 
 def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
@@ -300,32 +250,19 @@ def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
     the tensor."""
     found: dict[str, list[Stored]] = {}
     for file in files:
-        header = _header(file)
-        metadata = header.pop("__metadata__")
-        if metadata["step"] != str(step):
-            raise ValueError(f"{file.name} is of step {metadata['step']}")
-        # checks that the tensors lie inside the file, side by side
-        with safe_open(file, framework="pt"):
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            if metadata["step"] != str(step):
+                raise ValueError(f"{file.name} is of step {metadata['step']}")
             for name, at in json.loads(metadata["pieces"]).items():
-                if at["dtype"] not in DTYPES:
-                    raise ValueError(
-                        f"{file.name}: {str(at['dtype'])[:60]!r} of {name} is no dtype"
-                    )
-                size, dtype = _shape(header[name]["shape"]), DTYPES[at["dtype"]]
-                piece = Stored(file, _shape(at["shape"]), _shape(at["offset"]), size, dtype)
+                size, dtype = tuple(opened.get_slice(name).get_shape()), DTYPES[at["dtype"]]
+                piece = Stored(file, tuple(at["shape"]), tuple(at["offset"]), size, dtype)
                 found.setdefault(name, []).append(piece)
     if not files:
         raise ValueError("the manifest names no file with tensors")
     for name, pieces in found.items():
         full = pieces[0].shape
-        inside = all(
-            p.shape == full
-            and all(o + n <= f for o, n, f in zip(p.offset, p.size, full, strict=True))
-            for p in pieces
-        )
-        # so none is larger than its files
-        whole = inside and sum(math.prod(p.size) for p in pieces) == math.prod(full)
-        if not whole or len({p.dtype for p in pieces}) > 1 or _overlapping(pieces):
+        if sum(math.prod(p.size) for p in pieces) != math.prod(full):
             raise ValueError(f"the pieces of {name} do not add up to a tensor of shape {full}")
     return found
 
@@ -433,24 +370,6 @@ def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, An
         except Exception as error:
             raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
         local[here].copy_(part)
-
-
-def _overlapping(pieces: list[Stored]) -> bool:
-    """Return whether two of the boxes share an element."""
-    boxes = [(p.offset, p.size) for p in pieces if math.prod(p.size)]
-    if len(boxes) < 2:
-        return False
-    cut = max(range(len(boxes[0][0])), key=lambda d: len({offset[d] for offset, _ in boxes}))
-    boxes.sort(key=lambda box: box[0][cut])
-    for number, (a, n) in enumerate(boxes, 1):
-        for b, m in itertools.islice(boxes, number, None):
-            if b[cut] >= a[cut] + n[cut]:
-                break  # and so do all that follow
-            if all(
-                max(i, j) < min(i + k, j + size) for i, j, k, size in zip(a, b, n, m, strict=True)
-            ):
-                return True
-    return False
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
         checks += check_order(parts)
-        changed = corpus.changed() or corpus.replaced()
+        changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
     except DataChanged as error:  # what is left could not be looked at
         changed = str(error)
     if changed:
