@@ -1,0 +1,16 @@
+"""The commands. Each file reads its arguments and calls the other rooms. In reading order:
+
+train        one run or a sweep (-m)
+worker       starts the process that trains while `train` still composes, and waits for it
+resume       go on with a run or a sweep
+plan         check everything, print the banner, start nothing
+prepare      tokenise the data into the cache
+explain      a knob, a number or a group on one screen
+derived      what `explain` knows about derived numbers
+compare      arguments of the comparison
+runs         list runs and sweeps, remove checkpoints
+sample       text from a checkpoint
+verify       run a proof, print and record its checks
+help         `--help` of train, plan and prepare
+hydra_flags  --cfg, --info and Hydra's other flags
+"""

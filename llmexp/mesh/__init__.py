@@ -1,6 +1,9 @@
-"""Ranks: starting them, arranging them, spreading a model over them, sums over them.
+"""Start ranks, arrange them, spread a model over them, sum over them.
 
-The only place that touches torch.distributed.
+The only room that touches torch.distributed. In reading order:
+groups  the process group and device mesh of a rank; sums over all ranks
+wrap    DDP, FSDP and tensor parallelism, applied from outside; one reduction a step
+agent   start and watch the ranks of a host
 """
 
 from llmexp.mesh.groups import (

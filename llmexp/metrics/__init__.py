@@ -1,0 +1,10 @@
+"""Measure a run and show it. In reading order:
+
+meter     counts and clocks since the last row
+norms     gradient norms: the clip table
+noise     the gradient noise scale
+outliers  steps far off those before
+hardware  device names, memory, peak rates
+console   lines, banner and progress bar
+plot      loss.png
+"""

@@ -1,1 +1,20 @@
-"""Sweeps: points, their ledger, and where they run (this machine, Slurm, Ray)."""
+"""Run a sweep: many points, one folder, one record. In reading order:
+
+main            from the points to the answer and the exit code
+points          compose, check and name the points
+composing       compose each point; what points share once
+checker, check  assemble the points in another process, without torch in this one
+ledger          sweep.json
+matching        which points an existing sweep has already
+planning        the table of `plan -m`
+budget_warning  points whose losses will not compare
+current         what all parts know of the running sweep
+running         run the points, rungs of halving, retries
+launchers       local, Slurm or Ray
+local           process trees on this machine, a device slot each
+slurm           jobs, and what runs inside a job
+ray             tasks of a Ray cluster
+search          points that Optuna chooses
+twins           the leading setting once more, for the floor of rounding
+show, progress  the live table
+"""

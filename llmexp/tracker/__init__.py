@@ -1,7 +1,9 @@
-"""The mirror of metrics.jsonl in an experiment tracker. The only file that imports wandb.
+"""Mirror metrics.jsonl in an experiment tracker. The only file that imports wandb.
 
-Whatever wandb does (is missing, is slow, cannot reach its server, dies), training neither waits nor
-fails: everything runs on one daemon thread behind a queue, and what goes wrong is said in one line.
+If wandb is missing, slow, cannot reach its server or dies, training neither waits nor fails:
+everything runs on one daemon thread behind a queue, and an error is one line. In reading order:
+this file; calls (the calls to wandb), local (fields and position of the mirror, in the run
+folder), sync (`llmexp sync`: upload a run from its metrics.jsonl).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ runs.
 Each run is a process of its own with a row every 5 steps; figures are medians over the rows after
 the first 10 steps, in which kernels are compiled. Just before each run the rate of the device in
 plain bf16 matrix products is measured. Writes everything raw as JSON and prints a table for
-docs/speed.md. Goals on one H200: 55 % of the measured matrix rate with compile, data wait under 1
-%. Where there is no CUDA device it says so and measures nothing.
+docs/internals/speed.md. Goals on one H200: 55 % of the measured matrix rate with compile, data wait
+under 1 %. Where there is no CUDA device it says so and measures nothing.
 """
 
 from __future__ import annotations
