@@ -1,11 +1,11 @@
-"""The listings of README.md and docs/: what commands print, as they print it today.
+"""Write what commands print into the listings of README.md and docs/.
 
-    python docs/listings.py           runs the commands (some minutes) and writes their output into the files
-    python docs/listings.py verify    only those of commands that begin with this word
+    python docs/listings.py           run all commands (some minutes)
+    python docs/listings.py verify    only commands that begin with this word
 
-tests/test_listings.py runs small versions of the same commands and compares what the machine does
-not decide.
-"""  # noqa: E501
+tests/test_listings.py runs small versions of the same commands and compares what does not depend
+on the machine.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ COLUMNS = "100"
 
 @dataclass(frozen=True)
 class Listing:
-    """A block of a file that begins with `$ llmexp COMMAND`. Of the output are shown the lines that
-    match a pattern of `keep`, with what is indented below them; ... stands for the others."""
+    """A part of a block that begins with `$ llmexp COMMAND`, which may go on over lines.
+
+    It shows the lines of the output that match a pattern of `keep`, with the lines indented below
+    them; ... stands for the others.
+    """
 
     file: str
     command: str
-    keep: tuple[str, ...]
-    small: tuple[str, ...]  # overrides that make the same lines in a few seconds
+    keep: tuple[str, ...] = ("",)
+    small: tuple[str, ...] = ()  # overrides that make the same lines in a few seconds
+    code: int = 0  # exit code
 
 
 SMALL = (
@@ -49,6 +53,20 @@ LISTINGS = (
     ),
     Listing(
         "README.md",
+        "train experiment=accumulation_scaling batch.gradient_accumulation_steps=1,2,4 "
+        "train.seed=1,2,3 train.max_tokens=49152 train.eval_tokens=4096 batch.sequence_length=64 "
+        "model.n_layers=2 model.d_model=64 precision=fp32",
+        (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
+        (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
+    ),
+    Listing(
+        "docs/knobs.md",
+        "explain clip.max_norm experiment=shakespeare_nanogpt_cpu clip.max_norm=0.5",
+    ),
+    Listing("docs/knobs.md", "explain real_batch_size batch.gradient_accumulation_steps=4"),
+    Listing("docs/knobs.md", "plan clip=none clip.max_norm=0.5", code=2),
+    Listing(
+        "docs/verify.md",
         "verify resume",
         (r"[vk]", "PASS", "-"),
         (*SMALL, "--steps=6"),
@@ -77,23 +95,20 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
 
 
 def find(listing: Listing, text: str) -> re.Match[str]:
-    """The block in its file: the line of the command, then its output."""
-    found = re.search(
-        rf"```\n(\$ llmexp {re.escape(listing.command)}(?: +#.*)?\n)(.*?)```\n", text, re.S
-    )
-    assert found is not None, (
-        f"{listing.file} has no block that begins with $ llmexp {listing.command}"
-    )
+    """Find the command in its file, and its output up to the next command or the block's end."""
+    words = r"(?: +|\s*\\\n\s*)".join(re.escape(word) for word in listing.command.split())
+    found = re.search(rf"(\$ llmexp {words}(?: +#.*)?\n)(.*?)(?=```|\$ llmexp)", text, re.S)
+    assert found is not None, f"{listing.file} has no line $ llmexp {listing.command}"
     return found
 
 
 def written(listing: Listing, folder: str) -> list[str]:
-    """What the command prints in `folder`."""
+    """Run the command in `folder`; return what it prints."""
     command = [sys.executable, "-m", "llmexp", *listing.command.split()]
     env = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return shown(done.stdout, listing.keep)
+    assert done.returncode == listing.code, done.stderr
+    return shown(done.stdout if listing.code == 0 else done.stderr, listing.keep)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 The only room that touches torch.distributed. In reading order:
 groups  the process group and device mesh of a rank; sums over all ranks
-wrap    DDP, FSDP and tensor parallelism, applied from outside; one reduction a step
-agent   start and watch the ranks of a host
+wrap    DDP, FSDP, tensor parallelism and compilation, from outside; one reduction a step
+agent   start and watch the ranks of a host, restart them, give them their threads
 """
 
 from llmexp.mesh.groups import (

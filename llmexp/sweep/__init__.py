@@ -1,9 +1,9 @@
 """Run a sweep: many points, one folder, one record. In reading order:
 
 main            from the points to the answer and the exit code
-points          compose, check and name the points
+points          compose, check and name the points and their folders
 composing       compose each point; what points share once
-checker, check  assemble the points in another process, without torch in this one
+checker, check  assemble the points and make their folders, in another process
 ledger          sweep.json
 matching        which points an existing sweep has already
 planning        the table of `plan -m`

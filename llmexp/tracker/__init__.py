@@ -1,9 +1,7 @@
-"""Mirror metrics.jsonl in an experiment tracker. The only file that imports wandb.
+"""Mirror metrics.jsonl in a tracker, on a daemon thread behind a queue; only this file imports wandb.
 
-If wandb is missing, slow, cannot reach its server or dies, training neither waits nor fails:
-everything runs on one daemon thread behind a queue, and an error is one line. In reading order:
-this file; calls (the calls to wandb), local (fields and position of the mirror, in the run
-folder), sync (`llmexp sync`: upload a run from its metrics.jsonl).
+Training neither waits nor fails, whatever wandb does; an error is one line. Next to read:
+calls (calls to wandb), local (fields and position of the mirror), sync (`llmexp sync`).
 """
 
 from __future__ import annotations

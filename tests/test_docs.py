@@ -1,0 +1,97 @@
+"""The pages for users and developers name what exists: links, files, functions, tests, rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.test_structure import MODULES, ROOMS
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's titles."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:llmexp|tests|docs|launchers)/[\w./-]+\.\w+)", text):
+        assert (ROOT / name).exists(), name
+
+
+def length(path: Path, name: str) -> int:
+    """Lines of a function or a class, or of the whole file where `name` is empty."""
+    text = path.read_text(encoding="utf-8")
+    if not name:
+        return text.count("\n")
+    found = [
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.parse(text).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name
+    ]
+    assert found, f"{path}:{name}"
+    return found[0]
+
+
+def test_the_tour_has_nine_stops_of_one_evening():
+    stops = re.findall(r"^## \d\. (.*)$", TOUR, re.M)
+    assert len(stops) == 9
+    named = re.findall(r"`([\w/]+\.(?:py|yaml))(?::(\w+))?`", " ".join(stops))
+    assert sum(length(ROOT / file, name) for file, name in named) <= 1700
+    for file, name in re.findall(r"`(llmexp/[\w/]+\.py)(?::(\w+))?`", TOUR):
+        assert length(ROOT / file, name)
+
+
+def table(title: str) -> list[list[str]]:
+    """The rows of the table below a title of the page, without its head."""
+    section = ARCHITECTURE.partition(f"\n## {title}")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_rooms_are_those_of_the_house():
+    assert tuple(row[0].strip("`") for row in table("Rooms")) == ROOMS
+
+
+def test_each_private_api_is_used_and_watched_by_a_test():
+    rows = table("Private APIs")
+    for _, names, file, test in rows:
+        text = (ROOT / "llmexp" / file.strip("`")).read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert name in text, (file, name)
+        path, function = test.strip("`").split("::")
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), test
+    listed = {row[2].strip("`") for row in rows if "test_" in row[3]}
+    for path in MODULES.values():
+        if re.search(r"from hydra\._internal|import hydra\._internal", path.read_text("utf-8")):
+            assert str(path.relative_to(ROOT / "llmexp")) in listed, path
+
+
+@pytest.mark.parametrize(
+    "package", sorted(p.parent for p in MODULES.values() if p.name == "__init__.py"), ids=str
+)
+def test_a_package_lists_its_files(package):
+    found = ast.get_docstring(ast.parse((package / "__init__.py").read_text("utf-8"))) or ""
+    for file in package.glob("*.py"):
+        if not file.name.startswith("__") and package.name != "llmexp":
+            assert re.search(rf"\b{file.stem}\b", found), file
