@@ -54,8 +54,8 @@ LISTINGS = (
     Listing(
         "README.md",
         "train experiment=accumulation_scaling batch.gradient_accumulation_steps=1,2,4 "
-        "train.seed=1,2,3 train.max_tokens=49152 train.eval_tokens=4096 batch.sequence_length=64 "
-        "model.n_layers=2 model.d_model=64 precision=fp32",
+        "train.seed=1,2,3 train.max_tokens=24576 train.eval_tokens=4096 batch.micro_batch_size=4 "
+        "batch.sequence_length=64 model.n_layers=2 model.d_model=64 precision=fp32",
         (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
         (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
     ),

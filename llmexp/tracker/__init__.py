@@ -1,4 +1,4 @@
-"""Mirror metrics.jsonl in a tracker, on a daemon thread behind a queue; only this file imports wandb.
+"""Mirror metrics.jsonl in a tracker, by a daemon thread with a queue. Only this file imports wandb.
 
 Training neither waits nor fails, whatever wandb does; an error is one line. Next to read:
 calls (calls to wandb), local (fields and position of the mirror), sync (`llmexp sync`).
