@@ -12,6 +12,7 @@ from llmexp.__main__ import run
 from llmexp.cli import explain
 from llmexp.cli.derived import DERIVED
 from llmexp.compose import app
+from llmexp.compose.origin import layers
 from llmexp.config import OPEN_SECTIONS, flatten, plain
 from llmexp.knobs import ACTS, fields
 from llmexp.run import Facts, Layout, Run
@@ -110,8 +111,16 @@ def test_what_there_is_not(capsys):
 
 @pytest.fixture
 def unsolved(monkeypatch):
-    """Without the time that assembling a run takes."""
+    """Without the time that assembling a run takes; the files are read once for all knobs."""
     monkeypatch.setattr(explain, "solved", lambda config, key: {"value": None})
+    found = {}
+
+    def once(loader, name, overrides):
+        if tuple(overrides) not in found:
+            found[tuple(overrides)] = layers(loader, name, overrides)
+        return found[tuple(overrides)]
+
+    monkeypatch.setattr(explain, "layers", once)
 
 
 def test_every_knob_is_explained_on_one_screen(unsolved):
