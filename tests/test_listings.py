@@ -64,6 +64,9 @@ def shape(lines: list[str]) -> list[str]:
             "in steps",
             " ".join(line.split()),
         )
+        # Columns after the losses are there as far as they fit, which depends on the figures.
+        line = re.sub(r"(train loss) [a-z].*?(?= # )", r"\1", line)
+        line = re.sub(r"(± # # ± #|best # ± # # ± #)( #)+(?= # |$)", r"\1", line)
         if not found or found[-1] != line:
             found.append(line)
     return found
