@@ -17,7 +17,7 @@ from tests import forks
 
 PRELOADED = (
     "llmexp.train.worker",
-    "llmexp.sweep.points",
+    "llmexp.sweep.check",
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

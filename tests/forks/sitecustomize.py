@@ -108,7 +108,7 @@ if address := os.environ.get("LLMEXP_TEST_FORKS"):
     arguments = [a for a in sys.orig_argv[1:] if a not in ("-P", "-u")]
     ours = arguments[:1] == ["-m"] and arguments[1:2] in (
         ["llmexp.train"],
-        ["llmexp.sweep.checker"],
+        ["llmexp.sweep.check"],
     )
     if ours and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
         hand_over(address)
