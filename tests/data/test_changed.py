@@ -20,7 +20,7 @@ from llmexp.data import sources, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
 from tests.conftest import TINY, llmexp, train
-from tests.test_resume import exact
+from tests.tools import exact
 
 N = 5000
 

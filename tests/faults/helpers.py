@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Result, llmexp
-from tests.test_resume import exact, same_state
+from tests.tools import exact, same_state
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. The fp16 scale overflows at first and grows
 # later; dropout.

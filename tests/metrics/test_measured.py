@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import Result, llmexp, train
-from tests.test_resume import cut_after, exact, same_state
+from tests.tools import cut_after, exact, same_state
 
 SPIKES = (22, 27)  # steps whose sequences hold ids that the model has learnt never to expect
 

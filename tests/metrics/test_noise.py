@@ -23,7 +23,7 @@ from llmexp.metrics.outliers import Outliers
 from llmexp.train.step import Setup, train_step
 from tests import reference
 from tests.conftest import Result, train
-from tests.test_invariance import weights
+from tests.tools import weights
 
 LENGTH, VOCABULARY, WIDTH = 8, 64, 24
 

@@ -20,8 +20,7 @@ from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import group, worker
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
-from tests.test_invariance import weights
-from tests.test_resume import cut_after, exact
+from tests.tools import cut_after, exact, weights
 
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
 SETTINGS = [

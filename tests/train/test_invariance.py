@@ -3,16 +3,15 @@ parameters."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests import reference
 from tests.conftest import Result, train
+from tests.tools import weights
 
 LIMIT = 1.5  # of the gradient norm; some steps are above it, some below
 
@@ -48,24 +47,6 @@ RANKS = {
 def cut_run(folder: Path, tokens: Path, name: str, micro: int, accum: int, *more: str) -> Result:
     cut = [f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accum}"]
     return train(folder, name, *SETTINGS, f"data.train_files=[{tokens}]", *cut, *more)
-
-
-def weights(result: Result, step: int) -> dict[str, torch.Tensor]:
-    """Every parameter of a checkpoint, whole, put together from its files by their own account of
-    where pieces lie."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(result.checkpoint(step).glob("model*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                lies, piece = json.loads(file.metadata()["pieces"])[name], file.get_tensor(name)
-                whole = found.setdefault(
-                    name, torch.full(lies["shape"], torch.nan, dtype=torch.float64)
-                )
-                whole[
-                    tuple(slice(o, o + n) for o, n in zip(lies["offset"], piece.shape, strict=True))
-                ] = piece.double()
-    assert not any(w.isnan().any() for w in found.values())
-    return found
 
 
 def expected(result: Result, tokens: Path, **more) -> reference.Reference:

@@ -12,8 +12,7 @@ import yaml
 
 from llmexp import precision
 from tests.conftest import TINY, llmexp, start, train
-from tests.test_cli import wait_for
-from tests.test_invariance import weights
+from tests.tools import wait_for, weights
 
 SETTINGS = [
     "data=synthetic", "data.n_tokens=5000", "batch.micro_batch_size=4",

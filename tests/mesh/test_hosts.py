@@ -23,8 +23,7 @@ import yaml
 
 from llmexp.mesh.agent import rendezvous
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
-from tests.test_invariance import weights
-from tests.test_resume import exact
+from tests.tools import exact, weights
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
 SETTINGS = [

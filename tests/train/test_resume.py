@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from tests.conftest import TINY, Result, llmexp, start, train
+from tests.tools import cut_after, exact, same_state
 
 # 50 sequences, 8 a step: an epoch ends inside step 7. 20 steps, dropout, rows and evaluation on
 # different beats.
@@ -25,11 +23,6 @@ SETTINGS = [
     "checkpoint.keep=null",
     "checkpoint.every=5", "optimizer.lr=0.01",
 ]  # fmt: skip
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
-"tflops_per_sec_per_rank", "eta",
-         "peak_memory_gib")  # fmt: skip
-
-
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import time
@@ -44,46 +37,12 @@ def hold(event, context):
 HELD = ["--allow", "held", "hooks=[held.hold]"]
 
 
-def exact(result: Result) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
-
-
-def same_state(a: Path, b: Path) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = load_file(a / name), load_file(b / name)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[k], second[k]) for k in first)
-    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(
-        torch.load(b / "state.pt", weights_only=True)
-    )
-
-
-def _flat(value):
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {k: _flat(v) for k, v in value.items()}
-    return [_flat(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 @pytest.fixture(scope="module", params=["fp32", "fp16"])
 def whole(request, tmp_path_factory, tokens) -> tuple[Result, list[str]]:
     settings = [*SETTINGS, f"data.train_files=[{tokens}]", f"precision={request.param}"]
     if request.param == "fp16":  # the scale grows on the way and its overflows are skipped
         settings += ["precision.init_scale=1e7", "precision.growth_interval=4"]
     return train(tmp_path_factory.mktemp(request.param), "whole", *settings), settings
-
-
-def cut_after(result: Result, folder: Path, step: int) -> Path:
-    """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a
-    kill."""
-    copy = folder / f"cut{step}"
-    subprocess.run(["cp", "-r", str(result.folder), str(copy)], check=True)
-    for path in (copy / "checkpoints").iterdir():
-        if int(path.name[5:]) > step:
-            subprocess.run(["rm", "-r", str(path)], check=True)
-    (copy / "status.json").write_text('{"state": "running"}')
-    return copy
 
 
 # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go

@@ -13,7 +13,7 @@ import yaml
 
 from llmexp.__main__ import run
 from tests.conftest import TINY, Result, llmexp
-from tests.test_resume import cut_after, exact
+from tests.tools import cut_after, exact
 
 CODE = '''
 import numpy as np

@@ -14,7 +14,7 @@ import yaml
 
 from llmexp.tracker.local import read_position
 from tests.conftest import ROOT, TINY, environment, llmexp
-from tests.metrics.fake_wandb import FakeWandb
+from tests.tracker.fake_wandb import FakeWandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 QUICK = [

@@ -18,7 +18,7 @@ from llmexp import fileio, rundir
 from llmexp.tracker.local import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, runs_in, sync, upload_command
 from tests.conftest import ROOT
-from tests.metrics.fake_wandb import FakeRun, FakeWandb
+from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

@@ -22,11 +22,11 @@ import yaml
 
 from llmexp.sweep import slurm
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
-from tests.test_resume import exact
+from tests.tools import exact
 
 FRESH_PROCESSES = True  # they get limits, a control group and signals of their own
 
-HERE = Path(__file__).parent / "slurm"
+HERE = Path(__file__).parents[1] / "slurm"
 PATH = os.environ["PATH"] + os.pathsep + "/usr/sbin"
 MISSING = [
     p

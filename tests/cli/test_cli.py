@@ -19,6 +19,7 @@ from llmexp.__main__ import run
 from llmexp.child import start_worker
 from llmexp.sweep.points import as_given
 from tests.conftest import ROOT, TINY, environment, llmexp, start
+from tests.tools import all_gone, session, wait_for
 
 RUN = [
     *TINY,
@@ -40,32 +41,6 @@ heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition("."
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(code, sorted(heavy), used.ru_utime + used.ru_stime, file=sys.stderr)
 """  # noqa: E501
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def session(leader: int) -> list[str]:
-    """Command lines of the living processes of a session."""
-    listed = subprocess.run(
-        ["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-    return [args for sid, stat, args in rows if int(sid) == leader and not stat.startswith("Z")]
-
-
-def all_gone(leader: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while session(leader):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # --- what is printed

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_wandb import FakeWandb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +40,7 @@ from llmexp.tracker.local import (
     with_environment,
     write_position,
 )
+from tests.tracker.fake_wandb import FakeWandb
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -19,8 +19,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.local import Job, Stopped, run_all
 from llmexp.sweep.running import rungs
 from tests.conftest import ROOT, TINY, Result, llmexp, start, train
-from tests.test_cli import all_gone, wait_for
-from tests.test_resume import exact, same_state
+from tests.tools import all_gone, exact, same_state, wait_for
 
 STEPS = 30
 RUN = [

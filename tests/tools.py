@@ -1,0 +1,97 @@
+"""What tests of several rooms ask of a run: its exact rows, its state, a copy cut short, its
+weights; and whether its processes are gone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.conftest import Result
+
+TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
+"tflops_per_sec_per_rank", "eta",
+         "peak_memory_gib")  # fmt: skip
+
+
+def exact(result: Result) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+
+
+def same_state(a: Path, b: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = load_file(a / name), load_file(b / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[k], second[k]) for k in first)
+    assert _flat(torch.load(a / "state.pt", weights_only=True)) == _flat(
+        torch.load(b / "state.pt", weights_only=True)
+    )
+
+
+def _flat(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {k: _flat(v) for k, v in value.items()}
+    return [_flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def cut_after(result: Result, folder: Path, step: int) -> Path:
+    """A copy of the run as it stood right after checkpoint `step`, with rows beyond it, as after a
+    kill."""
+    copy = folder / f"cut{step}"
+    subprocess.run(["cp", "-r", str(result.folder), str(copy)], check=True)
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name[5:]) > step:
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    (copy / "status.json").write_text('{"state": "running"}')
+    return copy
+
+
+def weights(result: Result, step: int) -> dict[str, torch.Tensor]:
+    """Every parameter of a checkpoint, whole, put together from its files by their own account of
+    where pieces lie."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(result.checkpoint(step).glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                lies, piece = json.loads(file.metadata()["pieces"])[name], file.get_tensor(name)
+                whole = found.setdefault(
+                    name, torch.full(lies["shape"], torch.nan, dtype=torch.float64)
+                )
+                whole[
+                    tuple(slice(o, o + n) for o, n in zip(lies["offset"], piece.shape, strict=True))
+                ] = piece.double()
+    assert not any(w.isnan().any() for w in found.values())
+    return found
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def session(leader: int) -> list[str]:
+    """Command lines of the living processes of a session."""
+    listed = subprocess.run(
+        ["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    return [args for sid, stat, args in rows if int(sid) == leader and not stat.startswith("Z")]
+
+
+def all_gone(leader: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while session(leader):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
