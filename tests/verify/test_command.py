@@ -81,7 +81,7 @@ def proof(tmp_path, monkeypatch):
     """A proof that finds what a test gives it."""
     found: list[Check | BaseException] = []
 
-    def verify(config, path, *, steps, shrink):
+    def made_up(config, path, *, steps, shrink):
         for item in found:
             if isinstance(item, BaseException):
                 raise item
@@ -89,7 +89,7 @@ def proof(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(verify.WHAT, "made_up", "something")
-    monkeypatch.setitem(sys.modules, "llmexp.verify.made_up", types.SimpleNamespace(verify=verify))
+    monkeypatch.setitem(sys.modules, "llmexp.verify.made_up", types.SimpleNamespace(verify=made_up))
     return found
 
 
