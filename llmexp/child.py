@@ -1,11 +1,12 @@
-"""What a worker process needs before torch is imported: signals, its parent, exit codes. Standard
-library only."""
+"""Start, signal and watch a child process; and what a child needs before it imports torch: signals,
+its parent, exit codes. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import io
+import json
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import subprocess
+    from subprocess import Popen
 
 DONE, REFUSED, FAILED, PREEMPTED = 0, 2, 3, 75
 # one request reaches a rank several times: from Slurm, by way of srun, passed on by its agent
@@ -83,12 +84,51 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_worker(argument: str, **more: Any) -> subprocess.Popen[Any]:
-    """Return `python -m llmexp.train ARGUMENT`; `more` is for Popen."""
+def start(module: str, *arguments: str, log: Path | None = None, **more: Any) -> Popen[Any]:
+    """Start `python -m MODULE ARGUMENTS` in a process group of its own: Ctrl-C reaches this process
+    alone, which passes it on once.
+
+    `log` gets the child's standard error, and the child has no other stream; `more` is for Popen.
+    """
     import subprocess
 
-    with signals_held():
-        return subprocess.Popen([sys.executable, "-P", "-m", "llmexp.train", argument], **more)
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            errors = stack.enter_context(open(log, "ab"))
+            more |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+        stack.enter_context(signals_held())
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        return subprocess.Popen(command, **{"process_group": 0, **more})
+
+
+def start_worker(argument: str, **more: Any) -> Popen[Any]:
+    """Start `python -m llmexp.train ARGUMENT`, as `start` does."""
+    return start("llmexp.train", argument, **more)
+
+
+def hand_over(process: Popen[str], request: dict[str, Any]) -> None:
+    """Write a request to a child that reads it; the exit code of one that has died says why."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        json.dump(request, pipe)
+
+
+def pass_on(process: Popen[Any], number: int) -> None:
+    """Pass a signal on to a child that may have ended; a worker takes a hang-up as SIGTERM."""
+    process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+@contextlib.contextmanager
+def signals_passed_on(process: Popen[Any]) -> Iterator[list[int]]:
+    """Pass signals on to a child for a while; yield the numbers of those passed on so far."""
+    passed: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        pass_on(process, number)
+
+    with handling(PASSED_ON, handler, stay=lambda: bool(passed)):
+        yield passed
 
 
 def how_it_died(code: int, stopped: bool) -> str:

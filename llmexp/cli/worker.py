@@ -3,34 +3,33 @@ it."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from llmexp import rundir
-from llmexp.child import DONE, FAILED, PASSED_ON, REFUSED, handling, how_it_died, start_worker
+from llmexp.child import (
+    DONE,
+    FAILED,
+    REFUSED,
+    hand_over,
+    how_it_died,
+    signals_passed_on,
+    start_worker,
+)
 
 
 class Worker:
     """A worker process that is already importing torch while the parent still composes."""
 
     def __init__(self) -> None:
-        self.stopped = False  # whether a signal was passed on to it
         self._report, self._child_end = os.pipe()
-        self._process = start_worker(
-            "-",
-            stdin=subprocess.PIPE,
-            pass_fds=(self._child_end,),
-            process_group=0,  # Ctrl-C reaches the parent, which passes it on once
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        self._process = start_worker("-", stdin=pipe, pass_fds=(self._child_end,), text=True)
         os.close(self._child_end)
 
     def discard(self) -> None:
@@ -44,37 +43,28 @@ class Worker:
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Send the request and wait; (exit code, run folder if one was made). Signals are passed
         on."""
-        assert self._process.stdin is not None
-        with handling(PASSED_ON, self._forward, stay=lambda: self.stopped):
-            with (
-                suppress(BrokenPipeError),
-                self._process.stdin as pipe,
-            ):  # a dead worker's exit code says why
-                json.dump({**request, "report_fd": self._child_end}, pipe)
+        with signals_passed_on(self._process) as passed:
+            hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()
         with os.fdopen(self._report, encoding="utf-8", errors="surrogateescape") as report:
             text = report.read()
         path = Path(text) if text else None
         running = path is not None and rundir.read_status(path).get("state") == "running"
         if code < 0 or (code not in (DONE, REFUSED) and running):
-            return self._died(code, path), path
+            return died(code, path, bool(passed)), path
         return code, path
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _died(self, code: int, path: Path | None) -> int:
-        """Say and record a death that the worker could not record itself."""
-        text = how_it_died(code, self.stopped)
-        if path is None:
-            print(f"llmexp: {text} before the run started", file=sys.stderr)
-            return FAILED
-        if rundir.read_status(path).get("state") == "finished":  # it was only about to say so
-            return DONE
-        text += rundir.bus_error(path, code)
-        with suppress(OSError):  # the disk may be what failed
-            rundir.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
-        print(f"llmexp: training failed: {text}; {rundir.what_is_left(path)}", file=sys.stderr)
+def died(code: int, path: Path | None, stopped: bool) -> int:
+    """Say and record a death that the worker could not record itself."""
+    text = how_it_died(code, stopped)
+    if path is None:
+        print(f"llmexp: {text} before the run started", file=sys.stderr)
         return FAILED
+    if rundir.read_status(path).get("state") == "finished":  # it was only about to say so
+        return DONE
+    text += rundir.bus_error(path, code)
+    with suppress(OSError):  # the disk may be what failed
+        rundir.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
+    print(f"llmexp: training failed: {text}; {rundir.what_is_left(path)}", file=sys.stderr)
+    return FAILED

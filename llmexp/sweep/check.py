@@ -13,7 +13,7 @@ import torch
 from llmexp import provenance, rundir
 from llmexp.assembly.assemble import assemble
 from llmexp.assembly.parts import Shared
-from llmexp.child import die_with_parent, never_fail_to_print
+from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import ConfigError, build, plain
 from llmexp.redact import redacted
 from llmexp.sweep.ledger import identity
@@ -59,5 +59,6 @@ def serve() -> None:
 if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
+    STOP.install()
     provenance.begin()  # once, for all points
     serve()

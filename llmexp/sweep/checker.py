@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from llmexp.child import start
 from llmexp.config import ConfigError
 from llmexp.sweep.points import Point
 from llmexp.sweep.progress import counted
@@ -20,9 +20,8 @@ class Checker:
     composed."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", "-m", "llmexp.sweep.check"]
         pipe = subprocess.PIPE
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0)
+        self._child = start("llmexp.sweep.check", stdin=pipe, stdout=pipe, text=True)
 
     def __enter__(self) -> Checker:
         return self

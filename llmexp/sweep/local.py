@@ -24,6 +24,7 @@ from llmexp.child import (
     handling,
     how_it_died,
     kill_family,
+    pass_on,
     start_worker,
 )
 from llmexp.config import ConfigError
@@ -71,8 +72,7 @@ class Stopped:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         for active in list(self.active):
-            with contextlib.suppress(ProcessLookupError):
-                active.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            pass_on(active.process, number)
 
 
 def visible_devices(count: int) -> list[str]:
@@ -156,15 +156,7 @@ def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[byte
         env.setdefault(
             "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks))
         )
-    with open(job.path / STDERR, "ab") as errors:
-        return start_worker(
-            str(job.path),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=env,
-            process_group=0,  # Ctrl-C reaches this process, which passes it on once
-        )
+    return start_worker(str(job.path), log=job.path / STDERR, env=env)
 
 
 def end_if_silent(one: Active, silence_s: float | None) -> None:

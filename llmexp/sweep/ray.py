@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,16 +58,8 @@ def train(path: str, environment: dict[str, str]) -> int:
     # this task was here before, and is still saving
     while rundir.is_locked(Path(path)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    with open(Path(path) / STDERR, "ab") as errors:
-        child = start_worker(
-            path,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=kept | environment,
-            cwd=environment["PWD"],
-            process_group=0,
-        )
+    env = kept | environment
+    child = start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
     try:
         while (code := child.poll()) is None:  # not wait(), which Ray's interrupt does not end
             time.sleep(0.2)

@@ -353,7 +353,7 @@ def run(path: Path) -> int:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
     }  # else a lost node is told by traces of C++ before the words
-    code: int = start_worker(str(path), env=env).wait()
+    code: int = start_worker(str(path), env=env, process_group=None).wait()
     first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if seen and first_node and code not in (DONE, REFUSED):
         requeue(os.environ["SLURM_JOB_ID"], warned=signal.SIGUSR2 in seen, saved=code == PREEMPTED)

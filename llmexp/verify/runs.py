@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from llmexp import rundir
-from llmexp.child import DONE, PASSED_ON, handling, start_worker
+from llmexp.child import DONE, hand_over, signals_passed_on, start_worker
 from llmexp.config import Config, ConfigError, plain
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
@@ -74,19 +72,11 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
     """Return a worker that makes the run folder `path`, or goes on with the run in it, in a process
     group of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    streams: dict[str, Any] = {"env": {**os.environ, **env}, "stdin": subprocess.PIPE, "text": True}
     with open(path.parent / OUTPUT, "a", encoding="utf-8") as output:
-        process = start_worker(
-            "-",
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **env},
-            process_group=0,
-            text=True,
-        )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        json.dump({"config": plain(config), "folder": str(path.absolute()), "fixed": True}, pipe)
+        process = start_worker("-", stdout=output, stderr=output, **streams)
+    request = {"config": plain(config), "folder": str(path.absolute()), "fixed": True}
+    hand_over(process, request)
     return process
 
 
@@ -94,15 +84,9 @@ def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
 def ended_with_us(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     """Pass signals on to a worker, and leave none behind. Yields the numbers of those passed on so
     far."""
-    passed_on: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        passed_on.append(number)
-        process.send_signal(number)
-
-    with handling(PASSED_ON, forward):
+    with signals_passed_on(process) as passed:
         try:
-            yield passed_on
+            yield passed
         finally:
             if process.poll() is None:
                 process.kill()
