@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shlex
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,10 +17,8 @@ from typing import Any
 
 import yaml
 
-from llmexp.config import Config, ConfigError, build, fill
-from llmexp.data.files import cut_files
+from llmexp.config import Config, ConfigError, build
 from llmexp.fileio import read_json, write_json, write_whole
-from llmexp.redact import redacted
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -34,8 +31,6 @@ CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
 
 SIGN_S = 1800.0  # rows of a large model may be this far apart
 FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
-# the error of a run that `mend_status` found
-CUT = "cut: ended without a word (power cut or reboot?)"
 
 
 def check_plain(path: Path) -> None:
@@ -185,10 +180,10 @@ def is_alive(path: Path, status: dict[str, Any]) -> bool:
         return True
     if status.get("host") in (None, socket.gethostname()):
         return False
-    return time.time() - _last_written(path) < SIGN_S
+    return time.time() - last_written(path) < SIGN_S
 
 
-def _last_written(path: Path) -> float:
+def last_written(path: Path) -> float:
     """Return when a run last gave a sign of life, in seconds since 1970."""
     return max(
         (f.stat().st_mtime for f in (path / METRICS, path / STATUS, path / LOG) if f.exists()),
@@ -238,41 +233,6 @@ def _overwrite(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def mend_status(path: Path) -> None:
-    """After a power cut status.json still says running, or is not there: of a run of this host that
-    nobody works on it is made failed, with its figures. What cannot be locked or written is left as
-    it is."""
-    if read_status(path).get("host") not in (None, socket.gethostname()):
-        return  # elsewhere it may be alive
-    with contextlib.suppress(OSError, ConfigError):
-        written = _last_written(path)
-        with locked(path), locked(path, ".lock-ranks"):
-            status = read_status(path)
-            # it may be alive on any host until then
-            lost = not status and time.time() - written > SIGN_S
-            if status.get("state") == "running" or lost:
-                # when last alive
-                write_status(path, "failed", error=CUT, updated=status.get("updated", written))
-
-
-def bus_error(path: Path, code: int) -> str:
-    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
-    any other exit code."""
-    if code != -signal.SIGBUS:
-        return ""
-    states: Any = {}
-    with contextlib.suppress(ConfigError):
-        recorded = read_json(path / RUN).get("data_files") or {}
-        states = {
-            str(fill(name, "data_files")): size
-            for name, size in recorded.items()
-            if isinstance(size, int)
-        }
-    return redacted(
-        f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
-    )
-
-
 def how_to_resume(path: Path) -> str:
     """Return the command that goes on with the run, for the clipboard."""
     return f"llmexp resume {shlex.quote(str(path))}{allowed_again()}"
@@ -282,23 +242,6 @@ def allowed_again() -> str:
     """Return the end of a command that has to allow the same packages again."""
     allowed = os.environ.get("LLMEXP_ALLOW")
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
-
-
-def what_is_left(path: Path) -> str:
-    """Of a run that failed: its newest checkpoint, and the way to go on."""
-    saved = sorted(
-        p.parent.name
-        for p in (path / CHECKPOINTS).glob("step_*/manifest.json")
-        if p.parent.name[5:].isdigit()
-    )
-    intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
-    again = "the same command"  # where not even a config could be written
-    with contextlib.suppress(ConfigError, KeyError, TypeError):
-        hosts = read_config(path)["parallelism"]["nnodes"]
-        again = (
-            how_to_resume(path) if hosts == 1 else f"start it on each of the {hosts} hosts again"
-        )
-    return f"{intact}; to go on: {again}"
 
 
 class Rows:

@@ -21,7 +21,8 @@ MODULES = {
 ROOMS = (
     "values", "config", "run", "knobs", "labels", "child", "redact", "fileio",
     "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "checkpoint",
-    "rundir", "provenance", "tracker", "compare", "assembly", "train", "compose", "sweep", "verify",
+    "rundir", "ending", "provenance", "tracker", "compare", "assembly", "train", "compose", "sweep",
+    "verify",
     "cli", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.
@@ -58,7 +59,6 @@ MOST_LINES = {
     "llmexp.mesh.agent": 363,
     "llmexp.models.loss": 386,
     "llmexp.run": 532,
-    "llmexp.rundir": 397,
     "llmexp.sweep.slurm": 415,
     "llmexp.tracker": 401,
     "llmexp.tracker.sync": 360,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, rundir
+from llmexp import ending, fileio, rundir
 from llmexp.child import DONE, REFUSED
 from llmexp.compare.figures import number
 from llmexp.compare.reading import Sweep, clean_name, find, read_facts, read_status, state_of
@@ -100,7 +100,7 @@ def run(arguments: list[str]) -> int:
 def _line(path: Path, sweep: Sweep | None) -> Line:
     status, facts = read_status(path), read_facts(path)
     if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
-        rundir.mend_status(path)
+        ending.mend_status(path)
         status = read_status(path)
     summary = status.get("summary")
     summary = summary if isinstance(summary, dict) else {}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from llmexp.child import (
     signals_passed_on,
     start_worker,
 )
+from llmexp.ending import conclude, how_it_left, what_is_left
 
 
 class Worker:
@@ -49,22 +48,20 @@ class Worker:
         with os.fdopen(self._report, encoding="utf-8", errors="surrogateescape") as report:
             text = report.read()
         path = Path(text) if text else None
-        running = path is not None and rundir.read_status(path).get("state") == "running"
-        if code < 0 or (code not in (DONE, REFUSED) and running):
-            return died(code, path, bool(passed)), path
-        return code, path
+        return concluded(code, path, bool(passed)), path
 
 
-def died(code: int, path: Path | None, stopped: bool) -> int:
-    """Say and record a death that the worker could not record itself."""
-    text = how_it_died(code, stopped)
-    if path is None:
-        print(f"llmexp: {text} before the run started", file=sys.stderr)
+def concluded(code: int, path: Path | None, stopped: bool) -> int:
+    """Return the exit code of the run in the folder; print and record a death that the worker could
+    not record itself."""
+    if path is None and code < 0:
+        print(f"llmexp: {how_it_died(code, stopped)} before the run started", file=sys.stderr)
         return FAILED
-    if rundir.read_status(path).get("state") == "finished":  # it was only about to say so
-        return DONE
-    text += rundir.bus_error(path, code)
-    with suppress(OSError):  # the disk may be what failed
-        rundir.write_status(path, "failed", error=text, exit_code=FAILED, ended=time.time())
-    print(f"llmexp: training failed: {text}; {rundir.what_is_left(path)}", file=sys.stderr)
-    return FAILED
+    running = path is not None and rundir.read_status(path).get("state") == "running"
+    if path is None or code in (DONE, REFUSED) or (code > 0 and not running):
+        return code
+    end = conclude(path, how_it_left(code), code=code, stopped=stopped)
+    if end.found:
+        what = "training failed: " if end.state == "failed" else ""
+        print(f"llmexp: {what}{end.error}; {what_is_left(path)}", file=sys.stderr)
+    return end.exit_code

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from llmexp import rundir
+from llmexp import ending, rundir
 from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
@@ -241,13 +241,9 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
 def state_of(path: Path, status: dict[str, Any]) -> str:
     """Return the state by status.json, but `cut` for a running one whose lock nobody holds, also
     after that was mended there; queued where nothing is said."""
-    state = status.get("state")
-    if (state == "running" and not rundir.is_alive(path, status)) or status.get(
-        "error"
-    ) == rundir.CUT:
-        return "cut"
-    if state in STATES:
-        return str(state)
+    state = "cut" if status.get("error") == ending.CUT else ending.state_now(path, status)
+    if state == "cut" or state in STATES:
+        return state
     return "cut" if (path / rundir.METRICS).exists() else "queued"  # a status that was lost
 
 

@@ -12,22 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from llmexp import rundir
 from llmexp.child import (
     DONE,
-    FAILED,
     PASSED_ON,
     PREEMPTED,
     REFUSED,
     handling,
-    how_it_died,
     kill_family,
     pass_on,
     start_worker,
 )
 from llmexp.config import ConfigError
+from llmexp.ending import Left, conclude, how_it_left
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
@@ -179,46 +177,29 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
 
 def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     """Return whether the run failed; records a death that it could not record itself."""
-    status = rundir.read_status(path)
-    state, left = status.get("state"), code in (DONE, PREEMPTED)
-    if code == REFUSED and rundir.is_alive(path, status):  # another command's process trains there
-        return False
-    by_signal = code > 128 or -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-    if state == "finished":
-        return False
-    if stopped and (left or by_signal):
-        if state == "running" and not rundir.is_locked(path):
-            rundir.write_status(
-                path, "preempted", error="stopped before it could save", ended=time.time()
-            )
-        return False
-    if left and state == "preempted":
-        if not status.get("error") and not by_plan(path, status):
-            rundir.write_status(
-                path, "preempted", error="a signal that was not for the whole sweep stopped it"
-            )
-        return False
-    if state == "failed" and code >= 0 and not cause:
-        return True
-    text = cause or (last_words(path) if code >= 0 and not left else "")
-    if not text and left:
-        text = f"the process ended with exit code {code} before its last step"
-    text = text or how_it_died(code, stopped) + rundir.bus_error(path, code)
-    exit_code = code if code == REFUSED else FAILED
-    rundir.write_status(path, "failed", error=text, exit_code=exit_code, ended=time.time())
-    return True
+    left = how_it_left(code)
+    if cause and left is not Left.WELL:
+        left = Left.ENDED
+    end = conclude(path, left, code=code, stopped=stopped, cause=cause or last_words(path, code))
+    if end.state == "preempted" and not (stopped or end.error or by_plan(path)):
+        text = "a signal that was not for the whole sweep stopped it"
+        rundir.write_status(path, "preempted", error=text)
+    return end.state == "failed"
 
 
-def by_plan(path: Path, status: dict[str, Any]) -> bool:
+def by_plan(path: Path) -> bool:
     """Return whether a run stopped where train.stop_step had it stop."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
-        return bool(status["summary"]["steps"] == rundir.read_config(path)["train"]["stop_step"])
+        steps = rundir.read_status(path)["summary"]["steps"]
+        return bool(steps == rundir.read_config(path)["train"]["stop_step"])
     return False
 
 
-def last_words(path: Path) -> str:
-    """Return the last line that the worker itself said on standard error, such as why it
-    refused."""
+def last_words(path: Path, code: int) -> str:
+    """Return the last line that the worker itself printed on standard error, such as why it
+    refused; "" for one that a signal ended, or that left well."""
+    if code < 0 or code in (DONE, PREEMPTED):
+        return ""
     with contextlib.suppress(OSError):
         lines = (path / STDERR).read_text(encoding="utf-8", errors="replace").splitlines()
         said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]

@@ -167,7 +167,7 @@ def name_of(entry: Entry, swept: Sequence[str]) -> str:
 def waits(entry: Entry, where: Path) -> bool:
     """Tell whether a run has stopped at a rung of successive halving, where it was to stop."""
     path = where / entry.folder
-    return not entry.error and by_plan(path, rundir.read_status(path))
+    return not entry.error and by_plan(path)
 
 
 def told(entry: Entry, ledger: Ledger) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, mesh, rundir
+from llmexp import ending, fileio, mesh, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.child import FAILED, REFUSED
 from llmexp.config import ConfigError, Parallelism, plain
@@ -83,7 +83,7 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     # for the other hosts, which only see that it has gone
     if death is not None and death.exit_code < 0:
         on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
-        text = f"{death}{on}{rundir.bus_error(path, death.exit_code)}"
+        text = f"{death}{on}{ending.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
     if p.nnodes == 1:  # what an earlier group failed of is over

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import yaml
 
-from llmexp import fileio, mesh, provenance, rundir
+from llmexp import ending, fileio, mesh, provenance, rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.targets import own_line
 from llmexp.checkpoint import loading, saving
@@ -267,7 +267,7 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
 def fail(path: Path, code: int, text: str, trace: str = "") -> None:
     """Say and record that the run failed."""
     text, trace = redacted(text), redacted(trace)
-    message = text if code == REFUSED else f"training failed: {text}; {rundir.what_is_left(path)}"
+    message = text if code == REFUSED else f"training failed: {text}; {ending.what_is_left(path)}"
     print(f"{trace}llmexp: {message}", file=sys.stderr)
     with (
         contextlib.suppress(OSError, ConfigError),

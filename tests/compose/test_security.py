@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import redact, rundir
+from llmexp import ending, redact, rundir
 from llmexp.__main__ import run
 from llmexp.assembly import targets
 from llmexp.compose import app, guard
@@ -320,7 +320,7 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     (tmp_path / "run.json").write_text(
         json.dumps({"data_files": {"${oc.env:CANARY_DATA}/train.npy": 1000, "x": "y"}})
     )
-    told = rundir.bus_error(tmp_path, -signal.SIGBUS)
+    told = ending.bus_error(tmp_path, -signal.SIGBUS)
     assert "${oc.env:CANARY_DATA}/train.npy: this token file was cut from 1,000 to 10 bytes" in told
     assert "canary-folder" not in told
 

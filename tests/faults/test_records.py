@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import rundir
+from llmexp import ending, rundir
 from llmexp.__main__ import run as command
 from llmexp.checkpoint import loading
 from llmexp.compare.reading import find, read
@@ -139,7 +139,7 @@ def test_a_power_cut_is_seen_mended_and_gone_on_from_under_a_clock_that_jumps(
     figures = run.json("status.json")["summary"]
     assert read(find([run.folder])[0])[0].state == "cut"
     assert state_shown(run.folder, capsys) == "cut"
-    assert_status(run, "failed", None, rundir.CUT)
+    assert_status(run, "failed", None, ending.CUT)
     assert run.json("status.json")["summary"] == figures
     assert state_shown(run.folder, capsys) == "cut"  # mended, it is still one
     assert read(find([run.folder])[0])[0].state == "cut"
@@ -172,7 +172,7 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
     for name in ("metrics.jsonl", "train.log"):
         os.utime(run.folder / name, (1e9, 1e9))
     assert state_shown(run.folder, capsys) == "cut"
-    assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": rundir.CUT}
+    assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": ending.CUT}
 
 
 def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
@@ -209,7 +209,7 @@ def test_what_may_be_alive_is_not_mended(whole, tmp_path, capsys):
         run = cut_run(whole, tmp_path / name)
         with rundir.locked(run, name):
             assert state_shown(run, capsys) == "running"
-            rundir.mend_status(run)
+            ending.mend_status(run)
         assert rundir.read_status(run)["state"] == "running"
     run = cut_run(whole, tmp_path / "sealed")
     bound = subprocess.run(

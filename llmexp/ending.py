@@ -1,0 +1,194 @@
+"""How a run ended: one table for everybody who watches runs, and the words for it.
+
+A run says itself how it ended, in status.json. Its watcher (the command, a sweep, Slurm, Ray, an
+agent of ranks, a later look) decides by RULES whether that stands, and writes what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from llmexp import rundir
+from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
+from llmexp.config import ConfigError, fill
+from llmexp.data.files import cut_files
+from llmexp.fileio import read_json
+from llmexp.redact import redacted
+
+CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run that was mended
+
+
+class Left(Enum):
+    """How a run's processes left, as its watcher saw it."""
+
+    WELL = auto()  # exit code 0 or 75
+    REFUSED = auto()  # exit code 2
+    BAD = auto()  # another exit code
+    STOPPED = auto()  # by a stop signal, or with the exit code of one
+    KILLED = auto()  # by another signal
+    ENDED = auto()  # its watcher ended it, or knows what did
+    GONE = auto()  # unseen: its job or its host is no more
+    UNKNOWN = auto()  # nobody watched it
+
+
+def how_it_left(code: int) -> Left:
+    """Return it from an exit code; a negative one is a signal."""
+    if code in (-number for number in STOP_SIGNALS) or code > 128:
+        return Left.STOPPED
+    if code < 0:
+        return Left.KILLED
+    return {DONE: Left.WELL, PREEMPTED: Left.WELL, REFUSED: Left.REFUSED}.get(code, Left.BAD)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line of the table; an empty condition holds always."""
+
+    on_disk: tuple[str, ...] = ()  # the state that status.json says; "" for none
+    left: tuple[Left, ...] = ()
+    stopped: bool | None = None  # whether its watcher asked it to stop
+    held: bool | None = None  # whether a process still is at work in the folder
+    state: str = ""  # how the run ended; "" for what is on disk
+    cause: str = ""  # its error, unless the watcher knows a better one
+    exit_code: int = FAILED  # where a state is given
+
+    def holds(self, on_disk: str, left: Left, stopped: bool, held: bool) -> bool:
+        return (
+            (not self.on_disk or on_disk in self.on_disk)
+            and (not self.left or left in self.left)
+            and self.stopped in (None, stopped)
+            and self.held in (None, held)
+        )
+
+
+SPOKE = (Left.WELL, Left.REFUSED, Left.BAD, Left.STOPPED)  # it could write its status
+EARLY = "the process ended with exit code {code} before its last step"
+# The first rule that holds decides.
+RULES = (
+    Rule(on_disk=("finished",)),
+    # another command's process trains there
+    Rule(left=(Left.REFUSED,), held=True),
+    Rule(("running",), (Left.WELL, Left.STOPPED), stopped=True, held=False,
+         state="preempted", cause="stopped before it could save"),
+    Rule(left=(Left.WELL, Left.STOPPED), stopped=True),
+    Rule(("preempted",), (Left.WELL, Left.STOPPED, Left.GONE)),
+    Rule(("failed",), (*SPOKE, Left.GONE)),
+    Rule(("running",), (Left.GONE,), held=True),
+    Rule(("running",), (Left.UNKNOWN,), held=False, state="cut", cause=CUT),
+    Rule(left=(Left.UNKNOWN,)),
+    Rule(left=(Left.WELL,), state="failed", cause=EARLY),
+    Rule(left=(Left.REFUSED,), state="failed", cause="{death}", exit_code=REFUSED),
+    Rule(state="failed", cause="{death}"),
+)  # fmt: skip
+
+
+def decide(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> Rule:
+    """Return the rule for a run: how it ended, why, and with which exit code."""
+    return next(rule for rule in RULES if rule.holds(on_disk or "", left, stopped, held))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    state: str
+    error: str | None
+    exit_code: int
+    found: bool  # by its watcher; else it is what status.json said already
+
+
+def conclude(
+    path: Path, left: Left, *, code: int = FAILED, stopped: bool = False, cause: str = ""
+) -> Ending:
+    """Return how the run in a folder ended, and record it there if the run could not. `cause`: what
+    its watcher knows of it."""
+    status = rundir.read_status(path)
+    on_disk = status.get("state", "")
+    # a refusal may come from a process of another host, whose locks may not be seen here
+    held = rundir.is_alive(path, status) if left is Left.REFUSED else rundir.is_held(path)
+    rule = decide(on_disk, left, stopped=stopped, held=held)
+    if not rule.state:
+        known = {"finished": DONE, "preempted": PREEMPTED}.get(on_disk, code)
+        return Ending(on_disk, status.get("error"), known, found=False)
+    death = how_it_died(code, stopped) + bus_error(path, code)
+    error = cause or rule.cause.format(code=code, death=death)
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        record_end(path, rule.state, rule.exit_code, error)
+    return Ending(rule.state, error, rule.exit_code, found=True)
+
+
+def record_end(path: Path, state: str, exit_code: int, error: str | None, **more: Any) -> None:
+    """Write the end of a run to its status. Raises OSError."""
+    rundir.write_status(path, state, error=error, exit_code=exit_code, ended=time.time(), **more)
+
+
+def state_now(path: Path, status: Mapping[str, Any]) -> str:
+    """Return the state of a run that nobody watches: that of its status, "" where it has none, and
+    "cut" for a running one that no process is at work in."""
+    state = status.get("state")
+    if state != "running":  # the others do not depend on who is there
+        return state if isinstance(state, str) else ""
+    held = rundir.is_alive(path, dict(status))
+    return decide(state, Left.UNKNOWN, stopped=False, held=held).state or state
+
+
+def mend_status(path: Path) -> None:
+    """Record that a run of this host failed which no process is at work in, though its status says
+    running or is lost, as after a power cut; its figures stay. What cannot be locked or written is
+    left as it is."""
+    if rundir.read_status(path).get("host") not in (None, socket.gethostname()):
+        return  # elsewhere it may be alive
+    with contextlib.suppress(OSError, ConfigError):
+        written = rundir.last_written(path)
+        with rundir.locked(path), rundir.locked(path, ".lock-ranks"):
+            status = rundir.read_status(path)
+            # it may be alive on any host until then
+            lost = not status and time.time() - written > rundir.SIGN_S
+            if status.get("state") == "running" or lost:
+                updated = status.get("updated", written)  # when last alive
+                rundir.write_status(path, "failed", error=CUT, updated=updated)
+
+
+def bus_error(path: Path, code: int) -> str:
+    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
+    any other exit code."""
+    if code != -signal.SIGBUS:
+        return ""
+    states: Any = {}
+    with contextlib.suppress(ConfigError):
+        recorded = read_json(path / rundir.RUN).get("data_files") or {}
+        states = {
+            str(fill(name, "data_files")): size
+            for name, size in recorded.items()
+            if isinstance(size, int)
+        }
+    return redacted(
+        f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
+    )
+
+
+def what_is_left(path: Path) -> str:
+    """Return the newest checkpoint of a run that failed, and the way to go on."""
+    saved = sorted(
+        p.parent.name
+        for p in (path / rundir.CHECKPOINTS).glob("step_*/manifest.json")
+        if p.parent.name[5:].isdigit()
+    )
+    intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+    again = "the same command"  # where not even a config could be written
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        hosts = rundir.read_config(path)["parallelism"]["nnodes"]
+        again = (
+            rundir.how_to_resume(path)
+            if hosts == 1
+            else f"start it on each of the {hosts} hosts again"
+        )
+    return f"{intact}; to go on: {again}"

@@ -1,0 +1,131 @@
+"""How a run ended, by its status and by how its processes left: the whole table, and what is then
+recorded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import socket
+
+import pytest
+
+from llmexp import ending, rundir
+from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED
+from llmexp.ending import RULES, Left, conclude, decide, how_it_left, state_now
+
+STATES = ("", "queued", "running", "finished", "failed", "preempted")
+# Each word: nobody stopped it and nobody is at work there; nobody stopped it, but somebody is at
+# work there; its watcher stopped it; it stopped it, but somebody is at work there.
+# = keeps the state, F failed, R failed (refused), P preempted, C cut.
+TABLE = """
+             ""    queued  running  finished  failed  preempted
+WELL         FF==  FF==    FFP=     ====      ====    ====
+REFUSED      R=R=  R=R=    R=R=     ====      ====    R=R=
+BAD          FFFF  FFFF    FFFF     ====      ====    FFFF
+STOPPED      FF==  FF==    FFP=     ====      ====    ====
+KILLED       FFFF  FFFF    FFFF     ====      FFFF    FFFF
+ENDED        FFFF  FFFF    FFFF     ====      FFFF    FFFF
+GONE         FFFF  FFFF    F=F=     ====      ====    ====
+UNKNOWN      ====  ====    C=C=     ====      ====    ====
+"""
+LETTERS = {
+    ("", FAILED): "=", ("failed", FAILED): "F", ("failed", REFUSED): "R",
+    ("preempted", FAILED): "P", ("cut", FAILED): "C",
+}  # fmt: skip
+EXPECTED = {
+    (state, Left[line.split()[0]]): word
+    for line in TABLE.strip().splitlines()[1:]
+    for state, word in zip(STATES, line.split()[1:], strict=True)
+}
+
+
+@pytest.mark.parametrize("left", Left)
+@pytest.mark.parametrize("state", STATES)
+def test_every_way_to_leave_every_state_is_in_the_table(state, left):
+    found = [
+        decide(state or None, left, stopped=stopped, held=held)
+        for stopped, held in itertools.product((False, True), repeat=2)
+    ]
+    word = "".join(LETTERS[rule.state, rule.exit_code] for rule in found)
+    assert word == EXPECTED[state, left]
+    assert all(bool(rule.cause) == bool(rule.state) for rule in found)
+
+
+def test_every_rule_decides_something():
+    cases = itertools.product(STATES, Left, (False, True), (False, True))
+    used = [decide(state, left, stopped=s, held=h) for state, left, s, h in cases]
+    assert set(RULES) == set(used)
+
+
+@pytest.mark.parametrize(
+    ("code", "left"),
+    [
+        (0, Left.WELL), (75, Left.WELL), (2, Left.REFUSED), (1, Left.BAD), (3, Left.BAD),
+        (130, Left.STOPPED), (143, Left.STOPPED), (-signal.SIGTERM, Left.STOPPED),
+        (-signal.SIGUSR2, Left.STOPPED), (-signal.SIGKILL, Left.KILLED),
+        (-signal.SIGBUS, Left.KILLED),
+    ],
+)  # fmt: skip
+def test_an_exit_code_tells_how_a_process_left(code, left):
+    assert how_it_left(code) is left
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "more", "expected", "error"),
+    [
+        ("running", 0, {}, ("failed", FAILED), "exit code 0 before its last step"),
+        ("running", 75, {"stopped": True}, ("preempted", FAILED), "stopped before it could save"),
+        ("running", 1, {}, ("failed", FAILED), "ended with exit code 1 and without a word"),
+        ("running", 1, {"cause": "its last line"}, ("failed", FAILED), "its last line"),
+        ("queued", 2, {"cause": "its config"}, ("failed", REFUSED), "its config"),
+        ("running", -9, {}, ("failed", FAILED), "signal 9 (SIGKILL; out of memory?)"),
+        ("preempted", 75, {}, ("preempted", PREEMPTED), None),
+        ("finished", -9, {}, ("finished", DONE), None),
+        ("failed", 3, {}, ("failed", FAILED), "its own"),
+        ("failed", 2, {}, ("failed", REFUSED), "its own"),
+    ],
+)  # fmt: skip
+def test_an_end_that_a_run_could_not_record_is_recorded(
+    tmp_path, state, code, more, expected, error
+):
+    rundir.write_status(tmp_path, state, error="its own" if state == "failed" else None)
+    before = rundir.read_status(tmp_path)
+    end = conclude(tmp_path, how_it_left(code), code=code, **more)
+    assert (end.state, end.exit_code) == expected
+    assert (end.error is None) == (error is None)
+    assert error is None or error in str(end.error)
+    status = rundir.read_status(tmp_path)
+    if not end.found:
+        assert status == before
+    else:
+        assert status["ended"] >= before["updated"]
+        assert [status[key] for key in ("state", "error", "exit_code")] == [
+            end.state, end.error, end.exit_code,
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lock", [".lock", ".lock-ranks"])
+def test_a_run_that_another_process_is_at_work_in_is_left_alone(tmp_path, lock):
+    rundir.write_status(tmp_path, "running", host=socket.gethostname())
+    before = rundir.read_status(tmp_path)
+    with rundir.locked(tmp_path, lock):
+        for left in (Left.REFUSED, Left.GONE):
+            assert not conclude(tmp_path, left).found
+        assert state_now(tmp_path, before) == "running"
+    assert rundir.read_status(tmp_path) == before
+    assert state_now(tmp_path, before) == "cut"
+    assert conclude(tmp_path, Left.GONE, cause="the job is gone").error == "the job is gone"
+
+
+@pytest.mark.parametrize("state", [None, 3, "odd", "queued", "finished"])
+def test_a_state_that_is_not_running_is_as_it_was_written(tmp_path, state):
+    assert state_now(tmp_path, {"state": state}) == (state if isinstance(state, str) else "")
+
+
+def test_a_full_disk_hides_no_end(tmp_path, monkeypatch):
+    rundir.write_status(tmp_path, "running")
+    monkeypatch.setattr(rundir, "write_json", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    assert conclude(tmp_path, Left.KILLED, code=-11).state == "failed"
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+    assert ending.what_is_left(tmp_path) == "no checkpoint yet; to go on: the same command"
