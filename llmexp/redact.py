@@ -22,17 +22,21 @@ SHORTEST = 8
 def secrets() -> dict[str, str]:
     """Return where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
     found = {f"${name}": value for name, value in os.environ.items() if SECRET.search(name)}
+    for host, password in netrc_passwords().items():
+        found[f"the password of {host} in .netrc"] = password
+    return {name: value for name, value in found.items() if len(value) >= SHORTEST}
+
+
+def netrc_passwords() -> dict[str, str]:
+    """Return the password of each host in the user's .netrc files that can be read."""
+    found: dict[str, str] = {}
     for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         try:
             hosts = netrc.netrc(Path(file).expanduser()).hosts if file else {}
         except (OSError, RuntimeError, UnicodeDecodeError, netrc.NetrcParseError):
             continue
-        found |= {
-            f"the password of {host} in .netrc": login[2]
-            for host, login in hosts.items()
-            if login[2]
-        }
-    return {name: value for name, value in found.items() if len(value) >= SHORTEST}
+        found |= {host: login[2] for host, login in hosts.items() if login[2]}
+    return found
 
 
 def redacted(text: str) -> str:

@@ -18,7 +18,7 @@ from omegaconf.resolvers import oc
 from llmexp.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
 from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError, refuse
 from llmexp.redact import redacted, secrets
-from llmexp.tracker.local import with_environment
+from llmexp.tracker.fields import with_environment
 from llmexp.values import SECRET
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.

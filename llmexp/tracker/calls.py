@@ -1,56 +1,39 @@
-"""The calls to wandb that a run in training and a later upload share. wandb itself is handed in."""
+"""Call wandb. No other file imports it."""
 
 from __future__ import annotations
 
 import contextlib
-import netrc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Row = dict[str, Any]
-Mode = Literal["auto", "online", "offline"]
+from llmexp.child import PREEMPTED
+from llmexp.redact import netrc_passwords
+from llmexp.tracker.fields import Fields
 
-PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped with a checkpoint
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a run is shown and where its files go; see `open_tracker`."""
-
-    run_dir: Path
-    project: str
-    entity: str | None
-    name: str
-    group: str | None
-    tags: list[str]
-    notes: str | None
-    config: dict[str, Any]
-    run_id: str
-    mode: Mode
-    start_timeout_s: float
-    finish_timeout_s: float
-    say: Callable[[str], None]
-    earlier: Sequence[Row] = ()
+Mode = Literal["online", "offline"]
 
 
-@dataclass(frozen=True)
-class End:
-    """The last thing in the queue."""
+def set_up() -> Any:
+    """Return wandb's settings. Raises ImportError."""
+    # wandb reports its errors to its server, and at exit waits up to 20 s for a silent one.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
 
-    summary: Row = field(default_factory=dict)
-    exit_code: int = 0
+    return wandb.setup(wandb.Settings(silent=True)).settings
 
 
-def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
-    """Return the run in wandb, new or as its server knows it, with tokens_seen below every
-    curve."""
-    wanted = {
+def start_run(
+    fields: Fields, mode: Mode, root: Path, start_timeout_s: float, finish_timeout_s: float
+) -> Any:
+    """Return the run in wandb, new or as its server knows it, with tokens_seen below every curve;
+    wandb's own files go to `root`."""
+    import wandb
+
+    wanted: dict[str, Any] = {
         "root_dir": str(root),
         "use_dot_wandb": False,
         "silent": True,
@@ -63,23 +46,23 @@ def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
         "x_disable_meta": True,
         "x_disable_machine_info": True,
         "x_save_requirements": False,
-        "init_timeout": plan.start_timeout_s,
+        "init_timeout": start_timeout_s,
         # Shorter than our own wait, so that what is left of it closes the files.
-        "finish_timeout": max(plan.finish_timeout_s - 3, 1),
+        "finish_timeout": max(finish_timeout_s - 3, 1),
         "finish_timeout_raises": True,
         "x_transaction_log_flush_interval": 0.1,  # seconds of rows that a kill can lose
     }
     known = wandb.Settings.model_fields  # the x_ ones come and go between versions
     run = wandb.init(
-        project=plan.project,
-        entity=plan.entity,
-        name=plan.name,
-        group=plan.group,
+        project=fields.project,
+        entity=fields.entity,
+        name=fields.name,
+        group=fields.group,
         job_type=os.environ.get("WANDB_JOB_TYPE") or "train",
-        tags=plan.tags,
-        notes=plan.notes,
-        config=plan.config,
-        id=plan.run_id,
+        tags=fields.tags,
+        notes=fields.notes,
+        config=fields.config,
+        id=fields.run_id,
         mode=mode,
         resume="allow",
         reinit="finish_previous",
@@ -90,23 +73,25 @@ def start_run(wandb: Any, plan: Plan, mode: str, root: Path) -> Any:
     return run
 
 
-def log_row(run: Any, row: Row) -> None:
+def log_row(run: Any, row: dict[str, Any]) -> None:
     # With its step, what is sent later lines up; and without `commit` a row with a step would wait
     # for the next one.
     run.log(row, step=row["step"], commit=True)
 
 
-def finish_run(run: Any, end: End) -> None:
+def finish_run(run: Any, summary: dict[str, Any], exit_code: int) -> None:
     """Raise TimeoutError when the upload does not end in time."""
-    run.summary.update(end.summary)
-    if end.exit_code == PREEMPTED:
+    run.summary.update(summary)
+    if exit_code == PREEMPTED:
         run.mark_preempting()  # else wandb calls it failed
-    run.finish(exit_code=end.exit_code)
+    run.finish(exit_code=exit_code)
 
 
-def rows_there(wandb: Any, path: str, wanted: int, wait_s: float) -> int:
+def rows_there(path: str, wanted: int, wait_s: float) -> int:
     """Return how many rows the server has of a run; waits until they are `wanted`, about `wait_s`
     at most."""
+    import wandb
+
     deadline = time.monotonic() + wait_s
     api = wandb.Api(timeout=10)
     while True:
@@ -119,20 +104,18 @@ def rows_there(wandb: Any, path: str, wanted: int, wait_s: float) -> int:
 
 def has_login(settings: Any) -> bool:
     """Return whether wandb would find credentials for its server without asking for them."""
-    if (
-        os.environ.get("WANDB_API_KEY")
-        or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-        or settings.api_key
-    ):
+    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    if settings.api_key or any(os.environ.get(name) for name in variables):
         return True
-    for candidate in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        if candidate and (path := Path(candidate).expanduser()).exists():
-            try:
-                login = netrc.netrc(path).authenticators(urlsplit(settings.base_url).netloc)
-            except (OSError, netrc.NetrcParseError):
-                return False
-            return bool(login and login[2])
-    return False
+    passwords = netrc_passwords()
+    return urlsplit(settings.base_url).netloc in passwords or "default" in passwords
+
+
+def leave(exit_code: int) -> None:
+    """End wandb now; else an exit hook of it does."""
+    import wandb
+
+    wandb.teardown(exit_code=exit_code)
 
 
 def forget_wandb(*, kill: bool) -> None:
@@ -151,7 +134,3 @@ def forget_wandb(*, kill: bool) -> None:
             if kill:
                 connection._proc._process.kill()
                 connection._proc.join()
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -291,7 +291,6 @@ def report(loop: Loop, step: Step, window: Window, due_eval: bool) -> None:
     row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
     if out.rows is not None:
         out.rows.append(row)
-        out.tracker.log(row)
         lengths, columns = (run.max_steps, run.max_epochs), shutil.get_terminal_size().columns
         out.console.line(format_row(row, *lengths), format_row(row, *lengths, columns))
         loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])

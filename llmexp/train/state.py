@@ -16,7 +16,7 @@ from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.tracker import Tracker
+from llmexp.tracker.mirror import Tracker
 from llmexp.train.step import Setup, Verdict
 
 

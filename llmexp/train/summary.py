@@ -11,7 +11,7 @@ from llmexp.child import STOP
 from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
-from llmexp.tracker.local import upload_is_pending
+from llmexp.tracker.position import upload_is_pending
 from llmexp.train.state import Loop
 
 

@@ -35,8 +35,7 @@ from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.redact import concealed, marks, redacted
 from llmexp.run import banner_sections
-from llmexp.tracker import open_tracker
-from llmexp.tracker.local import given_run_id, run_fields
+from llmexp.tracker.mirror import NoTracker, open_tracker
 from llmexp.train import group
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.loop import measuring, resume, sample_text, train
@@ -427,27 +426,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     if loaded:
         console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {run.max_steps:,}")
     rows = rundir.Rows(path / rundir.METRICS, p.step) if main_rank else None
-    recorded = fileio.read_json(path / rundir.RUN)
-    kind, fields = (
-        config.tracker.kind if main_rank else "none",
-        run_fields(path, plain(config), recorded),
-    )
-    if kind != "none":
-        fields["run_id"], unused = given_run_id(
-            path, fields["run_id"], bool(recorded.get("label")), os.environ
-        )
-        if unused:
-            console.line(f"wandb: {unused}")
-    tracker = open_tracker(
-        cast(Any, kind),
-        run_dir=path,
-        **fields,
-        earlier=list(rows.rows) if rows is not None else (),
-        mode=cast(Any, config.tracker.mode),
-        start_timeout_s=config.tracker.start_timeout_s,
-        finish_timeout_s=config.tracker.finish_timeout_s,
-        say=console.line,
-    )
+    tracker = open_tracker(path, config, console.line) if main_rank else NoTracker()
     lengths = token_byte_lengths(parts.tokenizer) * parts.corpus.is_text
     missing = max(0, (run.facts.vocab_size or 0) - len(lengths))
     loop = Loop(

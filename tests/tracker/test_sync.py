@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import pytest
 import yaml
 
 from llmexp import fileio, rundir
-from llmexp.tracker.local import Position, read_position, write_position
+from llmexp.tracker.position import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, runs_in, sync, upload_command
-from tests.conftest import ROOT
+from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -71,14 +69,16 @@ def llmexp(
 ) -> tuple[int, list[str], str]:
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
-    env |= {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env = {"HOME": str(home), "WANDB_MODE": "online"}
     env |= {"WANDB_BASE_URL": server, "WANDB_API_KEY": KEY} if server else {}
-    command = [sys.executable, "-m", "llmexp", *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path
-    )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    done = run_llmexp(*map(str, arguments), cwd=tmp_path, timeout=100, **env)
+    return done.code, done.out.splitlines(), done.err
+
+
+def dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = sync(["--dry-run", str(run)])
+    (line,) = capsys.readouterr().out.splitlines()
+    return code, line
 
 
 def rows_of(run: FakeRun) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def test_a_server_that_limits_refuses_or_has_gone(tmp_path: Path) -> None:
     with FakeWandb("refuses rows") as server:
         code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert code == 1
-        assert "not uploaded: the server took 0 of 20 rows" in lines[0]
+        assert "not uploaded: the server has 0 of 20 rows" in lines[0]
         assert upload_command(run) is not None
         server.behaviour = "rate limited at first"
         code, (line,), _ = llmexp(tmp_path, "sync", run, server=server.url)
@@ -260,9 +260,9 @@ def test_a_folder_of_runs_and_sweeps_gives_all_of_them(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"step": NaN}\n', "line 1 is not a row"),
         ("run.json", "{", "cannot be read as JSON"),
         ("config.yaml", "[1]", "holds no config"),
-        ("config.yaml", "tracker: 3", "no usable tracker section"),
-        ("config.yaml", "{}", "no usable tracker section"),
-        ("run.json", "[]", "no usable"),
+        ("config.yaml", "tracker: 3", "is not that of a run"),
+        ("config.yaml", "{}", "is not that of a run"),
+        ("run.json", "[]", "is not that of a run"),
     ],
 )
 def test_damaged_records_are_one_line(
@@ -281,8 +281,8 @@ def test_damaged_status_is_no_obstacle(tmp_path: Path, capsys: pytest.CaptureFix
     run = make_run(tmp_path / "0-bad", 3)
     for text in ("{", "[1]", "3"):
         (run / "status.json").write_text(text)
-        assert sync(["--dry-run", str(run)]) == 0
-        assert "3 rows, unknown" in capsys.readouterr().out
+        code, line = dry_run(run, capsys)
+        assert (code, "3 rows, unknown" in line) == (0, True)
 
 
 def test_figures_of_a_run_that_could_not_write_its_own() -> None:
@@ -300,23 +300,27 @@ def test_figures_of_a_run_that_could_not_write_its_own() -> None:
     }
 
 
-def test_a_run_that_may_train_on_another_host_is_left_out(tmp_path: Path) -> None:
+def test_a_run_that_may_train_on_another_host_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whose locks may not be seen here; after half an hour without a sign of life it is as one that
     was cut."""
     run = make_run(tmp_path / "0-seed=0", 30, state="running", code=None, host="another")
-    assert llmexp(tmp_path, "sync", "--dry-run", run)[1][0].endswith("left out: it is in training")
+    assert "left out: it is in training" in dry_run(run, capsys)[1]
     for file in run.iterdir():
         os.utime(file, (0, 0))
-    assert "30 rows, cut" in llmexp(tmp_path, "sync", "--dry-run", run)[1][0]
+    assert "30 rows, cut" in dry_run(run, capsys)[1]
 
 
-def test_a_run_that_lost_its_last_rows_is_never_complete(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_last_rows_is_never_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "0-seed=0", 30, summary={"steps": 30, "final val/loss": 3.97})
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
     with FakeWandb() as server:
         lost = "not complete: it says finished at step 30, but its rows end at 4"
-        code, (line,), _ = llmexp(tmp_path, "sync", "--dry-run", run)
+        code, line = dry_run(run, capsys)
         assert (code, lost in line) == (1, True)
         code, (line, total), _ = llmexp(tmp_path, "sync", run, server=server.url)
         assert (code, lost in line) == (1, True)
@@ -332,5 +336,5 @@ def test_a_run_that_lost_its_last_rows_is_never_complete(tmp_path: Path) -> None
         assert (server.run.exit_code, rows_of(server.run)) == (0, make_rows(30))
         (run / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
         code, lines, _ = llmexp(tmp_path, "sync", run, server=server.url)
-        assert (code, "the tracker has later ones" in lines[0]) == (1, True)
+        assert (code, "the tracker has later rows" in lines[0]) == (1, True)
         assert (server.run.exit_code, server.run.lines_sent) == (0, 30)

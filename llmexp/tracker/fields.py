@@ -1,0 +1,167 @@
+"""Name a run in wandb: from its config and record, and from wandb's own variables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp.tracker.position import SAFE_ID, read_position
+
+MAX_TAG_CHARS = 64  # wandb refuses longer ones
+MAX_NAME_CHARS = 128  # and so its server
+PROJECT = "llmexp"  # where neither the config nor the environment names one
+# `wandb agent` sets both for the command that it starts
+RUN_ID, SWEEP_ID = "WANDB_RUN_ID", "WANDB_SWEEP_ID"
+VARIABLES = {
+    "project": "WANDB_PROJECT",
+    "entity": "WANDB_ENTITY",
+    "name": "WANDB_NAME",
+    "group": "WANDB_RUN_GROUP",
+    "notes": "WANDB_NOTES",
+    "tags": "WANDB_TAGS",
+    "mode": "WANDB_MODE",
+}
+MODES = ("online", "offline", "dryrun", "disabled")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What wandb shows of a run besides its rows."""
+
+    project: str
+    entity: str | None
+    name: str
+    group: str | None
+    tags: list[str]
+    notes: str | None
+    config: dict[str, Any]
+    run_id: str
+
+
+def with_environment(
+    tracker: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the section `tracker` with wandb's variables where it has nothing, and a line for each
+    that is not used.
+
+    The config goes before the environment, but for project and entity of a run that wandb's agent
+    has started. Raises ValueError for a value that wandb would not take.
+    """
+    filled, unused = dict(tracker), []
+    if filled.get("kind") == "none":
+        return filled, []
+    _check_variables(env)
+    for key, variable in VARIABLES.items():
+        text = env.get(variable, "").strip()
+        if not text:
+            continue
+        value = _split_tags(text) if key == "tags" else text
+        own = filled.get(key)
+        if key in ("project", "entity") and SWEEP_ID in env:
+            filled[key] = value
+            if own not in (None, value):
+                unused.append(
+                    f"tracker.{key}={own} is not used: the run is wandb's agent's, of the {key} "
+                    f"{value}"
+                )
+        elif own is None or own == []:
+            filled[key] = value
+        elif own not in (value, "auto"):  # auto asks for the variable when the mirror starts
+            unused.append(
+                f"{variable}={env[variable]} is not used: tracker.{key}={own} goes before it"
+            )
+    if env.get("WANDB_RESUME"):
+        unused.append("WANDB_RESUME is not used: llmexp resume goes on with a run, here and there")
+    filled["project"] = filled.get("project") or PROJECT
+    return filled, unused
+
+
+def _check_variables(env: Mapping[str, str]) -> None:
+    mode, run_id = env.get("WANDB_MODE", "").strip(), env.get(RUN_ID)
+    if mode and mode not in MODES:
+        raise ValueError(
+            f"WANDB_MODE={mode}: must be one of {', '.join(MODES)}; for example WANDB_MODE=offline"
+        )
+    if run_id and not SAFE_ID.fullmatch(run_id):
+        raise ValueError(
+            f"{RUN_ID}={run_id[:80]}: 1 to 64 letters, digits, _, . and - are needed; for example "
+            "run-1"
+        )
+
+
+def _split_tags(text: str) -> list[str]:
+    return [tag.strip() for tag in text.split(",") if tag.strip()]
+
+
+def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) -> Fields:
+    """Return what the tracker shows of a run, from config.yaml and run.json as plain values.
+
+    The group is the sweep's <name>/<stamp>, the name the run's label, and the tags have the swept
+    keys with values.
+    """
+    chosen, known = config["tracker"], read_position(run_dir)
+    overrides = [str(o) for o in recorded.get("overrides") or []]
+    swept = set(recorded.get("swept") or [])
+    sweep = [part for part in Path(recorded.get("group") or "").parts[-2:] if part != os.sep]
+    tags = [*chosen["tags"], *(o.lstrip("+") for o in overrides if o.partition("=")[0] in swept)]
+    label = str(recorded.get("label") or "")
+    name = " ".join(filter(None, (chosen["name"], label))) or ",".join(overrides) or run_dir.name
+    # null where the run had no tracker
+    project = chosen["project"] or os.environ.get("WANDB_PROJECT") or PROJECT
+    entity = chosen.get("entity") or (known and known.entity) or os.environ.get("WANDB_ENTITY")
+    if known and known.sweep:
+        project, entity = known.project or project, known.entity or entity
+    place = f"{project}/{run_dir.resolve()}".encode(errors="surrogateescape")
+    return Fields(
+        project=project,
+        entity=entity or None,
+        name=cut(name, MAX_NAME_CHARS),
+        group=cut(chosen["group"] or "/".join(sweep), MAX_NAME_CHARS) or None,
+        tags=cut_tags(tags),
+        notes=chosen["notes"],
+        config=config | {"run": {k: v for k, v in recorded.items() if k != "data_fingerprint"}},
+        # it stays when the folder is moved
+        run_id=known.run_id if known else hashlib.sha256(place).hexdigest()[:12],
+    )
+
+
+def given_run_id(
+    run_dir: Path, run_id: str, point: bool, env: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return the id of a run that is about to train, and why it is not that of the environment, if
+    it is not.
+
+    `run_id` is its own; `point` says whether it is one of a sweep.
+    """
+    given = env.get(RUN_ID) or run_id
+    if given == run_id or SWEEP_ID in env:  # the agent's run has the agent's id
+        return given, ""
+    if point:
+        return run_id, f"{RUN_ID}={given} is not used: it names one run, and this is one of a sweep"
+    if read_position(run_dir):
+        return run_id, f"{RUN_ID}={given} is not used: this run has the id {run_id} there already"
+    return given, ""
+
+
+def cut(text: str, limit: int) -> str:
+    """Return `text` in at most `limit` characters; texts that differ stay different."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return text if len(text) <= limit else f"{text[: limit - 9]}~{digest}"
+
+
+def cut_tags(tags: list[str]) -> list[str]:
+    """Return each tag once, as wandb takes it."""
+    return list(dict.fromkeys(cut(tag, MAX_TAG_CHARS) for tag in tags if tag))
+
+
+def next_id(run_id: str) -> str:
+    """Return the id after this one: r, r-2, r-3, ..."""
+    base, _, number = run_id.rpartition("-")
+    if base and re.fullmatch(r"[1-9][0-9]{0,3}", number):
+        return f"{base}-{int(number) + 1}"
+    return f"{run_id[:58]}-2"

@@ -1,0 +1,231 @@
+"""What a run is called in wandb, and the position of its mirror. No wandb here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.tracker.calls import has_login
+from llmexp.tracker.fields import (
+    cut,
+    cut_tags,
+    given_run_id,
+    next_id,
+    run_fields,
+    with_environment,
+)
+from llmexp.tracker.position import (
+    SAFE_ID,
+    Position,
+    owe,
+    read_position,
+    upload_is_pending,
+    write_position,
+)
+from tests.conftest import ROOT
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", '{"run_id": "r"}', '{"run_id": "r", "tokens_seen": "x", "step": 1}',
+        '{"run_id": "r", "tokens_seen": 1, "step": Infinity}',
+        '{"run_id": 3, "tokens_seen": 1, "step": 1}',
+        '{"run_id": "a/b", "tokens_seen": 1, "step": 1}', "\udcff", "[" * 200_000,
+    ],
+)  # fmt: skip
+def test_a_damaged_position_is_none(tmp_path: Path, text: str) -> None:
+    assert read_position(tmp_path) is None
+    (tmp_path / "tracker.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert read_position(tmp_path) is None
+    assert not upload_is_pending(tmp_path)
+
+
+def test_a_position_is_kept_and_owed_again_by_the_same_run_id(tmp_path: Path) -> None:
+    done = Position("r", 5, 2, {"step": 2}, sweep="s")
+    write_position(tmp_path, done)
+    assert read_position(tmp_path) == done
+    assert not upload_is_pending(tmp_path)
+    assert owe(tmp_path, "r") == read_position(tmp_path) == replace(done, uploaded=None)
+    assert upload_is_pending(tmp_path)
+    assert owe(tmp_path, "another") == Position("another", sweep="s")
+
+
+@pytest.mark.parametrize(
+    ("env", "netrc", "settings_key", "expected"),
+    [
+        ({}, None, None, False),
+        ({"WANDB_API_KEY": KEY}, None, None, True),
+        ({"WANDB_API_KEY": ""}, None, None, False),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/token"}, None, None, True),
+        ({}, None, KEY, True),
+        ({}, f"machine api.wandb.ai\n  login user\n  password {KEY}\n", None, True),
+        ({}, f"default\n  login user\n  password {KEY}\n", None, True),
+        ({}, f"machine other.host\n  login user\n  password {KEY}\n", None, False),
+        ({}, "machine api.wandb.ai\n  login user\n", None, False),
+        ({}, "not a netrc file", None, False),
+    ],
+)
+def test_where_a_login_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    netrc: str | None,
+    settings_key: str | None,
+    expected: bool,
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if netrc is not None:
+        (tmp_path / ".netrc").write_text(netrc)
+    settings = SimpleNamespace(base_url="https://api.wandb.ai", api_key=settings_key)
+    assert has_login(settings) is expected
+
+
+def test_both_configs_have_what_a_later_upload_uses() -> None:
+    wandb, none = (
+        yaml.safe_load((ROOT / "conf/tracker" / f"{kind}.yaml").read_text())
+        for kind in ("wandb", "none")
+    )
+    assert (wandb.pop("kind"), none.pop("kind")) == ("wandb", "none")
+    assert none.keys() == {"project", "entity", "name", "group", "tags", "notes"}
+    assert none.items() <= wandb.items()
+
+
+@given(st.lists(st.text(max_size=100), max_size=8))
+def test_tags_are_cut_and_stay_distinct(tags: list[str]) -> None:
+    kept = cut_tags(tags)
+    assert all(1 <= len(tag) <= 64 for tag in kept)
+    assert len(kept) == len(set(tags) - {""})
+    assert {tag for tag in tags if 1 <= len(tag) <= 64} <= set(kept)
+
+
+def test_long_tags_with_one_beginning_stay_distinct() -> None:
+    tags = [f"model.a_long_key_of_a_model.another_one.and_a_third={'x' * 30}{n}" for n in range(3)]
+    assert len({tag[:60] for tag in tags}) == 1
+    assert len(set(cut_tags(tags))) == 3
+    assert cut("a" * 64, 64) == "a" * 64
+
+
+def tree(**tracker: Any) -> dict[str, Any]:
+    chosen = {"project": "p", "name": None, "group": None, "tags": ["mine"], "notes": None}
+    return {"tracker": chosen | tracker, "clip": {"max_norm": 0.5}}
+
+
+def test_fields_of_a_run_of_a_sweep(tmp_path: Path) -> None:
+    recorded = {
+        "label": "clip.max_norm=0.5,seed=1",
+        "group": "/data/outputs/gpt/2030-01-01_12-00-00",
+        "overrides": ["model=gpt2", "clip.max_norm=0.5", "+extra.key=3", "seed=1"],
+        "swept": ["clip.max_norm", "+extra.key", "seed"],
+        "max_steps": 7,
+        "data_fingerprint": {"a": 1},
+    }
+    fields = run_fields(tmp_path, tree(), recorded)
+    assert fields.group == "gpt/2030-01-01_12-00-00"
+    assert fields.name == "clip.max_norm=0.5,seed=1"
+    assert fields.tags == ["mine", "clip.max_norm=0.5", "extra.key=3", "seed=1"]
+    assert fields.config["clip"] == {"max_norm": 0.5}
+    assert fields.config["run"]["max_steps"] == 7
+    assert "data_fingerprint" not in fields.config["run"]
+    chosen = run_fields(tmp_path, tree(group="g", name="n"), recorded)
+    # With the label, else all points would share the name.
+    assert (chosen.group, chosen.name) == ("g", "n clip.max_norm=0.5,seed=1")
+
+
+def test_fields_of_a_single_run(tmp_path: Path) -> None:
+    # An older run.json has no swept.
+    recorded = {"label": None, "group": None, "overrides": ["a=1", "b=2"]}
+    fields = run_fields(tmp_path, tree(), recorded)
+    assert (fields.group, fields.name, fields.tags) == (None, "a=1,b=2", ["mine"])
+    assert run_fields(tmp_path, tree(), recorded | {"overrides": []}).name == tmp_path.name
+    assert run_fields(tmp_path, tree(name="n"), {}).name == "n"
+
+
+ENV = {
+    "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "a name",
+    "WANDB_RUN_GROUP": "g", "WANDB_NOTES": "why", "WANDB_TAGS": "one, two,",
+    "WANDB_MODE": "offline",
+}  # fmt: skip
+NAMES = ("project", "entity", "name", "group", "notes")
+EMPTY: dict[str, Any] = {"kind": "wandb", **dict.fromkeys(NAMES), "tags": [], "mode": "auto"}
+MINE = {
+    "kind": "wandb", "project": "p", "entity": "e", "name": "n", "group": "h", "notes": "x",
+    "tags": ["t"], "mode": "online",
+}  # fmt: skip
+
+
+def test_the_environment_fills_in() -> None:
+    filled, unused = with_environment(EMPTY, ENV)
+    assert unused == []
+    assert filled == {
+        "kind": "wandb", "project": "theirs", "entity": "team", "name": "a name", "group": "g",
+        "notes": "why", "tags": ["one", "two"], "mode": "auto",
+    }  # fmt: skip
+    assert with_environment(filled, ENV) == (filled, [])
+    assert with_environment(EMPTY, {})[0]["project"] == "llmexp"
+    none = EMPTY | {"kind": "none"}
+    assert with_environment(none, ENV) == (none, [])
+
+
+def test_the_config_goes_before_the_environment_with_a_line() -> None:
+    kept, unused = with_environment(MINE, {**ENV, "WANDB_RESUME": "must"})
+    assert kept == MINE
+    assert [text.partition("=")[0].partition(" ")[0] for text in unused] == [*ENV, "WANDB_RESUME"]
+    assert unused[0] == "WANDB_PROJECT=theirs is not used: tracker.project=p goes before it"
+    kept, unused = with_environment(MINE, {**ENV, "WANDB_SWEEP_ID": "s"})
+    assert (kept["project"], kept["entity"], kept["name"]) == ("theirs", "team", "n")
+    agents = "tracker.project=p is not used: the run is wandb's agent's, of the project theirs"
+    assert unused[0] == agents
+
+
+@pytest.mark.parametrize(
+    "env", [{"WANDB_MODE": "on"}, {"WANDB_RUN_ID": "a/b"}, {"WANDB_RUN_ID": "x" * 65}]
+)
+def test_what_wandb_would_not_take_is_refused(env: dict[str, str]) -> None:
+    (variable,) = env
+    with pytest.raises(ValueError, match=f"{variable}=.*for example"):
+        with_environment(EMPTY, env)
+
+
+def test_whose_run_id_it_is(tmp_path: Path) -> None:
+    theirs = {"WANDB_RUN_ID": "Theirs_1"}
+    agents = {**theirs, "WANDB_SWEEP_ID": "s"}
+    assert given_run_id(tmp_path, "own", False, {}) == ("own", "")
+    assert given_run_id(tmp_path, "own", False, theirs) == ("Theirs_1", "")
+    assert "one of a sweep" in given_run_id(tmp_path, "own", True, theirs)[1]
+    write_position(tmp_path, Position("own", 3, 1))
+    run_id, unused = given_run_id(tmp_path, "own", False, theirs)
+    assert run_id == "own"
+    assert "has the id own" in unused
+    assert given_run_id(tmp_path, "own", False, agents) == ("Theirs_1", "")
+
+
+def test_the_run_id_stays_when_the_folder_moves(tmp_path: Path) -> None:
+    first = run_fields(tmp_path, tree(), {}).run_id
+    moved = tmp_path / "other"
+    moved.mkdir()
+    assert run_fields(moved, tree(), {}).run_id != first
+    write_position(moved, Position(first))
+    assert run_fields(moved, tree(), {}).run_id == first
+
+
+@given(st.from_regex(SAFE_ID, fullmatch=True))
+def test_the_next_run_id_is_another_safe_one(run_id: str) -> None:
+    ids = [run_id]
+    for _ in range(3):
+        ids.append(next_id(ids[-1]))
+    assert len(set(ids)) == 4
+    assert all(SAFE_ID.fullmatch(one) for one in ids)
