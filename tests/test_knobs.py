@@ -56,6 +56,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.adjust_lr": {"optimizer.adjust_lr": "original"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.5},
     "optimizer.eps": {"optimizer.eps": 0.1},
+    "train.stop_step": {"train.stop_step": 3},
+    "train.profile_start": {"train.profile_start": 3},
     "schedule.warmup_steps": {"schedule.warmup_steps": 2},
     "schedule.warmup_ratio": {"schedule.warmup_ratio": 0.7},
     "schedule.decay_ratio": {"schedule.decay_ratio": 0.9},

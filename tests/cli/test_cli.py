@@ -493,6 +493,7 @@ def test_a_signal_while_a_worker_starts_is_no_failure():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("moment", ["starting", "composing", "preparing"])
+@pytest.mark.fresh  # a fork is in no session of the test's
 def test_a_signal_before_training(tmp_path, number, moment):
     """Leaves within 2 s, and takes the worker along; no traceback, no folder."""
     (tmp_path / "slow.py").write_text(SLOW_DATA)
@@ -531,6 +532,7 @@ def test_a_signal_before_training(tmp_path, number, moment):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fresh
 def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
     process = start("train", *RUN, "train.max_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
     wait_for((tmp_path / "run" / "metrics.jsonl").exists, process)

@@ -147,7 +147,7 @@ def test_a_failure_too_many(here, settings, more, step):
 def test_a_save_that_fails_while_steps_overflow_is_not_passed_over(here, settings):
     """In the background, and found to have failed at a step whose update is skipped."""
     (here / "late.py").write_text(
-        "from llmexp import saving\n"
+        "from llmexp.checkpoint import saving\n"
         "import time\n"
         "def write(*arguments):\n"
         "    time.sleep(0.3)\n"

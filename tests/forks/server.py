@@ -1,5 +1,5 @@
-"""The process that workers of the tests are forks of; see sitecustomize.py. `python server.py
-SOCKET`."""
+"""The process that commands and workers of the tests are forks of; see sitecustomize.py. `python
+server.py SOCKET`."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,10 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
+
+from hydra.core.plugins import Plugins
 
 from llmexp.child import STOP_SIGNALS
 from tests import forks
@@ -22,6 +25,10 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.launcher.api",
+    *(f"llmexp.cli.{name}" for name in ("train", "plan", "explain", "compare", "runs", "resume")),
+    "llmexp.compose.app",
+    "llmexp.sweep.main",
+    "llmexp.sweep.planning",
 )
 
 
@@ -29,6 +36,7 @@ def main(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # goes with the tests
     for name in PRELOADED:
         importlib.import_module(name)
+    Plugins.instance()  # looks through all of Hydra's plugins
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
 
@@ -109,11 +117,16 @@ def become_worker(request: dict, fds: list[int]) -> None:
         sys.path[:] = new + [
             p for p in sys.path if p not in old and p != os.path.dirname(os.path.abspath(__file__))
         ]
+        tempfile.tempdir = None  # is chosen by the environment
         sys.orig_argv[:] = request["argv"]
         at = request["argv"].index("-m")
         sys.argv[:] = request["argv"][at + 1 :]
-        if "-u" in request["argv"][:at]:
-            sys.stdout.reconfigure(write_through=True)
+        if "-P" not in request["argv"][:at]:
+            sys.path.insert(0, os.getcwd())
+        sys.modules.pop(sys.argv[0], None)  # runs as __main__
+        sys.stdout.reconfigure(
+            line_buffering=os.isatty(1), write_through="-u" in request["argv"][:at]
+        )
         if sys.argv[0] != "llmexp.train":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             sys.modules.pop(sys.argv[0], None)  # else runpy warns on standard error

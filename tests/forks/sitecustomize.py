@@ -1,7 +1,7 @@
-"""Found by Python at its start when the tests put this folder on PYTHONPATH: a worker (`python -P
--m llmexp.train X`) becomes a fork of a process that has torch imported already. This process stays
-as its stand-in: it has the worker's place in the process tree, passes signals on, and ends as the
-worker ends.
+"""Found by Python at its start when the tests put this folder on PYTHONPATH: a command (`python -m
+llmexp X`) or a worker (`python -P -m llmexp.train X`) becomes a fork of a process that has Hydra
+and torch imported already. This process stays as its stand-in: it has the other's place in the
+process tree, passes signals on, and ends as the other ends.
 
 It hands over only where the fork would be the same as a fresh process: LLMEXP_TEST_FORKS="" starts
 a fresh one.
@@ -107,8 +107,10 @@ def settings() -> str:
 if address := os.environ.get("LLMEXP_TEST_FORKS"):
     arguments = [a for a in sys.orig_argv[1:] if a not in ("-P", "-u")]
     ours = arguments[:1] == ["-m"] and arguments[1:2] in (
+        ["llmexp"],
         ["llmexp.train"],
         ["llmexp.sweep.check"],
     )
-    if ours and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
+    open_streams = all(os.path.exists(f"/proc/self/fd/{number}") for number in range(3))
+    if ours and open_streams and os.environ.get("LLMEXP_TEST_FORKS_SETTINGS") == settings():
         hand_over(address)

@@ -29,7 +29,6 @@ def spiked(tmp_path_factory) -> list[str]:
         "data=tokens", f"data.train_files=[{path}]", "data.shuffle=false", "data.val_ratio=0",
         "train.log_every=1",
         "train.max_steps=30", "batch.real_batch_size=8", "optimizer.lr=0.01",
-        "metrics.outlier_window=12",
         "metrics.noise_scale_every=3", "checkpoint.keep=null", "model.dropout=0.1",
         "precision=fp32",
     ]  # fmt: skip
@@ -41,6 +40,7 @@ def whole(spiked, tmp_path_factory) -> Result:
         tmp_path_factory.mktemp("whole"),
         "run",
         *spiked,
+        "metrics.outlier_window=12",
         "batch.gradient_accumulation_steps=2",
         "checkpoint.every=5",
     )
@@ -85,7 +85,7 @@ def test_a_resumed_run_flags_and_measures_the_same(whole, tmp_path):
         assert resumed.json("status.json")[key] == whole.json("status.json")[key]
 
 
-OFF = ["metrics.noise_scale_every=null", "metrics.outlier_sigma=null", "metrics.outlier_window=128"]
+OFF = ["metrics.noise_scale_every=null", "metrics.outlier_sigma=null"]
 
 
 def same(a: Path, b: Path, name: str) -> bool:
@@ -118,6 +118,7 @@ def test_two_ranks_skip_the_outliers_and_measuring_changes_nothing(spiked, tmp_p
         *spiked,
         *two,
         "train.max_steps=23",
+        "metrics.outlier_window=12",
         "metrics.skip_outliers=true",
         "checkpoint.every=1",
     )

@@ -112,6 +112,7 @@ def same_run(folder: Path, other: Result) -> None:
     same_state(folder / "checkpoints" / last, other.folder / "checkpoints" / last)
 
 
+@pytest.mark.fresh
 def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
     """4 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
     command goes on."""

@@ -177,7 +177,7 @@ def test_a_save_that_fails_then_is_said(tmp_path):
 
 LATE = """
 import time
-from llmexp import saving
+from llmexp.checkpoint import saving
 
 real = saving.write
 

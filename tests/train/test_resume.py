@@ -91,6 +91,7 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
     same_state(resumed.checkpoint(15), result.checkpoint(15))
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_in_mid_run(whole, tmp_path, number):
     """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the

@@ -284,6 +284,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+@pytest.mark.fresh  # its workers are no children of the stand-in
 def test_ctrl_c_ends_it_and_leaves_no_worker(tmp_path):
     process = start("verify", "geometry", *BASE, "hydra.run.dir=v", cwd=tmp_path)
     deadline = time.monotonic() + 120

@@ -359,9 +359,9 @@ def test_several_hosts_are_refused(proof):
 
 
 FORGETFUL = """
-from llmexp import checkpoint
+from llmexp.checkpoint import loading
 
-checkpoint.latest = lambda *arguments: None  # begins anew each time, and so comes to the same end
+loading.latest = lambda *arguments: None  # begins anew each time, and so comes to the same end
 
 
 def forgets(event, context):
