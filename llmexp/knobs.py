@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import OPEN_AFFECTS, OPEN_DEFAULTS, OPEN_SECTIONS, Config, key_of
+from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, Knob, knobs_of
 
 RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 
@@ -85,31 +85,30 @@ ACTS = {
 }
 
 
+# Of the open sections: knobs that change no result, whatever the function; and what a config means
+# that does not list a key, such as the config of an older run.
+OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
+OPEN_DEFAULTS = {"optimizer.lr_rule": "none", "optimizer.reference_batch": None}
+
+
 @functools.cache
-def fields() -> Mapping[str, Mapping[str, Any]]:
-    """Return the metadata of each knob of the closed sections, by its dotted key."""
-    hints = typing.get_type_hints(Config)
-    found: dict[str, Mapping[str, Any]] = {}
-    for outer in dataclasses.fields(Config):
-        section = hints[outer.name]
+def fields() -> dict[str, Knob]:
+    """Return the knobs of the closed sections, by their dotted keys."""
+    found = dict(knobs_of(Config))
+    for name, section in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(section):
-            default = getattr(section, "AFFECTS", "result")
-            for f in dataclasses.fields(section):
-                meta = dict(f.metadata)
-                found[f"{key_of(outer)}.{key_of(f)}"] = meta | {
-                    "affects": meta["affects"] or default
-                }
-        elif outer.metadata:
-            found[key_of(outer)] = dict(outer.metadata) | {
-                "affects": outer.metadata["affects"] or "result"
-            }
+            usual = getattr(section, "AFFECTS", "")
+            for key, knob in knobs_of(typing.cast(type, section)).items():
+                found[f"{name}.{key}"] = dataclasses.replace(knob, affects=knob.affects or usual)
     return found
 
 
 def affects(key: str) -> str:
     """Return what another value of the key changes: the `result`, its `rounding`, or `nothing`.
     Unknown keys: the result."""
-    return OPEN_AFFECTS.get(key) or fields().get(key, {}).get("affects", "result")
+    if key in fields():
+        return fields()[key].affects or "result"
+    return OPEN_AFFECTS.get(key, "result")
 
 
 # A knob that changes a result only where this holds, and in words; elsewhere it is recorded, or
@@ -131,10 +130,9 @@ SOMETIMES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
 @functools.cache
 def defaults() -> Mapping[str, Any]:
     """Return the values of the knobs that a config need not list, by their dotted keys."""
-    closed = {key: meta["default"] for key, meta in fields().items()}
-    return {
-        key: value for key, value in closed.items() if value not in (dataclasses.MISSING, {})
-    } | OPEN_DEFAULTS
+    closed = {key: knob.default for key, knob in fields().items()}
+    given = {key: value for key, value in closed.items() if value not in (NO_DEFAULT, {})}
+    return given | OPEN_DEFAULTS
 
 
 def default_of(key: str) -> Any:

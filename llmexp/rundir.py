@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from llmexp.config import Config, ConfigError, build
+from llmexp.config import Config, ConfigError
+from llmexp.convert import build
 from llmexp.fileio import read_json, write_json, write_whole
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (

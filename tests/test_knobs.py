@@ -17,12 +17,14 @@ import yaml
 
 from llmexp import mesh
 from llmexp.assembly.assemble import assemble
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, build, flatten, plain
+from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatten, plain
+from llmexp.convert import build
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
 from llmexp.train.loop import read_ahead
 from llmexp.train.step import OK, OUTLIER, evaluate, seed_step, set_up, train_step
 from tests.conftest import ROOT
+from tests.tools import option
 
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer", "schedule", "clip", "precision", "parallelism", "tracker")
@@ -72,6 +74,8 @@ OTHER: dict[str, dict[str, Any]] = {
         "batch.gradient_accumulation_steps": 4,
     },
     "batch.real_batch_size": {"batch.real_batch_size": 8, "batch.micro_batch_size": 4},
+    "train.stop_step": {"train.stop_step": 2},
+    "train.profile_start": {"train.profile_start": 2},
     "train.max_epochs": {"train.max_epochs": 0.05, "train.max_steps": None},
     "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
     "metrics.outlier_sigma": {"metrics.outlier_sigma": 1e6},
@@ -94,7 +98,7 @@ NOT_HERE = ("train.device", "train.compile", "metrics.single_rank_rates",
 
 @functools.cache
 def shipped(path: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / f"{path}.yaml").read_text())
+    return yaml.safe_load((CONF / "config.yaml").read_text()) if path == "config" else option(path)
 
 
 @functools.cache
@@ -166,15 +170,15 @@ def baseline(
 
 def another(key: str, value: Any) -> Any:
     """Another valid value of a knob."""
-    meta = fields().get(key, {})
-    if meta.get("choices"):
-        return next(c for c in meta["choices"] if c not in (value, "nccl"))
+    knob = fields().get(key)
+    if knob is not None and knob.choices:
+        return next(c for c in knob.choices if c not in (value, "nccl"))
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)) and value:
         return value * 2 if isinstance(value, int) or value > 1 else value / 2
-    assert "example" in meta, f"{key}={value}: name another value in OTHER"
-    return [*meta["example"], "more"] if isinstance(value, list) else meta["example"]
+    assert knob is not None, f"{key}={value}: name another value in OTHER"
+    return [*knob.example, "more"] if isinstance(value, list) else knob.example
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -182,10 +186,10 @@ def cases() -> Iterator[tuple[str, str, str]]:
     option config."""
     for group in GROUPS:
         known = [key for key in fields() if key.startswith(f"{group}.")]
-        for option in options(group):
-            for key in known or [f"{group}.{name}" for name in shipped(f"{group}/{option}")]:
+        for name in options(group):
+            for key in known or [f"{group}.{knob}" for knob in shipped(f"{group}/{name}")]:
                 if not key.endswith(("._target_", ".kind", "_files")) or key == "data.val_files":
-                    yield group, option, key
+                    yield group, name, key
     for section in ("batch", "train", "metrics", "checkpoint"):
         yield from ((section, "config", f"{section}.{name}") for name in shipped("config")[section])
 
@@ -212,12 +216,12 @@ def test_a_knob_changes_what_it_says(work, case):
     """Two values of it: other windows, norms or updates where it affects the result, the same ones
     where it does not act in the option, or only names and records, and the same to rounding where
     it says so."""
-    group, option, key = case
-    choice, beside = ({} if option == "config" else {group: option}), WITH.get(key, {})
+    group, chosen, key = case
+    choice, beside = ({} if chosen == "config" else {group: chosen}), WITH.get(key, {})
     first = made(choice, beside)
     flat = flatten(plain(first))
     changes = OTHER.get(key) or {key: another(key, flat[key])}
-    if option == "tokens" and key == "data.val_files":
+    if chosen == "tokens" and key == "data.val_files":
         changes = {key: "more.bin"}
     flat |= changes
     before = {k: v for k, v in changes.items() if k != key and k == "optimizer.lr_rule"}
@@ -240,7 +244,7 @@ def test_a_knob_changes_what_it_says(work, case):
 def test_the_lists_of_keys_come_from_one_place():
     """Resuming, telling points apart and comparing ask the same question of the same
     declarations."""
-    assert {meta["affects"] for meta in fields().values()} == {"result", "rounding", "nothing"}
+    assert {affects(key) for key in fields()} == {"result", "rounding", "nothing"}
     said = {"train.seed": "result", "batch.micro_batch_size": "rounding", "tracker.name": "nothing",
             "data.cache_dir": "nothing", "model.d_model": "result",
             "of.nobody": "result"}  # fmt: skip
@@ -265,5 +269,6 @@ def test_a_config_of_before_still_builds_and_dead_knobs_tell_no_runs_apart():
         plain(made({"clip": "none"}, {}))
     )
     assert all(
-        key.partition(".")[0] in OPEN_SECTIONS or "default" in fields()[key] for key in dead(new)
+        key.partition(".")[0] in OPEN_SECTIONS or fields()[key].default is not NO_DEFAULT
+        for key in dead(new)
     )

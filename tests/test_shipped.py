@@ -4,12 +4,14 @@ the wheel works."""
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import shutil
 import statistics
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,20 @@ import yaml
 from torch.distributed.run import parse_args
 
 from llmexp.__main__ import run
-from llmexp.config import key_of
-from llmexp.knobs import dead
+from llmexp.config import Config, flatten
+from llmexp.knobs import dead, fields
+from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
+from tests.tools import option
 
 CONF = ROOT / "conf"
 OPTIONS = {
     folder.name: sorted(p.stem for p in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir() and folder.name != "hydra"
+    if folder.is_dir() and folder.name not in ("base", "hydra")
 }
 GROUPS = [name for name in OPTIONS if name != "experiment"]
+SECTIONS = typing.get_type_hints(Config)
 # Models at a size at which a step costs nothing, for any of them.
 SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16,
 "max_position_embeddings": 16,
@@ -72,7 +77,7 @@ def test_every_knob_has_a_comment(path):
     if path.parent.name in ("experiment", "hydra"):
         assert "#" in path.read_text()  # a diff over documented knobs; it says what it is for
         return
-    section, in_defaults = "", False
+    section, in_defaults, based = "", False, "  - /base/" in path.read_text()
     for line in path.read_text(encoding="utf-8").splitlines():
         key, colon, rest = line.strip().partition(":")
         if not colon or key.startswith(("#", "- ")):
@@ -83,33 +88,28 @@ def test_every_knob_has_a_comment(path):
         a_section = not value
         documented = "#" in rest or key == "_target_" or value == path.stem  # its own name
         documented |= section in ("hooks", "user", "hydra")  # explained above the key; Hydra's own
+        documented |= based and key in ("kind", "lr")  # explained in conf/base
         assert a_section or in_defaults or documented, f"{path.name}: {key}"
 
 
-def test_closed_sections_list_every_knob_that_acts():
+@pytest.mark.parametrize("path", [*comments.files()], ids=lambda p: str(p.relative_to(CONF)))
+def test_comments_of_closed_sections_are_what_the_config_says_of_its_knobs(path):
+    assert path.read_text(encoding="utf-8") == comments.commented(path), "python -m tests.comments"
+
+
+@pytest.mark.parametrize("section", [k for k, v in SECTIONS.items() if dataclasses.is_dataclass(v)])
+def test_closed_sections_list_every_knob_that_acts(section):
     """A knob that is in no YAML cannot be found, and cannot be overridden without a +; one that
     does nothing in an option is not listed there."""
-    import dataclasses
-    import typing
-
-    from llmexp.config import OPEN_SECTIONS, Config
-
-    hints = typing.get_type_hints(Config)
     main = yaml.safe_load((CONF / "config.yaml").read_text())
-    for field in dataclasses.fields(Config):
-        if field.name in OPEN_SECTIONS:
-            continue
-        trees = [main[field.name]] if field.name in main else [
-            yaml.safe_load((CONF / field.name / f"{option}.yaml").read_text()) for option in OPTIONS[field.name]  # noqa: E501
-        ]  # fmt: skip
-        if dataclasses.is_dataclass(hints[field.name]):
-            known = [key_of(f) for f in dataclasses.fields(hints[field.name])]
-            for tree in trees:
-                everything = {f"{field.name}.{key}": tree.get(key) for key in known}
-                idle = set() if field.name in main else set(dead(everything))
-                assert list(tree) == [key for key in known if f"{field.name}.{key}" not in idle], (
-                    field.name
-                )
+    known = {key for key in fields() if key.startswith(f"{section}.")}
+    if section in main:
+        assert set(flatten({section: main[section]})) == known
+        return
+    for name in OPTIONS[section]:
+        tree = flatten({section: option(f"{section}/{name}")})
+        idle = dead({key: tree.get(key) for key in known})
+        assert set(tree) == known - set(idle), name
 
 
 @pytest.mark.parametrize("name", OPTIONS["model"])
@@ -143,8 +143,8 @@ def rounds() -> list[list[tuple[str, str]]]:
 def test_every_option_trains_for_two_steps(choice, work):
     picked = dict(choice)
     overrides = model_overrides(picked["model"])
-    for group, option in choice:
-        overrides += ([] if group == "model" else [f"{group}={option}"]) + NEEDS.get(option, [])
+    for group, chosen in choice:
+        overrides += ([] if group == "model" else [f"{group}={chosen}"]) + NEEDS.get(chosen, [])
     name = "_".join(picked.values())
     result = llmexp(
         "train", *overrides, "batch.sequence_length=16", "batch.micro_batch_size=2",

@@ -7,16 +7,28 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.conftest import Result
+from tests.conftest import ROOT, Result
 
 TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
 "tflops_per_sec_per_rank", "eta",
          "peak_memory_gib")  # fmt: skip
+
+
+def option(path: str) -> dict[str, Any]:
+    """What the file conf/PATH.yaml sets, with the files in conf/base that it begins with."""
+    tree = yaml.safe_load((ROOT / "conf" / f"{path}.yaml").read_text())
+    below: dict[str, Any] = {}
+    for line in tree.pop("defaults", []):
+        base = line.partition("@")[0]
+        below |= option(base[1:] if base.startswith("/") else f"base/{base}")
+    return below | tree
 
 
 def exact(result: Result) -> list[dict]:

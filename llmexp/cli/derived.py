@@ -1,9 +1,11 @@
 """What is worked out from the knobs: each number of a run with its meaning, its sources, and its
-formula in words. Standard library only; the numbers themselves are computed in `run`."""
+formula in words. The numbers themselves are computed in `run`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from llmexp.knobs import fields
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,11 @@ class Derived:
     meaning: str
     sources: tuple[str, ...]
     formula: str = ""
+
+
+def _meaning(key: str) -> str:
+    """Return what a knob means, without what null stands for: a solved number is never null."""
+    return fields()[key].doc.partition(";")[0]
 
 
 _BATCH = (
@@ -41,12 +48,12 @@ _TEXT = (
 )
 
 DERIVED = {
-    "micro_batch_size": Derived("sequences in one forward/backward on one rank", _BATCH, _EQUATION),
+    "micro_batch_size": Derived(_meaning("batch.micro_batch_size"), _BATCH, _EQUATION),
     "gradient_accumulation_steps": Derived(
-        "micro-batches per rank per optimizer step", _BATCH, _EQUATION
+        _meaning("batch.gradient_accumulation_steps"), _BATCH, _EQUATION
     ),
-    "real_batch_size": Derived("sequences per optimizer step over all ranks", _BATCH, _EQUATION),
-    "sequence_length": Derived("tokens per sequence", ("batch.sequence_length",)),
+    "real_batch_size": Derived(_meaning("batch.real_batch_size"), _BATCH, _EQUATION),
+    "sequence_length": Derived(_meaning("batch.sequence_length"), ("batch.sequence_length",)),
     "tokens_per_step": Derived(
         "target tokens of a full optimizer step",
         ("real_batch_size", "batch.sequence_length"),
@@ -98,8 +105,10 @@ DERIVED = {
     "world_size": Derived(
         "ranks on all hosts", _RANKS, "nnodes {nnodes} x nproc_per_node {nproc_per_node}"
     ),
-    "nnodes": Derived("hosts", ("parallelism.nnodes",)),
-    "nproc_per_node": Derived("ranks on each host", ("parallelism.nproc_per_node", "train.device")),
+    "nnodes": Derived(_meaning("parallelism.nnodes"), ("parallelism.nnodes",)),
+    "nproc_per_node": Derived(
+        _meaning("parallelism.nproc_per_node"), ("parallelism.nproc_per_node", "train.device")
+    ),
     "replicate_size": Derived(
         "groups of ranks that each hold the whole model", (*_RANKS, "parallelism.replicate_size")
     ),
@@ -107,7 +116,7 @@ DERIVED = {
     "tensor_parallel_size": Derived(
         "ranks that compute each layer together", (*_RANKS, "parallelism.tensor_parallel_size")
     ),
-    "parallelism": Derived("how ranks share the work", ("parallelism.kind",)),
+    "parallelism": Derived(_meaning("parallelism.kind"), ("parallelism.kind",)),
     "threads_per_rank": Derived("CPU threads of each rank", ("nproc_per_node",)),
     "train_tokens": Derived("tokens of the training data", _DATA),
     "val_tokens": Derived("tokens of the validation data", _DATA),
@@ -133,9 +142,7 @@ DERIVED = {
     ),
     "device": Derived("where the run computes", ("train.device",)),
     "device_name": Derived("the device's own name", ("train.device",)),
-    "precision": Derived(
-        "arithmetic of the forward and backward pass", ("precision.kind", "device")
-    ),
+    "precision": Derived(_meaning("precision.kind"), ("precision.kind", "device")),
     "precision_reason": Derived("why this arithmetic", ("precision.kind", "device")),
     "rates": Derived(
         "how the rates follow the real batch",

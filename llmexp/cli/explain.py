@@ -17,10 +17,11 @@ from llmexp.cli.derived import DERIVED, used_by
 from llmexp.compose import app, command_line
 from llmexp.compose.hints import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
-from llmexp.config import Config, ConfigError, Sweep, conf_dir, flatten, plain
+from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
 from llmexp.run import BUDGETS, budgets_in
+from llmexp.sweep.settings import Sweep
 
 WIDTH = 80
 CHANGES = {
@@ -28,8 +29,6 @@ CHANGES = {
     "rounding": "rounding only: the result stays the same to its last digits",
     "nothing": "no result: names, records and time",
 }
-# Of the batch: what is solved keeps the real batch, what is given changes it.
-CUTS = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 USAGE = """\
 usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -218,23 +217,11 @@ def group(
 def meaning(key: str, every: list[Layer]) -> str:
     """Return the documentation of a knob with its range: that of the typed section, else the
     comment in its YAML."""
-    meta: Any = fields().get(key) or Sweep.__dataclass_fields__.get(
-        key.removeprefix("sweep."), None
-    )
-    meta = getattr(meta, "metadata", meta)
-    if not meta:
-        return next(
-            (
-                text
-                for layer in reversed(every)
-                if key in layer.values and (text := comment(layer, key))
-            ),
-            "",
-        )
-    limits = [" | ".join(meta["choices"])] if meta["choices"] else []
-    for name, word in (("at_least", "from {:g}"), ("above", "above {:g}"), ("at_most", "to {:g}")):
-        limits += [word.format(meta[name])] if meta[name] is not None else []
-    return f"{meta['doc']} ({', '.join(limits)})" if limits else str(meta["doc"])
+    known = fields() | {f"sweep.{name}": knob for name, knob in knobs_of(Sweep).items()}
+    if key in known:
+        return known[key].meaning
+    texts = (comment(layer, key) for layer in reversed(every) if key in layer.values)
+    return next(filter(None, texts), "")
 
 
 def comment(layer: Layer, key: str) -> str:
@@ -258,7 +245,7 @@ def changes(key: str) -> str:
         return "how the points of a sweep are run, and no result of a run"
     if key in SOMETIMES:
         return f"{CHANGES['result']} {SOMETIMES[key][1]}"
-    if key in CUTS:
+    if key.startswith("batch.") and affects(key) == "rounding":
         return "real_batch_size, and with it the result; at the same real_batch_size rounding only"
     return CHANGES[affects(key)]
 

@@ -3,15 +3,13 @@ torch, no Hydra."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any, get_type_hints
 
-from llmexp import config
 from llmexp.config import conf_dir
+from llmexp.knobs import fields
 
 MOST_USED = {
     "batch": (
@@ -60,12 +58,13 @@ def groups(extra: str | None) -> dict[str, list[str]]:
     for root in filter(None, (conf_dir(), Path(extra) if extra else None)):
         for file in sorted(root.glob("*/*.yaml")):
             found.setdefault(file.parent.name, set()).add(file.stem)
-    return {name: sorted(options) for name, options in sorted(found.items()) if name != "hydra"}
+    parts = ("base", "hydra")  # no groups
+    return {name: sorted(options) for name, options in sorted(found.items()) if name not in parts}
 
 
 def comments(group: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (key=value, comment) of the knobs as the group's default option documents them."""
-    files = sorted((conf_dir() / group).glob("*.yaml"))
+    """Return (key, comment) of the knobs as the files of the group document them."""
+    files = [*sorted(conf_dir().glob(f"base/{group}*")), *sorted(conf_dir().glob(f"{group}/*"))]
     found: dict[str, tuple[str, str]] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -90,12 +89,9 @@ def print_help(command: str, arguments: list[str]) -> None:
     for name, options in groups(extra).items():
         table(name, ", ".join(options), 14, width)
     print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
-    sections: dict[str, Any] = get_type_hints(config.Config)
     for section, names in MOST_USED.items():
-        fields = {config.key_of(f): f.metadata for f in dataclasses.fields(sections[section])}
-        for name in names:
-            choices = f" ({' | '.join(fields[name]['choices'])})" if fields[name]["choices"] else ""
-            table(f"{section}.{name}", fields[name]["doc"] + choices, 38, width)
+        for key in (f"{section}.{name}" for name in names):
+            table(key, fields()[key].meaning, 38, width)
     for section, names in OPEN_KNOBS.items():
         for key, text in comments(section, names):
             table(key, text, 38, width)

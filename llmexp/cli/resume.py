@@ -14,7 +14,8 @@ from llmexp import child, rundir
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, guard, hints, origin
 from llmexp.compose.command_line import recordable
-from llmexp.config import ConfigError, build, nearest, plain
+from llmexp.config import ConfigError, nearest, plain
+from llmexp.convert import build
 from llmexp.run import cut_anew, solve_layout
 from llmexp.sweep import ledger
 

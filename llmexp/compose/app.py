@@ -27,7 +27,8 @@ from llmexp.compose.guard import (
     variables_kept,
 )
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
-from llmexp.config import FOLDER_NAME, Config, ConfigError, build, conf_dir, refuse
+from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, refuse
+from llmexp.convert import build
 from llmexp.run import replace_budgets
 
 

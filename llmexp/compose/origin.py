@@ -36,7 +36,7 @@ def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
         path, package = default.config_path, default.package or ""
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
-        source, values = option(loader, path)
+        source, values, _ = file_at(loader, path)
         found.append(
             Layer(source, {f"{package}.{key}" if package else key: v for key, v in values.items()})
         )
@@ -49,16 +49,29 @@ def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
     return found
 
 
-def option(loader: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """Return (the file's name for a user, what it sets by its own dotted keys) of the config at
-    `path`, such as clip/norm."""
+def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Return (the file's name for a user, what it sets by its own dotted keys, the paths of the
+    files in conf/base that it begins with) of the config at `path`, such as clip/norm."""
     loaded = loader.repository.load_config(path)
     if loaded is None:
-        return path, {}
+        return path, {}, []
     folder = Path(str(loaded.path).partition("://")[2])
     where = "conf" if folder.resolve() == conf_dir().resolve() else os.path.relpath(folder)
     tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
-    return f"{where}/{path}.yaml", flatten(tree or {})
+    begins = [str(getattr(default, "path", "")) for default in loaded.defaults_list or []]
+    bases = [f"base/{p.rpartition('/')[2]}" for p in begins if p.startswith("/base/")]
+    if path.startswith("base/"):
+        bases = [f"base/{p}" for p in begins if p != "_self_"]
+    return f"{where}/{path}.yaml", flatten(tree or {}), bases
+
+
+def option(loader: Any, path: str) -> dict[str, Any]:
+    """Return what the option at `path` sets by its own dotted keys, with what it begins with."""
+    _, values, bases = file_at(loader, path)
+    below: dict[str, Any] = {}
+    for base in bases:
+        below |= option(loader, base)
+    return below | values
 
 
 def refuse_dead(cfg: DictConfig, config: Config) -> None:
@@ -131,7 +144,7 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
     them."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
-        source, _ = option(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
+        source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
         raise ConfigError(
             f"experiment={choice}: {source} must begin with the line `# @package _global_`; "
             "without it all that it sets is put under `experiment`, where nothing reads it"
@@ -142,17 +155,17 @@ def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
     """Return whether the value of a knob that does nothing is nobody's wish: its default, or that
     of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
-    if value is None or value == fields().get(key, {}).get("default", dataclasses.MISSING):
+    if value is None or (key in fields() and value == fields()[key].default):
         return True
     choice = cfg.hydra.runtime.choices.get(section)
     if choice is None:
         return False
     loader = GlobalHydra.instance().config_loader()
-    chosen = flatten({section: dict(option(loader, f"{section}/{choice}")[1])})
+    chosen = flatten({section: option(loader, f"{section}/{choice}")})
     if chosen.get(key, dataclasses.MISSING) == value and key not in dead(chosen):
         return True
     shipped = sorted((conf_dir() / section).glob("*.yaml")) if section in OPEN_SECTIONS else ()
-    return any(option(loader, f"{section}/{file.stem}")[1].get(name) == value for file in shipped)
+    return any(option(loader, f"{section}/{file.stem}").get(name) == value for file in shipped)
 
 
 def origin(cfg: DictConfig, key: str) -> str | None:
@@ -174,7 +187,7 @@ def not_in_option(
     if section not in choices or "." in name:
         return ""
     having = [
-        o for o in loader.get_group_options(section) if name in option(loader, f"{section}/{o}")[1]
+        o for o in loader.get_group_options(section) if name in option(loader, f"{section}/{o}")
     ]
     if not having:
         return ""

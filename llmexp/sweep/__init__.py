@@ -1,6 +1,7 @@
 """Run a sweep: many points, one folder, one record. In reading order:
 
 main            from the points to the answer and the exit code
+settings        the section `sweep`: how points are run
 points          compose, check and name the points and their folders
 composing       compose each point; what points share once
 checker, check  assemble the points and make their folders, in another process

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from llmexp.compare import budgets
-from llmexp.config import Sweep
 from llmexp.redact import redacted
 from llmexp.run import BUDGETS
+from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted
 
 

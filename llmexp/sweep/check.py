@@ -14,7 +14,8 @@ from llmexp import provenance, rundir
 from llmexp.assembly.assemble import assemble
 from llmexp.assembly.parts import Shared
 from llmexp.child import STOP, die_with_parent, never_fail_to_print
-from llmexp.config import ConfigError, build, plain
+from llmexp.config import ConfigError, plain
+from llmexp.convert import build
 from llmexp.redact import redacted
 from llmexp.sweep.ledger import identity
 from llmexp.train import worker

@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from llmexp.config import Sweep
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Ledger
 from llmexp.sweep.local import Stopped
+from llmexp.sweep.settings import Sweep
 
 
 @dataclass

@@ -29,7 +29,7 @@ from llmexp.compose.command_line import kept_back, recordable
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import refuse_secrets
 from llmexp.compose.origin import CONFIG_NAME
-from llmexp.config import ConfigError, Sweep, build_sweep, refuse
+from llmexp.config import ConfigError, refuse
 from llmexp.labels import plural
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import show
@@ -42,6 +42,7 @@ from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Pair, match, next_number, of_folder
 from llmexp.sweep.points import Point, Refused, duplicates, expand, is_grid, load_points, no_start
 from llmexp.sweep.running import run_rungs
+from llmexp.sweep.settings import Sweep, build_sweep
 from llmexp.sweep.twins import is_twin, run_twins
 from llmexp.tracker.sync import upload_command
 

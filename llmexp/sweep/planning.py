@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from llmexp.assembly.assemble import assemble
 from llmexp.assembly.parts import Shared
 from llmexp.compare import budgets
-from llmexp.config import ConfigError, Sweep, plain
+from llmexp.config import ConfigError, plain
 from llmexp.labels import plural
 from llmexp.redact import redacted
 from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, duplicates, reasons
 from llmexp.sweep.progress import counted
+from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, table, width_of
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column

@@ -16,12 +16,13 @@ from omegaconf import DictConfig
 
 from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
-from llmexp.config import Config, ConfigError, Sweep, flatten, plain, refuse
+from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.redact import redacted
 from llmexp.run import BUDGETS, budgets_in, solve_batch, solve_layout
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.progress import counted
+from llmexp.sweep.settings import Sweep
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from llmexp import rundir
 from llmexp.child import REFUSED, say
-from llmexp.config import ConfigError, Sweep
+from llmexp.config import ConfigError
 from llmexp.labels import plural
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.points import Point
+from llmexp.sweep.settings import Sweep
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 

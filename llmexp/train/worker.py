@@ -26,7 +26,8 @@ from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.targets import own_line
 from llmexp.checkpoint import loading, saving
 from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP
-from llmexp.config import ConfigError, build, flatten, plain
+from llmexp.config import ConfigError, flatten, plain
+from llmexp.convert import build
 from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.knobs import default_of, may_change
 from llmexp.mesh.agent import LOCK_HELD, STARTED

@@ -22,7 +22,8 @@ from llmexp import rundir
 from llmexp.__main__ import run
 from llmexp.checkpoint import loading, saving
 from llmexp.compose import app, command_line
-from llmexp.config import ConfigError, build, plain
+from llmexp.config import ConfigError, plain
+from llmexp.convert import build
 from llmexp.data.sources import tokens
 from llmexp.sweep import ledger
 from tests.conftest import TINY

@@ -25,7 +25,8 @@ from llmexp.__main__ import run
 from llmexp.assembly import targets
 from llmexp.compose import app, guard
 from llmexp.compose.command_line import recordable
-from llmexp.config import Config, ConfigError, build, plain
+from llmexp.config import Config, ConfigError, plain
+from llmexp.convert import build
 from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from tests.conftest import TINY, Result, llmexp

@@ -12,12 +12,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.config import ConfigError, build_sweep
+from llmexp.config import ConfigError
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import running
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Job, Stopped, run_all
 from llmexp.sweep.running import rungs
+from llmexp.sweep.settings import build_sweep
 from tests.conftest import ROOT, TINY, Result, llmexp, start, train
 from tests.tools import all_gone, exact, same_state, wait_for
 

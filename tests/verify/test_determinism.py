@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp import rundir
-from llmexp.config import build
+from llmexp.convert import build
 from llmexp.verify import determinism, record, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 

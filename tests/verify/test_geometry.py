@@ -19,7 +19,8 @@ from torch import nn
 from llmexp import rundir
 from llmexp.assembly.assemble import assemble
 from llmexp.compose import app
-from llmexp.config import Config, ConfigError, build, plain
+from llmexp.config import Config, ConfigError, plain
+from llmexp.convert import build
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.verify import geometry

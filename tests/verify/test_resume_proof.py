@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from llmexp import rundir
 from llmexp.assembly.targets import locate
 from llmexp.checkpoint import loading
-from llmexp.config import ConfigError, build
+from llmexp.config import ConfigError
+from llmexp.convert import build
 from llmexp.verify import record, resume, runs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 

@@ -1,0 +1,173 @@
+"""Turn plain values into the typed configuration: strict about keys, types and ranges.
+
+`build` takes the mapping that Hydra composed, or that a run's config.yaml holds, and explains what
+it refuses. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from llmexp.config import NO_DEFAULT, Config, Knob, key_of
+from llmexp.values import NAMED, VARIABLE, ConfigError, fill, hint, nearest, refuse
+
+T = TypeVar("T")
+MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
+
+
+def build(mapping: Mapping[str, Any]) -> Config:
+    """Return a `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types
+    and ranges.
+
+    Texts keep their variables of the environment; numbers, switches and choices take their values.
+    """
+    _look_through(mapping)
+    return section(Config, mapping, "")
+
+
+def _look_through(mapping: Mapping[str, Any]) -> None:
+    """Remember the variables that a config names. Raises ConfigError for one without an end, and
+    for numbers that are not finite, which no JSON file holds."""
+    waiting: list[tuple[Any, int, str]] = [(mapping, 0, "")]
+    seen = 0
+    while waiting:
+        node, depth, key = waiting.pop()
+        seen += 1
+        if seen > MAX_VALUES or depth > MAX_DEPTH:
+            raise ConfigError(
+                f"this config has more than {MAX_VALUES:,} values, or nests deeper than "
+                f"{MAX_DEPTH} sections"
+            )
+        if isinstance(node, str):
+            NAMED.update(VARIABLE.findall(node))
+        if isinstance(node, float) and not math.isfinite(node):
+            raise refuse(key, node, "a finite number is needed")
+        for name, child in _children(node):
+            waiting.append((child, depth + 1, f"{key}.{name}" if key else str(name)))
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, list) else ()
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def section(cls: type[T], mapping: Any, prefix: str) -> T:
+    """Return a closed section, whose keys begin with `prefix`. Raises ConfigError."""
+    if not isinstance(mapping, Mapping):
+        raise refuse(
+            prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value"
+        )
+    fields = {key_of(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
+    for key in mapping:
+        if key not in fields:
+            own = f" A key of your own goes into the section user: +user.{key}=..."
+            near = nearest(str(key), fields)
+            tail = f"{near}{own}" if near else f"{own}{hint(str(key), fields)}"
+            raise ConfigError(f"{prefix}{key}: there is no such key.{tail}")
+    hints, values = _types(typing.cast(type, cls)), {}
+    for key, field in fields.items():
+        knob = field.metadata.get("knob", Knob("a section"))
+        if key in mapping:
+            values[field.name] = _converted(hints[field.name], mapping[key], prefix + key, knob)
+        elif knob.default is NO_DEFAULT:
+            raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")
+    return cls(**values)
+
+
+def _converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
+    """Return a value of any field as its type."""
+    if dataclasses.is_dataclass(kind):
+        return section(typing.cast(type, kind), value, f"{key}.")
+    if typing.get_origin(kind) is dict:
+        return _open_section(value, key)
+    if key == "hooks":
+        return _hooks(value, key)
+    takes_text = not knob.choices and str in (kind, *typing.get_args(kind))
+    if not takes_text and isinstance(value, str) and VARIABLE.search(value):
+        return _from_environment(kind, value, key, knob)
+    if typing.get_origin(kind) is types.UnionType:
+        if value is None:
+            return None
+        kind = next(arg for arg in typing.get_args(kind) if arg is not type(None))
+    if typing.get_origin(kind) is list:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise refuse(key, value, "a list of texts is needed", "[one,two]")
+        return list(value)
+    value = _scalar(kind, value, key, knob.example)
+    _check_range(value, key, knob)
+    return value
+
+
+def _open_section(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        needed = "" if key == "user" else ", with `_target_` naming a function"
+        raise refuse(key, value, f"a section of keys is needed here{needed}")
+    return dict(value)
+
+
+def _hooks(value: Any, key: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(entry, (str, Mapping)) for entry in value
+    ):
+        text = "a list of names of functions, or of sections with their arguments, is needed"
+        raise refuse(key, value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
+    return [dict(entry) if isinstance(entry, Mapping) else entry for entry in value]
+
+
+def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
+    found = fill(value, key)
+    try:
+        return _converted(kind, found, key, knob)
+    except ConfigError:  # its text has what was found
+        text = f"what the environment holds does not fit ({knob.doc})"
+        raise refuse(key, value, text, knob.example) from None
+
+
+def _scalar(kind: type, value: Any, key: str, example: Any) -> Any:
+    """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float, False no
+    text."""
+    a_switch = isinstance(value, bool)
+    if kind is bool and not a_switch:
+        raise refuse(key, value, "true or false is needed", "true")
+    if kind is str and not isinstance(value, str):
+        hint = " (YAML reads off, no, on, yes without quotes as true or false)" if a_switch else ""
+        raise refuse(key, value, f"a text is needed, not {type(value).__name__}{hint}", example)
+    if kind not in (int, float):
+        return value
+    if a_switch or not isinstance(value, (int, float)):
+        needed = "a whole number is needed" if kind is int else "a number is needed"
+        raise refuse(key, value, needed, example)
+    if kind is int:
+        if not math.isfinite(value) or value != int(value):  # 1e6 is meant as an int
+            raise refuse(key, value, "a whole number is needed", example)
+        return int(value)
+    if not math.isfinite(value):
+        raise refuse(key, value, "a finite number is needed", example)
+    return float(value)
+
+
+def _check_range(value: Any, key: str, knob: Knob) -> None:
+    if knob.choices and value not in knob.choices:
+        near = nearest(str(value), knob.choices)
+        raise refuse(key, value, f"must be one of {', '.join(knob.choices)}.{near}")
+    wrong = ""
+    if knob.at_least is not None and value < knob.at_least:
+        wrong = f"must be at least {knob.at_least:g}"
+    elif knob.at_most is not None and value > knob.at_most:
+        wrong = f"must be at most {knob.at_most}"
+    elif knob.above is not None and not value > knob.above:
+        wrong = f"must be above {knob.above:g}"
+    if wrong:
+        raise refuse(key, value, f"{wrong} ({knob.doc})", knob.example)

@@ -1,0 +1,64 @@
+"""The section `sweep` of a command: its knobs, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config import choice, count, knob
+from llmexp.convert import section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How the points of a sweep are run; no part of a run's own config."""
+
+    resume: str | None = knob(
+        "folder of a sweep to go on with: finished points are skipped, cut ones resumed, failed "
+        "ones retried; null: a new one",
+        "outputs/default/2030-01-01_12-00-00",
+    )
+    max_parallel: int | None = count(
+        "points at the same time; null: one for each slot of devices, 1 on a CPU", 2
+    )
+    devices_per_run: int | None = count(
+        "CUDA devices of each point; null: as many as it has ranks", 1
+    )
+    on_infeasible: str = choice(
+        "a point that cannot run ends the sweep before it starts, or is left out", "refuse | skip"
+    )
+    max_retries: int = knob(
+        "times that failed points are started again once the others are through", 1, at_least=0
+    )
+    stop_on_failure: bool = knob("start no further point after one has failed")
+    silence_s: float | None = knob(
+        "seconds without a sign of life (a row, a line, a checkpoint) after which a point is "
+        "ended; null: never",
+        1800.0,
+        above=0,
+    )
+    halving: float | None = knob(
+        "successive halving: share of its steps that each point gets at first; null: all",
+        0.125,
+        above=0,
+        at_most=1,
+    )
+    halving_keep: float = knob(
+        "share of the points that goes on after each rung", 0.5, above=0, at_most=1, default=0.5
+    )
+    twins: int = knob(
+        "times that the leading setting of a grid is trained once more at the end, different in "
+        "rounding only",
+        2,
+        at_least=0,
+    )
+    negligible: float = knob(
+        "nats of loss below which a difference is called negligible", 0.002, at_least=0
+    )
+    report: str = choice("the table at the end", "runs | throughput")
+
+
+def build_sweep(mapping: Mapping[str, Any]) -> Sweep:
+    """Return the section `sweep`. Raises ConfigError."""
+    return section(Sweep, mapping, "sweep.")
