@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmexp.metrics.keys import KEYS
 from tests.conftest import ROOT
 from tests.test_structure import MODULES, ROOMS
 
@@ -67,6 +68,13 @@ def table(title: str) -> list[list[str]]:
     section = ARCHITECTURE.partition(f"\n## {title}")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_keys_of_a_row_are_those_of_the_table():
+    page = (ROOT / "docs/semantics.md").read_text(encoding="utf-8")
+    rows = page.partition("\n## Rows\n")[2].partition("\n## ")[0]
+    named = re.findall(r"^\|([^|]*)\|", rows, re.M)
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(named))) == sorted(KEYS)
 
 
 def test_the_rooms_are_those_of_the_house():

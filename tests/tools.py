@@ -14,11 +14,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from llmexp.metrics.keys import TIMINGS
 from tests.conftest import ROOT, Result
-
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
-"tflops_per_sec_per_rank", "eta",
-         "peak_memory_gib")  # fmt: skip
 
 
 def option(path: str) -> dict[str, Any]:
@@ -32,7 +29,7 @@ def option(path: str) -> dict[str, Any]:
 
 
 def exact(result: Result) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in result.rows()]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in result.rows()]
 
 
 def same_state(a: Path, b: Path) -> None:

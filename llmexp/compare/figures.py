@@ -10,26 +10,34 @@ import numpy as np
 
 from llmexp.compare.records import Column, Entry, Record
 from llmexp.compare.rows import Columns, elapsed
+from llmexp.metrics.keys import KEYS
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
 
 LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
+
+
+def _column(key: str, when: str = "") -> Column:
+    known = KEYS[key]
+    return Column(f"{when}{key}", f"{when}{known.head}", known.better, known.digits)
+
+
 COLUMNS = (
-    Column("val/loss", "val loss", "lower", 5),
-    Column("final val/loss", "final val loss", "lower", 5),
-    Column("best val/loss", "best val loss", "lower", 5),
-    Column("val/bits_per_byte", "val bits/byte", "lower", 5),
-    Column("train/loss", "train loss", "lower", 5),
-    Column("tokens_seen", "tokens"),
+    _column("val/loss"),
+    _column("val/loss", "final "),
+    _column("val/loss", "best "),
+    _column("val/bits_per_byte"),
+    _column("train/loss"),
+    _column("tokens_seen"),
     Column("steps", "steps"),
     Column("train_time", "time (s)", "lower"),
-    Column("tokens_per_sec", "tokens/s", "higher"),
-    Column("peak_memory_gib", "memory (GiB)", "lower", 3),
+    _column("tokens_per_sec"),
+    _column("peak_memory_gib"),
     Column("clip_share", "steps clipped", "", 3),
-    Column("noise_scale", "noise scale", "", 3),
-    Column("skipped_steps", "skipped steps", "lower"),
-    Column("outlier_steps", "outlier steps", "lower"),
+    _column("noise_scale"),
+    _column("skipped_steps"),
+    _column("outlier_steps"),
 )
 _SUMMARY = {  # figure: its name in the summary, its name in a row
     "tokens_seen": ("tokens_seen", "tokens_seen"),

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from llmexp.compare.curves import curve, downsample, smooth
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
+from llmexp.metrics.keys import KEYS
 
 POINTS = 600  # of a curve at most: about one per pixel
 # of one quantity over all entries, so that 200 runs stay a page that can be mailed
@@ -21,13 +22,7 @@ LISTED = 50  # entries at most that the pointer lists; of more it tells the near
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
 USUAL = 3  # of these
 AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
-OTHERS = {
-    "grad_norm": "Gradient norm before clipping",
-    "lr": "Learning rate",
-    "tokens_per_sec": "Tokens per second, all ranks",
-    "clip_coefficient": "Mean clip coefficient",
-    "val/bits_per_byte": "Validation loss (bits per byte)",
-}
+OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
 Options = list[tuple[str, list[Any]]]
 
 
@@ -258,7 +253,8 @@ def _later(lines: Sequence[Line]) -> list[float]:
 def others(c: Comparison) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: Options = []
-    for key, title in OTHERS.items():
+    for key in OTHERS:
+        title = KEYS[key].plot
         found = [curve(e, key) for e in c.entries]
         data: dict[str, list[Any]] = {"x": [], "y": []}
         for each in found:

@@ -1,5 +1,6 @@
 """Measure a run and show it. In reading order:
 
+keys      the keys of a row: names, units, digits, which way is better
 meter     counts and clocks since the last row
 norms     gradient norms: the clip table
 noise     the gradient noise scale

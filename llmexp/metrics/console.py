@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
+from llmexp.metrics.keys import KEYS
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -180,41 +182,6 @@ class Console:
             _silence(dead)
 
 
-def format_row(
-    row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
-) -> str:
-    """Return one line for a row of metrics.jsonl; keys that are absent or None are left out, and
-    the epoch of a run of one.
-
-    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual
-    range breaks its column rather than lose digits. With `width` the less important cells give way
-    until the line fits.
-    """
-
-    def of(key: str, show: Callable[[Any], str]) -> str | None:
-        return None if row.get(key) is None else show(row[key])
-
-    cells = [
-        of("epoch", lambda v: f"epoch {_epoch(v):>6}") if total_epochs > 1 else None,
-        of("step", lambda v: f"step {v:>{len(str(total_steps))}}/{total_steps}"),
-        of("lr", lambda v: f"lr {v:.3e}"),
-        of("step_time", lambda v: f"step_time {_significant(v, 3):>7} s"),
-        of("tokens_per_sec", lambda v: f"tokens/s {v:>9,.0f}"),
-        of("grad_norm", lambda v: f"grad_norm {_significant(v, 4):>8}"),
-        of("train/loss", lambda v: f"train loss {_loss(v):>7}"),
-        of("val/loss", lambda v: f"val loss {_loss(v):>7}"),
-        of("val/ppl", lambda v: f"val ppl {_significant(v, 4):>7}"),
-        of("eta", lambda v: f"eta {format_duration(v):>7}"),
-        "skipped" if row.get("skipped") else None,
-    ]
-    shown = [cell for cell in cells if cell is not None]
-    for word in ("epoch", "eta", "val ppl", "step_time", "tokens/s", "grad_norm", "lr"):
-        if width is None or len(" | ".join(shown)) <= width:
-            break
-        shown = [cell for cell in shown if not cell.startswith(word)]
-    return " | ".join(shown)
-
-
 def format_duration(seconds: float) -> str:
     """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
     if not math.isfinite(seconds) or seconds < 0:
@@ -234,31 +201,29 @@ def format_duration(seconds: float) -> str:
 
 
 def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
-    """Aligned `label  text` lines, the text wrapped to `width` columns (default: the terminal's, else 100).
+    """Return aligned `label  text` lines, the text wrapped to `width` columns (default: the
+    terminal's, else 100).
 
     Words longer than a line (paths) stay whole, so that they can be copied.
-    """  # noqa: E501
-    if width is None:
-        width = shutil.get_terminal_size((100, 24)).columns
+    """
+    width = width or shutil.get_terminal_size((100, 24)).columns
     label_width = max((len(label) for label, _ in sections), default=0)
+    indent = " " * (label_width + 2)
     lines: list[str] = []
     for label, text in sections:
-        wrapped = [
-            part
-            for paragraph in text.splitlines() or [""]
-            for part in textwrap.wrap(
+        head = f"{label:<{label_width}}  "
+        for paragraph in text.splitlines() or [""]:
+            wrapped = textwrap.wrap(
                 paragraph,
-                max(width - label_width - 2, 20),
+                max(width, len(indent) + 20),
+                initial_indent=head,
+                subsequent_indent=indent,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            or [""]
-        ]
-        lines += [
-            f"{label if i == 0 else '':<{label_width}}  {part}".rstrip()
-            for i, part in enumerate(wrapped)
-        ]
-    return "\n".join(lines)
+            lines += wrapped or [head]
+            head = indent
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _significant(value: float, digits: int) -> str:
@@ -280,6 +245,55 @@ def _loss(value: float) -> str:
 
 def _epoch(value: float) -> str:
     return f"{value:.4f}" if 0 < value < 0.1 else f"{value:.2f}"
+
+
+# The cells of a row in their order: the width of the value, and how it is shown; None: as the
+# table of keys says.
+CELLS: dict[str, tuple[int, Callable[[Any], str] | None]] = {
+    "epoch": (6, _epoch),
+    "step": (0, str),
+    "lr": (0, "{:.3e}".format),
+    "step_time": (7, None),
+    "tokens_per_sec": (9, "{:,.0f}".format),
+    "grad_norm": (8, None),
+    "train/loss": (7, _loss),
+    "val/loss": (7, _loss),
+    "val/ppl": (7, None),
+    "eta": (7, format_duration),
+}
+LEAST_NEEDED = ("epoch", "eta", "val/ppl", "step_time", "tokens_per_sec", "grad_norm", "lr")
+
+
+def format_row(
+    row: dict[str, Any], total_steps: int, total_epochs: float = 0, width: int | None = None
+) -> str:
+    """Return one line for a row of metrics.jsonl; keys that are absent or None are left out, and
+    the epoch of a run of one.
+
+    Widths are fixed, so that the lines of a log stand in columns; a value far out of the usual
+    range breaks its column rather than lose digits. With `width` the less important cells give way
+    until the line fits.
+    """
+    cells = {key: _cell(key, row[key]) for key in CELLS if row.get(key) is not None}
+    if total_epochs <= 1:
+        cells.pop("epoch", None)
+    if "step" in cells:
+        cells["step"] = f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"
+    if row.get("skipped"):
+        cells["skipped"] = "skipped"
+    for key in LEAST_NEEDED:
+        if width is None or len(" | ".join(cells.values())) <= width:
+            break
+        cells.pop(key, None)
+    return " | ".join(cells.values())
+
+
+def _cell(key: str, value: Any) -> str:
+    width, show = CELLS[key]
+    known = KEYS[key]
+    if show is not None:
+        return f"{known.label} {show(value):>{width}}"
+    return f"{known.label} {_significant(value, known.digits):>{width}} {known.unit}".rstrip()
 
 
 def _is_live_terminal(stream: TextIO | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from llmexp import fileio, rundir
 from llmexp.config import ConfigError
+from llmexp.metrics.keys import LOSSES
 from llmexp.redact import clean
 from llmexp.tracker.fields import RUN_ID, SWEEP_ID, VARIABLES, Fields, next_id, run_fields
 from llmexp.tracker.mirror import End, TrackerError, check_login, upload
@@ -273,7 +274,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("tokens_seen", "skipped_steps", "outlier_steps"):
         if key in last:
             found[key] = last[key]
-    for key in ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte"):
+    for key in LOSSES:
         given = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
         values = [value for value in given if math.isfinite(value)]
         if values:

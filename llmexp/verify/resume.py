@@ -20,16 +20,13 @@ from llmexp import rundir
 from llmexp.checkpoint import loading
 from llmexp.child import DONE, ended, family, kill_family, send
 from llmexp.config import Config, ConfigError, refuse
+from llmexp.metrics.keys import TIMINGS
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 
 STEPS, TRIES = 12, 3
 EVAL_SEQUENCES = 16
 ALONE_S = 90.0  # for the other ranks to end after one of them was killed
-# What a row says about the machine; all else must be equal.
-TIMES = ("step_time", "data_time", "tokens_per_sec", "tokens_per_sec_per_rank",
-"tflops_per_sec_per_rank", "mfu",
-         "peak_memory_gib", "eta")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -301,14 +298,14 @@ def joined(*found: Found) -> Found:
 
 def columns(a: list[dict[str, Any]], b: list[dict[str, Any]], *keys: str) -> Found:
     """Return the figures that differ between two runs' rows, by step: these `keys`, or all but the
-    TIMES."""
+    timings."""
 
     def figures(rows: list[dict[str, Any]]) -> dict[str, str]:
         return {
             f"step {row['step']}, {key}": repr(value)  # the digits of a float give it back exactly
             for row in rows
             for key, value in row.items()
-            if (key in keys if keys else key not in TIMES)
+            if (key in keys if keys else key not in TIMINGS)
         }
 
     return unequal(figures(a), figures(b))

@@ -1,0 +1,17 @@
+"""The table of keys knows every key of a row."""
+
+from __future__ import annotations
+
+import json
+
+from llmexp.metrics.keys import KEYS, LOSSES, TIMINGS
+from tests.conftest import ROOT
+
+
+def test_recorded_rows_have_keys_of_the_table_only():
+    for file in (ROOT / "tests/golden/recorded").glob("*.json"):
+        for run in json.loads(file.read_text())["runs"].values():
+            for row in run["rows"]:
+                assert row.keys() <= KEYS.keys()
+    assert {*LOSSES, *TIMINGS} <= KEYS.keys()
+    assert {key.better for key in KEYS.values()} == {"", "lower", "higher"}
