@@ -60,7 +60,6 @@ MOST_LINES = {
     "llmexp.run": 532,
     "llmexp.sweep.slurm": 415,
     "llmexp.train.loop": 412,
-    "llmexp.train.worker": 508,
     "llmexp.verify.geometry": 408,
     "llmexp.verify.resume": 442,
 }
@@ -83,7 +82,6 @@ LONG = {
     "llmexp.train.loop.train": 63,
     "llmexp.train.loop.report": 69,
     "llmexp.train.step.train_step": 61,
-    "llmexp.train.worker.run_training": 115,
 }
 
 

@@ -18,7 +18,7 @@ from llmexp.config import ConfigError, plain
 from llmexp.convert import build
 from llmexp.redact import redacted
 from llmexp.sweep.ledger import identity
-from llmexp.train import worker
+from llmexp.train import folder
 
 
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
     Raises ConfigError."""
     parts = assemble(build(request["config"]), write=True, shared=shared)
     if purpose == "queue":
-        path, fresh = worker.open_folder(parts, request)
-        if fresh or not worker.is_finished(path):
+        path, fresh = folder.open_folder(parts, request)
+        if fresh or not folder.is_finished(path):
             with rundir.locked(path):
-                worker.record(path, parts, request, "queued")
+                folder.record(path, parts, request, "queued")
     run = parts.run
     return {
         "solved": identity(plain(parts.config)),  # also what was null

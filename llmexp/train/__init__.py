@@ -5,7 +5,10 @@ loop           the loop around the step: rows, when to evaluate and save, verdic
 state          what the loop holds, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
-worker         the process: request or folder -> trained run, status, exit code, errors in words
+worker         the process: request or folder -> trained run, status, exit code
+folder         the run folder: made or found, compared with the run that it holds, written
+beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
+failing        what an exception means for the run, and the places where that is written
 group          a run on several ranks: watch them, join them, collect their reports
 summary        figures of the end
 sampling       text from a model

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from llmexp import mesh, rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
-from llmexp.train import loop, worker
+from llmexp.train import folder, loop, worker
 
 SIZES = {
     "base": (4, 256, 4, 256, 320),  # layers, width, heads, length, vocabulary
@@ -122,7 +122,7 @@ def ratio(case: str, rounds: int) -> tuple[float, float, float, float]:
     parts, rows, report = dataclasses.replace(parts, hooks=[("bench", hook)]), [], loop.report
     loop.report = timed_report
     with tempfile.TemporaryDirectory() as path:
-        worker.record(Path(path), parts, {})
+        folder.record(Path(path), parts, {})
         out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
         try:
             worker.run_training(Path(path), parts, mesh.join("cpu", "single", 1, 1, 1))

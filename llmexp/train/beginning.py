@@ -1,0 +1,114 @@
+"""What training needs before its first step: the console, the checkpoint to go on from, the rows,
+the tracker, and the loop that holds them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmexp import mesh, rundir
+from llmexp.assembly.assemble import Parts
+from llmexp.checkpoint import loading, saving
+from llmexp.config import ConfigError
+from llmexp.data.tokenizers import token_byte_lengths
+from llmexp.metrics import hardware
+from llmexp.metrics.console import Console, banner
+from llmexp.metrics.meter import Meter
+from llmexp.run import banner_sections
+from llmexp.tracker.mirror import NoTracker, open_tracker
+from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
+from llmexp.train.loop import measuring, resume
+from llmexp.train.state import Loop, Outputs, Progress
+from llmexp.train.step import set_up
+
+
+def log_line(text: str) -> None:
+    """Print into this rank's own log."""
+    print(text, file=sys.stderr)
+
+
+def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
+    """Return the console of a rank, after the banner; only rank 0 shows anything."""
+    main_rank = joined.rank == 0
+    stream = sys.stdout if main_rank else open(os.devnull, "w")  # noqa: SIM115
+    log = path / rundir.LOG if main_rank else None
+    console = Console(log, parts.run.max_steps, stream=stream)
+    begun = (
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}, rank {joined.rank} of {joined.world_size} on "
+        f"{joined.device}"
+    )
+    console.line(banner([*banner_sections(parts.run, str(path)), ("start", begun)]))
+    if not main_rank:
+        log_line(f"start {begun}")
+    return console
+
+
+def newest_checkpoint(
+    path: Path, parts: Parts, joined: mesh.Mesh, console: Console
+) -> loading.Loaded | None:
+    """Return the newest whole checkpoint, the same on all ranks, or None. Raises ConfigError where
+    it is of another run, or where ranks see other folders."""
+    root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
+    if main_rank:
+        saving.clean(root)
+    listed = hashlib.sha256(" ".join(p.name for p in loading.steps(root)).encode()).digest()
+    # after this no rank can be writing what is cleaned away
+    if differing := mesh.differing_ranks(joined, listed):
+        raise ConfigError(
+            f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank "
+            "0; all hosts need one shared run folder"
+        )
+    loaded = loading.latest(
+        root,
+        console.line if main_rank else log_line,
+        lambda bad: mesh.any_rank(joined, bad)[0],
+        (joined.rank, joined.world_size),
+    )
+    if loaded is None:
+        return None
+    # its folder's config could have been edited
+    here, there = fixed_facts(parts), loaded.manifest
+    if isinstance(there.get("config"), dict):
+        refuse_other_config(loaded.path, there["config"], here["config"])
+    if there.get("data") not in (None, here["data"]):
+        raise other_data(loaded.path, parts)
+    return loaded
+
+
+def byte_lengths(parts: Parts) -> torch.Tensor:
+    """Return the bytes of each token of the model's vocabulary, 0 for those that are no text."""
+    lengths = token_byte_lengths(parts.tokenizer) * parts.corpus.is_text
+    missing = max(0, (parts.run.facts.vocab_size or 0) - len(lengths))
+    return torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64))
+
+
+def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
+    """Return the loop at the step from which the run goes on. Raises ConfigError and
+    CheckpointError."""
+    console = open_console(path, parts, joined)
+    loaded = newest_checkpoint(path, parts, joined, console)
+    s = set_up(parts, joined)
+    fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(s)
+    p, meter, measured = resume(s, loaded) if loaded else fresh
+    if loaded:
+        console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {parts.run.max_steps:,}")
+    main = joined.rank == 0
+    rows = rundir.Rows(path / rundir.METRICS, p.step) if main else None
+    tracker = open_tracker(path, parts.config, console.line) if main else NoTracker()
+    return Loop(
+        s=s,
+        out=Outputs(path, main, console, tracker, rows),
+        p=p,
+        meter=meter,
+        measured=measured,
+        fixed=fixed_facts(parts),
+        byte_lengths=byte_lengths(parts),
+        peak_flops=hardware.peak_flops(joined.device, parts.precision),
+        saved=[p.step] if loaded else [],
+    )

@@ -1,0 +1,157 @@
+"""From an exception to how the run ended: state, exit code and words, and the places that they are
+written to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llmexp import ending, mesh, rundir
+from llmexp.assembly.assemble import Parts
+from llmexp.assembly.targets import own_line
+from llmexp.checkpoint.loading import CheckpointError
+from llmexp.child import FAILED, REFUSED, STOP
+from llmexp.config import ConfigError
+from llmexp.mesh.agent import STARTED
+from llmexp.redact import redacted
+from llmexp.train import group
+from llmexp.train.step import TrainingFailed
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Exceptions that mean the same for a run. Those that are `explained` say all in their text,
+    and would come again: they need no trace and no restart."""
+
+    types: tuple[type[BaseException], ...]
+    exit_code: int  # before training starts; after that it is FAILED
+    explained: bool
+
+
+# The first kind that fits.
+KINDS = (
+    Kind((ConfigError, CheckpointError), REFUSED, explained=True),
+    Kind((TrainingFailed, OSError), FAILED, explained=True),
+    Kind((BaseException,), FAILED, explained=False),
+)
+UNUSED = r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)"  # of torch's DDP
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an exception means for the run."""
+
+    exit_code: int
+    text: str
+    trace: str = ""
+    final: bool = True  # a restart would only meet it again
+    state: str = "failed"
+
+
+def meaning(
+    error: BaseException,
+    path: Path | None = None,
+    parts: Parts | None = None,
+    joined: mesh.Mesh | None = None,
+) -> Failure:
+    """Return what an exception means, as far as what is known of the run tells."""
+    if isinstance(error, SystemExit) and not STOP.training:  # by a signal
+        code = error.code if isinstance(error.code, int) else FAILED
+        return Failure(code, "stopped before the first step", state="preempted")
+    kind = next(kind for kind in KINDS if isinstance(error, kind.types))
+    code = FAILED if STOP.training else kind.exit_code
+    if kind.explained:
+        return Failure(code, str(error))
+    text = f"{type(error).__name__}: {error}"
+    if parts is not None and (
+        isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text
+    ):
+        text = (
+            f"out of memory with micro_batch_size {parts.run.micro_batch_size} x "
+            f"{parts.run.sequence_length} tokens; a smaller batch.micro_batch_size with more "
+            f"batch.gradient_accumulation_steps computes the same ({text})"
+        )
+    elif unused := re.search(UNUSED, text):
+        numbers = ", ".join(unused[1].split())
+        text = (
+            "the model has parameters without a part in the loss of a step, which torch's DDP "
+            f"refuses; parallelism=fsdp takes them, or leave them out (number {numbers} in the "
+            "model's order, from 0)"
+        )
+        return Failure(code, text, final=False)
+    elif path is not None and parts is not None and joined is not None:
+        absent = group.absent_ranks(path, joined, text, parts.config.parallelism)
+        if absent:
+            return Failure(code, absent, final=False)
+    where = own_line(error, or_any=False)
+    text = f"{text} ({where})" if where else text
+    return Failure(code, text, traceback.format_exc(), final=False)
+
+
+def under_agent() -> bool:
+    """Return whether this process is a rank whose agent reports for it."""
+    return STARTED in os.environ and "RANK" in os.environ
+
+
+def record(path: Path | None, failure: Failure, *, ours: bool) -> int:
+    """Print and record how the run ended, or leave the printing to the agent; return the exit code.
+    In a folder that is not `ours` another process may be at work: it is not touched."""
+    code, text, trace = failure.exit_code, redacted(failure.text), redacted(failure.trace)
+    more = {"final": failure.final} if under_agent() else {}
+    if failure.state == "failed" and under_agent() and path is not None:
+        group.report(path, int(os.environ["RANK"]), code, text, trace)
+        # into this rank's log; what local rank 0 prints is on the console
+        if ours and os.environ["LOCAL_RANK"] != "0":
+            print(f"{trace}{text}", file=sys.stderr)
+    elif failure.state == "failed":
+        _print(path if ours else None, code, text, trace)
+    if path is None or not ours:
+        return code
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        # of several ranks, the first one to fail names the cause
+        if "RANK" not in os.environ or rundir.read_status(path).get("state") != "failed":
+            ending.record_end(path, failure.state, code, text, **more)
+    return code
+
+
+def record_unbegun(path: Path | None, failure: Failure) -> int:
+    """Print why a run did not begin, and record it in its folder unless another process is at work
+    there; return the exit code."""
+    failure = replace(failure, final=True)
+    with contextlib.ExitStack() as locks:
+        ours = path is not None and (failure.exit_code == FAILED or rundir.is_run(path))
+        if path is not None and ours and not under_agent():
+            ours = _taken(path, locks)
+        return record(path, failure, ours=ours)
+
+
+def _taken(path: Path, locks: contextlib.ExitStack) -> bool:
+    """Return whether no other process holds the folder, and take its locks if the disk lets us."""
+    try:
+        locks.enter_context(rundir.locked(path))
+        locks.enter_context(rundir.locked(path, ".lock-ranks"))
+    except ConfigError:
+        return False
+    except OSError:  # the disk may be what failed
+        return True
+    return True
+
+
+def _print(path: Path | None, code: int, text: str, trace: str) -> None:
+    """Print a failure; with a `path`, also how to go on, and into the log there."""
+    if path is not None and code != REFUSED:
+        text = f"training failed: {text}; {ending.what_is_left(path)}"
+    print(f"{trace}llmexp: {text}", file=sys.stderr)
+    if path is not None:
+        with (
+            contextlib.suppress(OSError),
+            open(path / rundir.LOG, "a", encoding="utf-8") as log,
+        ):
+            log.write(f"{trace}{text}\n")

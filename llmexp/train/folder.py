@@ -1,0 +1,176 @@
+"""The folder of the run that this process trains: made or found, compared with the run that it
+holds, and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmexp import fileio, provenance, rundir
+from llmexp.assembly.assemble import Parts
+from llmexp.child import REFUSED
+from llmexp.config import ConfigError, flatten, plain
+from llmexp.knobs import default_of, may_change
+from llmexp.metrics import hardware
+from llmexp.redact import concealed, marks
+
+REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
+RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether the folder's run is finished, and print it."""
+    if rundir.read_status(path).get("state") != "finished":
+        return False
+    print(f"{path}: this run is finished; nothing to do")
+    return True
+
+
+def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
+    """Return the run's folder, made now, or found with a run to go on with: (path, is new). Raises
+    ConfigError."""
+    wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
+    there = request["fixed"] and rundir.is_run(wanted)
+    if there:
+        rundir.check_plain(wanted)
+    if there and mode == "never":
+        state = rundir.read_status(wanted).get("state", "unknown")
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
+            f"llmexp resume {wanted}"
+        )
+    if not there and mode == "must":
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
+        )
+    if there:
+        refuse_other_run(wanted, parts)
+        path = wanted
+    else:
+        path = rundir.claim(wanted, request["fixed"])
+    if "report_fd" in request:
+        with os.fdopen(
+            request["report_fd"], "w", encoding="utf-8", errors="surrogateescape"
+        ) as report:
+            report.write(str(path))
+    return path, not there
+
+
+def refuse_other_run(path: Path, parts: Parts) -> None:
+    """Raise ConfigError when the folder's run differs from `parts` in anything that changes
+    results."""
+    refuse_other_config(path, fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config)))
+    there = rundir.read_run(path)
+    if not there:
+        print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
+    known, now = there.get("environment"), environment(parts)
+    if isinstance(known, dict):
+        changed = sorted(name for name in known | now if known.get(name) != now.get(name))
+        if changed:
+            names = ", ".join(changed)
+            raise ConfigError(
+                f"{path}: is another run; the environment has another value of {names} now"
+            )
+    recorded = there.get("data_fingerprint")
+    if recorded is not None and recorded != as_read(concealed(parts.corpus.fingerprint)):
+        raise other_data(path, parts)
+
+
+def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise ConfigError with the keys in which the fixed parts of two configs differ. A key that
+    one of them does not have yet has its default there."""
+    keys = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, default_of(key)) != new.get(key, default_of(key))
+    ]
+    differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys)
+    if differing:
+        raise ConfigError(
+            f"{path}: is another run; differing keys, which change results and so are fixed: "
+            f"{differing}"
+        )
+
+
+def other_data(path: Path, parts: Parts) -> ConfigError:
+    return ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+
+
+def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a plain config changes results, with dotted keys."""
+    return {key: value for key, value in flatten(config).items() if not may_change(key)}
+
+
+def as_read(value: Any) -> Any:
+    """Return a plain value as it comes back from a JSON file."""
+    return json.loads(json.dumps(value))
+
+
+def fixed_facts(parts: Parts) -> dict[str, Any]:
+    """Return what a checkpoint's manifest holds of the run: what of the config changes results, and
+    the sha256 of the data's fingerprint."""
+    fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
+    return {
+        "config": as_read(fixed_part(plain(parts.config))),
+        "data": hashlib.sha256(fingerprint.encode()).hexdigest(),
+    }
+
+
+def environment(parts: Parts) -> dict[str, str]:
+    return marks(plain(parts.config), may_change)
+
+
+def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "running") -> None:
+    """Write config.yaml with every derived value, run.json, provenance/, and the status."""
+    fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(parts.config), sort_keys=False))
+    run = parts.run.as_dict() | {
+        **{key: request.get(key) for key in RECORDED},
+        "environment": environment(parts),
+        "data_fingerprint": parts.corpus.fingerprint,
+        "data_files": parts.corpus.states(),
+    }
+    fileio.write_json(path / rundir.RUN, concealed(run))
+    provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
+    fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
+    rundir.write_status(
+        path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh
+    )
+
+
+@dataclass(frozen=True)
+class Before:
+    """What going on with a run rewrites in its folder, as it was."""
+
+    files: dict[str, bytes]
+    origins: list[Path]
+
+
+def before_going_on(path: Path) -> Before:
+    there = [name for name in REWRITTEN if (path / name).is_file()]
+    return Before({n: (path / n).read_bytes() for n in there}, provenance.folders(path))
+
+
+def put_back(path: Path, before: Before) -> None:
+    """Make the folder what it was, after a refusal to go on with its run; what cannot be written is
+    left as it is."""
+    try:
+        with rundir.locked(path):
+            now = rundir.read_status(path)
+            if (now.get("state"), now.get("exit_code")) != ("failed", REFUSED):
+                return
+            for name, content in before.files.items():
+                fileio.write_whole(path / name, content)
+            for added in set(provenance.folders(path)) - set(before.origins):
+                shutil.rmtree(added, ignore_errors=True)
+    except (ConfigError, OSError):
+        return
