@@ -51,7 +51,6 @@ MOST_LINES = {
     "llmexp.assembly.assemble": 427,
     "llmexp.checkpoint.loading": 466,
     "llmexp.checkpoint.saving": 370,
-    "llmexp.compare.notes": 372,
     "llmexp.data.prepare": 405,
     "llmexp.data.sources": 464,
     "llmexp.data.stream": 373,

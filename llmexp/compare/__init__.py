@@ -3,15 +3,13 @@
 In reading order, along the data flow:
 records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
-figures        the figures of a run, at its end or at a common position
+figures        which runs take part, and their figures at their end or at a common position
 settings       which runs are one setting, and which settings are one computation
-selection      which runs take part; the others with the reason
-places         where their losses are read
 statistics     means, intervals, differences
-judging        how two settings differ
-findings       budgets, leader, verdicts, floor of rounding, effects of single keys
-comparing      all of the above in order: runs -> `Comparison`
+evidence       what runs show: differences over seeds, rounding, effects of single keys
+judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
+comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; pagetables, plotting, plot_training and plot_settings make its parts
 picture        the same as PNG

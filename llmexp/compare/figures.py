@@ -1,19 +1,27 @@
-"""Figures of a run: what is read off its records, at its end or at a common position."""
+"""Figures of a run: what is read off its records, at its end or at a common position; which runs
+take part; numbers as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import Column, Entry, Record
-from llmexp.compare.rows import Columns, elapsed
+from llmexp.compare.records import APART, Column, Entry, Record, as_dict
+from llmexp.compare.rows import elapsed
 from llmexp.metrics.keys import KEYS
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
+# Share of the median length below which a run of another sweep says nothing about the others.
+SHORT = 0.1
 DEAD = ("failed", "cut", "queued")  # what they lack says nothing about the setting
+MOVE_VALIDATION = (
+    "data._target_", "data.files", "data.train_files", "data.val_files", "data.val_ratio",
+    "data.seed",
+)  # fmt: skip
 
 LOSSES = ("val/loss", "final val/loss", "best val/loss", "train/loss", "val/bits_per_byte")
 
@@ -39,17 +47,9 @@ COLUMNS = (
     _column("skipped_steps"),
     _column("outlier_steps"),
 )
-_SUMMARY = {  # figure: its name in the summary, its name in a row
-    "tokens_seen": ("tokens_seen", "tokens_seen"),
-    "steps": ("steps", "step"),
-    "train_time": ("train_time", None),
-    "tokens_per_sec": ("mean tokens_per_sec", "tokens_per_sec"),
-    "peak_memory_gib": ("peak_memory_gib", "peak_memory_gib"),
-    "clip_share": ("clip_share", None),
-    "noise_scale": ("noise_scale", "noise_scale"),
-    "skipped_steps": ("skipped_steps", "skipped_steps"),
-    "outlier_steps": ("outlier_steps", "outlier_steps"),
-}
+# Figures whose name in the summary, or in a row, is another one.
+_IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
+_IN_ROWS = {"steps": "step"}
 
 
 def number(value: Any) -> float | None:
@@ -70,19 +70,17 @@ def rounded(number: float) -> str:
 
 def shown(value: float, digits: int) -> str:
     """Return a number with so many significant digits; large ones whole, with separators."""
-    if 10 ** (digits - 1) <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e15):
+    huge = abs(value) >= 1e15
+    if not huge and (value == int(value) or abs(value) >= 10 ** (digits - 1)):
         return f"{value:,.0f}"
-    return (
-        f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e15 else f"{value:#.{digits}g}"
-    )
+    return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
 
 
 def with_interval(value: float, half: float | None, digits: int) -> str:
     """Return `2.564 ± 0.011`: two digits of the half width, and the value to as many decimals;
     `1,500` alone where the half width is less than can be seen in it."""
-    place = (
-        digits - 1 - math.floor(math.log10(abs(value))) if value else 12
-    )  # decimals that the value shows
+    # decimals that the value shows
+    place = digits - 1 - math.floor(math.log10(abs(value))) if value else 12
     if half is None or not math.isfinite(half) or half < 0.5 * 10.0**-place:
         return shown(value, digits)
     decimals = min(1 - math.floor(math.log10(half)), place + 1)
@@ -118,11 +116,8 @@ def positions(record: Record, align: str) -> np.ndarray:
     """Return the position of each row in target tokens, steps, or seconds of training; empty where
     not known."""
     if align == "time":
-        seconds = elapsed(record.columns)
-        return np.zeros(0) if seconds is None else seconds
-    return np.asarray(
-        record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
-    )
+        return elapsed(record.columns)
+    return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
 
 
 def rows_until(where: np.ndarray, at: float) -> int:
@@ -130,68 +125,126 @@ def rows_until(where: np.ndarray, at: float) -> int:
     return int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
 
 
+def evaluations(record: Record, align: str) -> np.ndarray:
+    """Return the positions at which the run has a validation loss."""
+    where, values = positions(record, align), record.columns.get("val/loss", np.zeros(0))
+    return where[: len(values)][np.isfinite(values[: len(where)])]
+
+
 def counts(record: Record) -> bool:
     """Tell whether the run has a say in how far all have come: not broken off, left out or short of
     rows."""
-    return (
-        record.state not in DEAD
-        and record.rung is None
-        and not record.lost
-        and len(record.columns["step"]) > 0
-    )
+    broken = record.state in DEAD or record.rung is not None or record.lost
+    return not broken and len(record.columns["step"]) > 0
 
 
-def common_position(records: Sequence[Record], align: str) -> tuple[float, Record] | None:
-    """Return the last position that all runs that count have reached, and the run that came no
-    further."""
-    ends = [
-        (float(np.nanmax(x)), r)
-        for r in records
-        if counts(r) and len(x := positions(r, align)) and x[-1] > 0
-    ]
-    return min(ends, key=lambda end: end[0], default=None)
+def left_out(records: Sequence[Record], align: str) -> dict[Record, str]:
+    """Return the runs that take no part, with the reason as a word or two.
+
+    Runs that broke off, lost rows or were left out by successive halving never take part. Those
+    that are unfinished do only while fewer than two runs have finished. A run of another validation
+    text, or far shorter than the others and not of their sweep, would spoil the comparison of the
+    rest.
+    """
+    reasons = {r: _broken(r) for r in records if not counts(r)}
+
+    def alive() -> list[Record]:
+        return [r for r in records if r not in reasons]
+
+    if sum(r.state == "finished" for r in alive()) >= 2:
+        reasons |= {r: r.state for r in alive() if r.state != "finished"}
+    ranked = Counter(task(r) for r in alive()).most_common(2)
+    if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
+        reasons |= {r: APART[0] for r in alive() if task(r) != ranked[0][0]}
+    return reasons | dict.fromkeys(_short(alive(), align), APART[1])
+
+
+def _broken(record: Record) -> str:
+    if record.rung is not None:
+        return f"out at {record.rung:.0%}"
+    if record.state in DEAD:
+        return record.state
+    return "rows lost" if record.lost else "no rows"
+
+
+def task(record: Record) -> str:
+    """Return what the validation loss is measured on: the files, else all of the data section but
+    what the sweep of the run varies and cannot move that text."""
+    if files := as_dict(record.facts.get("data_fingerprint")).get("val_files"):
+        return repr(files)
+    still = {"data.cache_dir", "data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
+    data = {k: repr(v) for k, v in record.config.items() if k.startswith("data.")}
+    return repr(sorted((k, v) for k, v in data.items() if k not in still))
+
+
+def _short(alive: Sequence[Record], align: str) -> list[Record]:
+    """Find runs far shorter than the others, which their sweep does not make so on purpose, or that
+    have just begun."""
+    ends = {r: float(x[-1]) for r in alive if len(x := positions(r, align))}
+    if len(ends) < 3:
+        return []
+    median = float(np.median(list(ends.values())))
+    # One that ends before the others are first evaluated would leave nothing of them to read.
+    firsts = [at[0] for r in alive if len(at := evaluations(r, align))]
+    least = max(SHORT * median, min(float(np.median(firsts or [0.0])), median))
+    short = [r for r in alive if ends.get(r, 0.0) < least]
+    usual = {r.sweep for r in alive if r not in short}
+
+    def spoils(r: Record) -> bool:
+        if r.state != "finished":
+            return ends.get(r, 0.0) < SHORT * median
+        return r.sweep is None or r.sweep not in usual
+
+    return [r for r in short if spoils(r)]
+
+
+def common_position(records: Sequence[Record], align: str) -> tuple[float, int] | None:
+    """Return the last position that all runs have reached, and the place in the list of the run
+    that came no further."""
+    ends = [(i, positions(r, align)) for i, r in enumerate(records)]
+    known = [(float(np.nanmax(x)), i) for i, x in ends if len(x) and x[-1] > 0]
+    return min(known, default=None)
 
 
 def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     """Return all figures known of the run. Losses are those at or before the position `at`, never
     interpolated; a run that has not come so far has no `val/loss`."""
-    found: dict[str, float | None] = {}
     columns, place = record.columns, positions(record, align)
-    upto = len(columns["step"])
+    rows, reached = len(columns["step"]), at is None
     if at is not None and len(place):
-        upto = rows_until(place, at)
-        reached = place[-1] >= at * (1 - 1e-9)
-    else:
-        reached = at is None
-    for key in ("val/loss", "val/bits_per_byte"):
-        if key in _at_hand(columns):
-            values = columns[key][np.isfinite(columns[key])]
-            seen = columns[key][:upto][np.isfinite(columns[key][:upto])]
-            if key == "val/loss" and len(values) and not record.lost:
-                found["final val/loss"] = float(values[-1])
-                found["best val/loss"] = float(seen.min()) if len(seen) else None
-            if reached and len(seen) and not record.lost:
-                found[key] = float(seen[-1])
-    if "train/loss" in _at_hand(columns) and not record.lost:
-        losses = columns["train/loss"][:upto]
-        losses = losses[np.isfinite(losses)]
-        if len(losses):
-            found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
-    summary = record.status.get("summary")
-    summary = summary if isinstance(summary, dict) else {}
+        rows, reached = rows_until(place, at), place[-1] >= at * (1 - 1e-9)
+    found: dict[str, float | None] = {}
     if record.lost:  # of the end it has only what it wrote down itself
-        found["final val/loss"] = number(summary.get("final val/loss"))
-    last = columns.last if isinstance(columns, Columns) else {}
-    for name, (key, row_key) in _SUMMARY.items():
-        value = number(summary.get(key))
-        found[name] = value if value is not None or row_key is None else number(last.get(row_key))
-    if found["train_time"] is None and len(columns["step"]) and record.state != "finished":
-        seconds = elapsed(columns)
-        found["train_time"] = float(seconds[-1]) if seconds is not None else None
+        found["final val/loss"] = number(record.summary.get("final val/loss"))
+    else:
+        found |= _losses(columns, rows, bool(reached))
+    for key in (column.key for column in COLUMNS if column.key not in LOSSES):
+        value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
+        if value is None:
+            value = number(record.last.get(_IN_ROWS.get(key, key)))
+        found[key] = value
+    if found["train_time"] is None and record.state != "finished":
+        found["train_time"] = next(iter(elapsed(columns)[-1:].tolist()), None)
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _at_hand(columns: dict[str, np.ndarray]) -> list[str]:
-    """Return the keys that can be had without reading the whole file, which holds all losses in the
-    usual form."""
-    return list(dict.keys(columns))
+def _losses(columns: Mapping[str, np.ndarray], rows: int, reached: bool) -> dict[str, float]:
+    """Return the losses of the first `rows` rows, and the final one."""
+    found = {}
+    for key in ("val/loss", "val/bits_per_byte"):
+        values = columns.get(key, np.zeros(0))
+        known, seen = _finite(values), _finite(values[:rows])
+        if len(known) and key == "val/loss":
+            found["final val/loss"] = float(known[-1])
+        if len(seen) and key == "val/loss":
+            found["best val/loss"] = float(seen.min())
+        if len(seen) and reached:
+            found[key] = float(seen[-1])
+    losses = _finite(columns.get("train/loss", np.zeros(0))[:rows])
+    if len(losses):
+        found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
+    return found
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]

@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 from llmexp.compare.figures import figure, half_width, number, shown
 from llmexp.compare.judging import MARKS
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
-from llmexp.compare.records import Column, Comparison, Entry
-from llmexp.compare.selection import APART
+from llmexp.compare.records import APART, Column, Comparison, Entry
 from llmexp.labels import label, short_keys
 from llmexp.labels import shown as setting
 

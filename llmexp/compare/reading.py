@@ -1,4 +1,4 @@
-"""Paths in, runs out. Nothing that a folder holds is trusted; what cannot be read is said and
+"""Paths in, runs out. Nothing that a folder holds is trusted; what cannot be read is reported and
 passed over."""
 
 from __future__ import annotations
@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import glob
 import json
-import math
 import multiprocessing
 import os
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 _FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 _LARGE = 200 * 2**20  # bytes of rows from which a second process is worth its start
+_KEYS, _LEVELS = 5000, 20  # of a config at most: aliases can make a short YAML file endless
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,11 @@ def clean_name(path: Path) -> str:
 
 def looks_like_run(path: Path) -> bool:
     """Return a config or rows, and a record beside them: a config.yaml alone may be anybody's."""
-    first, *rest = (
-        (rundir.CONFIG, rundir.METRICS) if (path / rundir.CONFIG).is_file() else (rundir.METRICS,)
-    )
-    return (path / first).is_file() and any(
-        (path / n).is_file() for n in (rundir.STATUS, rundir.RUN, *rest)
-    )
+    there = {name for name in _FILES if (path / name).is_file()}
+    beside = {rundir.STATUS, rundir.RUN}
+    if rundir.CONFIG in there:
+        return bool(there & {*beside, rundir.METRICS})
+    return rundir.METRICS in there and bool(there & beside)
 
 
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], list[str]]:
@@ -71,37 +70,36 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], 
     problems: list[str] = []
     sweeps: dict[Path, Sweep | None] = {}
     for given in paths:
-        path = Path(given)
-        matches = (
-            [path]
-            if os.path.lexists(path)
-            else [Path(p) for p in sorted(glob.glob(str(given), recursive=True))]
-        )
+        matches = [Path(given)]
+        if not os.path.lexists(given):
+            matches = [Path(p) for p in sorted(glob.glob(str(given), recursive=True))]
+        runs = [run for match in matches for run in _runs_at(match)]
         if not matches:
             problems.append(
                 f"{clean(given)}: there is nothing of that name; a run looks like "
                 "outputs/default/..."
             )
-        runs = 0
-        for match in matches:
-            where = match.parent if match.name in _FILES and match.is_file() else match
-            for run in _under(where, DEPTH):
-                runs += 1
-                try:
-                    rundir.check_plain(run)
-                except ConfigError as error:
-                    problems.append(f"{clean(error)}; this run is left out")
-                    continue
-                parent = run.resolve().parent
-                if parent not in sweeps:
-                    sweeps[parent] = _sweep(run.parent, problems)
-                found.setdefault(run.resolve(), (run, sweeps[parent]))
-        if matches and not runs:
-            shown = clean(given) or "."
+        elif not runs:
             problems.append(
-                f"{shown}: is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+                f"{clean(given) or '.'}: is no run, and there is none below (a run folder has a "
+                f"{rundir.CONFIG})"
             )
+        for run in runs:
+            try:
+                rundir.check_plain(run)
+            except ConfigError as error:
+                problems.append(f"{clean(error)}; this run is left out")
+                continue
+            parent = run.resolve().parent
+            if parent not in sweeps:
+                sweeps[parent] = _sweep(run.parent, problems)
+            found.setdefault(run.resolve(), (run, sweeps[parent]))
     return list(found.values()), problems
+
+
+def _runs_at(path: Path) -> list[Path]:
+    inside = path.name in _FILES and path.is_file()
+    return _under(path.parent if inside else path, DEPTH)
 
 
 def _under(path: Path, depth: int) -> list[Path]:
@@ -109,14 +107,14 @@ def _under(path: Path, depth: int) -> list[Path]:
     number."""
     if looks_like_run(path):
         return [path]
-    try:
-        inner = [p for p in path.iterdir() if depth and not p.name.startswith(".") and p.is_dir()]
-    except OSError:
-        return []
-    inner = [
-        p for p in inner if p.name != rundir.CHECKPOINTS and not (depth < DEPTH and p.is_symlink())
-    ]
-    return [run for p in sorted(inner, key=_natural) for run in _under(p, depth - 1)]
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for inner in sorted(path.iterdir() if depth else (), key=_natural):
+            hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
+            followed = depth == DEPTH or not inner.is_symlink()
+            if inner.is_dir() and followed and not hidden:
+                found += _under(inner, depth - 1)
+    return found
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
@@ -137,53 +135,50 @@ def _sweep(path: Path, problems: list[str]) -> Sweep | None:
             "themselves"
         )
         return Sweep(path)
-    points, swept = tree.get("points"), tree.get("swept")
-    if tree and not (isinstance(points, list) and isinstance(swept, list)):
+    if tree and not all(isinstance(tree.get(key), list) for key in ("points", "swept")):
         problems.append(f"{where}: is damaged (no points or swept); the runs speak for themselves")
-    points = [p for p in points if isinstance(p, dict)] if isinstance(points, list) else []
+    points = _listed(tree.get("points"), dict)
     refused = [p for p in points if p.get("state") == "infeasible"]
     for p in refused[:10]:
-        problems.append(
-            f"{where}: {clean(p.get('label'))} could not run: {clean(p.get('error'))[:200]}"
-        )
-    keys = tuple(k for k in swept if isinstance(k, str)) if isinstance(swept, list) else ()
+        label, error = clean(p.get("label")), clean(p.get("error"))[:200]
+        problems.append(f"{where}: {label} could not run: {error}")
     by_folder = {p["folder"]: p for p in points if isinstance(p.get("folder"), str)}
     planned = Counter(setting for p in points if (setting := _setting(p)) and _is_to_train(path, p))
-    return Sweep(path, keys, by_folder, number(tree.get("negligible")), planned)
+    swept = tuple(_listed(tree.get("swept"), str))
+    return Sweep(path, swept, by_folder, number(tree.get("negligible")), planned)
+
+
+def _listed(value: Any, kind: type) -> list[Any]:
+    """Return the members of that kind of what should be a list."""
+    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
 
 
 def _setting(point: dict[str, Any]) -> frozenset[str]:
     """Return the overrides of a sweep's point less its seed; empty where they are not known."""
-    overrides = point.get("overrides")
-    overrides = [o for o in overrides if isinstance(o, str)] if isinstance(overrides, list) else []
+    overrides = _listed(point.get("overrides"), str)
     return frozenset(o for o in overrides if not o.startswith("train.seed="))
 
 
 def _is_to_train(sweep: Path, point: dict[str, Any]) -> bool:
     """Tell whether resuming the sweep would train the point, by its run where the ledger is
     behind."""
-    if (
-        point.get("state") not in ("queued", "running", "preempted")
-        or point.get("rung") is not None
-    ):
+    if point.get("state") not in ("queued", "running", "preempted"):
         return False
-    return read_status(sweep / str(point.get("folder"))).get("state") not in ("finished", "failed")
+    state = read_status(sweep / str(point.get("folder"))).get("state")
+    return point.get("rung") is None and state not in ("finished", "failed")
 
 
 def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> list[Record]:
     """Return the runs as records, with names that are unique. `whole`: all their columns will be
     needed."""
-    records = [
-        _record(path, sweep, columns)
-        for (path, sweep), columns in zip(found, _columns(found, whole), strict=True)
-    ]
+    columns = _columns([path / rundir.METRICS for path, _ in found], whole)
+    records = [_record(path, sweep, c) for (path, sweep), c in zip(found, columns, strict=True)]
     for levels in (1, 2, 20):  # of parent folders in front
-        names = [r.name for r in records]
-        twice = {name for name in names if names.count(name) > 1}
-        records = [_named(r, levels) if r.name in twice else r for r in records]
-    seen: dict[str, int] = {}
+        tally = Counter(r.name for r in records)
+        records = [_named(r, levels) if tally[r.name] > 1 else r for r in records]
+    seen = Counter[str]()
     for i, r in enumerate(records):
-        seen[r.name] = seen.get(r.name, 0) + 1
+        seen[r.name] += 1
         if seen[r.name] > 1:
             records[i] = dataclasses.replace(r, name=f"{r.name} ({seen[r.name]})")
     return records
@@ -194,14 +189,11 @@ def _named(record: Record, levels: int) -> Record:
     return dataclasses.replace(record, name=clean("/".join(parts)))
 
 
-def _columns(found: Sequence[tuple[Path, Sweep | None]], whole: bool) -> list[Columns]:
-    paths = [path / rundir.METRICS for path, _ in found]
+def _columns(paths: Sequence[Path], whole: bool) -> list[Columns]:
     size = sum(p.stat().st_size for p in paths if p.is_file())
-    processes = min(
-        4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    if size > _LARGE and processes > 1:
+    if size > _LARGE:
         with contextlib.suppress(BrokenProcessPool, OSError):
+            processes = min(4, os.cpu_count() or 1)
             with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
                 return list(pool.map(_whole if whole else Columns, paths, chunksize=4))
     return [Columns(path) for path in paths]
@@ -215,11 +207,18 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
     problems = list(columns.problems)
     facts = _json(path / rundir.RUN, problems)
     status = _json(path / rundir.STATUS, problems)
-    point = sweep.points.get(os.path.relpath(path, sweep.path), {}) if sweep else {}
-    rung = point.get("rung")
     config = _config(path / rundir.CONFIG, problems)
     if lost := ends_early(status, facts, config.get("train.log_every"), columns["step"]):
         problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
+    of_sweep: dict[str, Any] = {}
+    if sweep:
+        point = sweep.points.get(os.path.relpath(path, sweep.path), {})
+        of_sweep = {
+            "swept": sweep.swept,
+            "negligible": sweep.negligible,
+            "rung": number(point.get("rung")),
+            "planned": sweep.planned.get(_setting(point), 0),
+        }
     return Record(
         path=path,
         name=clean_name(path),
@@ -230,11 +229,9 @@ def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
         status=status,
         columns=columns,
         problems=tuple(clean(p) for p in problems),
-        swept=sweep.swept if sweep else (),
-        negligible=sweep.negligible if sweep else None,
-        rung=float(rung) if isinstance(rung, (int, float)) and math.isfinite(rung) else None,
-        planned=sweep.planned.get(_setting(point), 0) if sweep else 0,
         lost=lost,
+        last=columns.last,
+        **of_sweep,
     )
 
 
@@ -255,21 +252,26 @@ def read_facts(path: Path) -> dict[str, Any]:
     return _json(path / rundir.RUN, [])
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return an object of a JSON file with its texts cleaned; empty, and said, where there is
+def _load(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[Any, Any]:
+    """Return the object that a file holds; empty, with a line in `problems`, where there is
     none."""
     try:
-        tree = _cleaned(json.loads(path.read_bytes().decode()))
+        tree = parse(path.read_bytes().decode())
     except FileNotFoundError:
         problems.append(f"{path}: is missing")
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problems.append(f"{path}: cannot be read: {clean(error)[:120]}")
         return {}
     if not isinstance(tree, dict):
         problems.append(f"{path}: holds no object")
         return {}
     return tree
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return an object of a JSON file with its texts cleaned."""
+    return _load(path, lambda text: _cleaned(json.loads(text)), problems)
 
 
 def _cleaned(value: Any) -> Any:
@@ -281,19 +283,9 @@ def _cleaned(value: Any) -> Any:
 
 
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
-    """config.yaml with dotted keys; empty, and said, where there is none."""
-    try:
-        # a safe loader: plain values only
-        tree = yaml.load(path.read_bytes().decode(), Loader=_LOADER)
-    except FileNotFoundError:
-        problems.append(f"{path}: is missing")
-        return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problems.append(f"{path}: cannot be read: {clean(error)[:120]}")
-        return {}
-    if not isinstance(tree, dict):
-        problems.append(f"{path}: holds no config")
-        return {}
+    """Return config.yaml with dotted keys."""
+    # a safe loader: plain values only
+    tree = _load(path, lambda text: yaml.load(text, Loader=_LOADER), problems)
     flat: dict[str, Any] = {}
     if not _flatten(tree, "", flat, 0):
         problems.append(
@@ -303,26 +295,25 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _flatten(tree: dict[Any, Any], prefix: str, flat: dict[str, Any], depth: int) -> bool:
-    """Into `flat`; whether it all fitted. Aliases can make a short YAML file endless."""
+    """Add the leaves to `flat`, and tell whether all fitted."""
     whole = True
     for key, value in tree.items():
         name = f"{prefix}{clean(key)}"[:200]
-        if len(flat) >= 5000 or depth > 20:
+        if len(flat) >= _KEYS or depth > _LEVELS:
             return False
         if isinstance(value, dict) and value:
             whole &= _flatten(value, name + ".", flat, depth + 1)
-        elif isinstance(value, (bool, int, float, type(None))):
-            flat[name] = (
-                value if not isinstance(value, int) or abs(value) < 10**18 else reprlib.repr(value)
-            )
-        elif (
-            isinstance(value, list)
-            and len(value) <= 50
-            and all(isinstance(v, (str, int, float)) for v in value)
-        ):
-            flat[name] = [clean(v) if isinstance(v, str) else v for v in value]
         else:
-            flat[name] = (
-                clean(value)[:400] if isinstance(value, str) else clean(reprlib.repr(value))
-            )
+            flat[name] = _leaf(value)
     return whole
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)[:400]
+    if isinstance(value, list) and len(value) <= 50:
+        if all(isinstance(v, (str, int, float)) for v in value):
+            return _cleaned(value)
+    elif isinstance(value, (float, type(None))) or (isinstance(value, int) and abs(value) < 10**18):
+        return value
+    return clean(reprlib.repr(value))

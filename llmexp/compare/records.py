@@ -3,14 +3,19 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+SEED, TWIN = "train.seed", "train.twin"
+# Why a run is left out that is none of the family of the others.
+APART = ("other task", "too short")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Record:
     """One run, as far as its folder could be read."""
 
@@ -23,9 +28,8 @@ class Record:
     config: dict[str, Any]  # config.yaml with dotted keys
     facts: dict[str, Any]  # run.json
     status: dict[str, Any]  # status.json
-    columns: dict[
-        str, np.ndarray
-    ]  # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
+    # metrics.jsonl by key: float64, NaN where a row has none; all of the same length
+    columns: Mapping[str, np.ndarray]
     problems: tuple[str, ...] = ()  # what could not be read, in words
     swept: tuple[str, ...] = ()  # config keys that its sweep varies
     # nats below which a difference does not matter, as its sweep has it
@@ -33,6 +37,22 @@ class Record:
     rung: float | None = None  # share of its steps after which successive halving left it out
     planned: int = 0  # seeds of its setting that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
+    last: dict[str, Any] = field(default_factory=dict)  # its last row
+    # As compared: why it takes no part (empty where it does), and its figures by name.
+    out: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> str:
+        return str(self.config.get(SEED))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return as_dict(self.status.get("summary"))
+
+    def batch(self, key: str) -> Any:
+        """Return a number of the batch as the run solved it, else as its config has it."""
+        return self.facts.get(key, self.config.get(f"batch.{key}"))
 
 
 @dataclass(frozen=True)
@@ -47,26 +67,36 @@ class Standing:
     basis: str = ""  # what the interval rests on, such as: 3 seeds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A line of the table: one run, or the runs that differ in nothing but the seed."""
 
     name: str
     runs: tuple[Record, ...]
     values: dict[str, Any]  # of the keys that differ between the entries
-    figures: dict[
-        str, float
-    ]  # mean over the runs by name of the column; what is not known is absent
-    intervals: dict[
-        str, tuple[float, float]
-    ]  # 95 % interval of the mean, where there are several runs
+    # mean over the runs by name of the column; what is not known is absent
+    figures: dict[str, float]
+    # 95 % interval of the mean, where there are several runs
+    intervals: dict[str, tuple[float, float]]
     state: str  # of the worst of the runs
     note: str = ""  # such as: another tokenizer
-    run_figures: tuple[dict[str, float], ...] = ()  # of each of the runs
     # what sets it apart, short: accum=1 clip=0.5; the name of the run where nothing does
     label: str = ""
     standing: Standing = Standing("")
     computation: object = None  # equal for entries that compute the same but for rounding
+
+    @property
+    def taking_part(self) -> list[Record]:
+        return [r for r in self.runs if not r.out]
+
+    @property
+    def out(self) -> str:
+        """Why it takes no part; empty where a run of it does."""
+        return "" if self.taking_part else self.runs[0].out
+
+    def label_of(self, run: Record) -> str:
+        """Return the short name of one of its runs."""
+        return self.label if len(self.runs) == 1 else run.name
 
 
 @dataclass(frozen=True)
@@ -93,19 +123,28 @@ class Comparison:
     columns: tuple[Column, ...]  # of which some entry has a figure
     metric: str  # of the order, such as: final val/loss
     align: str  # tokens | steps | time: where the metric is read off
-    align_at: (
-        float | None
-    )  # the last common position there (tokens, steps or seconds); None: each run's own end
+    # the last common position there (tokens, steps or seconds); None: each run's own end
+    align_at: float | None
     batch: str  # iso-batch | scaling | same | mixed
     problems: tuple[str, ...]  # paths that were no run, damage that was passed over
-    factors: tuple[
-        str, ...
-    ] = ()  # of `differing`, those that vary of themselves and not as another's consequence
+    # of `differing`, those that vary of themselves and not as another's consequence
+    factors: tuple[str, ...] = ()
     headline: str = ""  # the result, in one line
     notes: tuple[str, ...] = ()  # what must be known beside it: other budgets, what was left out
     why: tuple[str, ...] = ()  # what both rest on, for those who ask
 
     @property
+    def runs(self) -> list[Record]:
+        return [r for e in self.entries for r in e.runs]
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """Return all that can be said, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)
+
+    def label_of(self, run: Record) -> str:
+        return next(e.label_of(run) for e in self.entries if run in e.runs)
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -23,18 +23,17 @@ _SPARSE = {
     key: re.compile(b'"%s":%s[,}]' % (key.encode(), _NUMBER))
     for key in ("val/loss", "val/bits_per_byte")
 }
+QUICK = ("step", "tokens_seen", "train/loss", *_SPARSE)
 
 
-class Columns(dict[str, np.ndarray]):
+class Columns(Mapping[str, np.ndarray]):
     """The columns of a metrics file: float64, NaN where a row has none, one row a step, in order of
     the steps.
 
-    `step`, `tokens_seen`, `train/loss` and the validation losses are there at once; to ask for
-    anything else reads the whole file.
+    Those of QUICK are there at once; to ask for anything else reads the whole file.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path = path
         self.problems: tuple[str, ...] = ()
         text = b""
@@ -46,77 +45,44 @@ class Columns(dict[str, np.ndarray]):
             self.problems = (f"{path}: cannot be read: {error.strerror}",)
         self.last = last_row(text)
         quick = _quick(text)
-        self._whole = quick is None
+        self.whole = quick is None
         if quick is None:
             quick, problems = _parse(path, text)
             self.problems += problems
-        self.update(quick)
+        self._columns = quick
 
     def load(self) -> Columns:
         """Itself, with every column read."""
-        if not self._whole:
-            self._whole = True
+        if not self.whole:
+            self.whole = True
             try:
                 columns, self.problems = _parse(self._path, self._path.read_bytes())
             except OSError:  # removed in the meantime
                 columns = {}
             # a running run may have written more since then
-            rows = len(super().__getitem__("step"))
-            for key, column in columns.items():
-                if len(column) >= rows:
-                    self.setdefault(key, column[:rows])
+            rows = len(self._columns["step"])
+            more = {key: column[:rows] for key, column in columns.items() if len(column) >= rows}
+            self._columns = more | self._columns
         return self
 
-    def __missing__(self, key: str) -> np.ndarray:
-        if not self._whole:
-            return self.load()[key]
-        raise KeyError(key)
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (
-            not self._whole and dict.__contains__(self.load(), key)
-        )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def __reduce__(self) -> tuple[Any, ...]:  # without reading the rest
-        return _restored, (dict(dict.items(self)), vars(self))
+    def __getitem__(self, key: str) -> np.ndarray:
+        return (self if key in QUICK else self.load())._columns[key]
 
     def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self.load())
+        return iter(self.load()._columns)
 
     def __len__(self) -> int:
-        return dict.__len__(self.load())
-
-    def keys(self) -> Any:
-        return dict.keys(self.load())
-
-    def items(self) -> Any:
-        return dict.items(self.load())
-
-    def values(self) -> Any:
-        return dict.values(self.load())
+        return len(self.load()._columns)
 
 
-def _restored(columns: dict[str, np.ndarray], state: dict[str, Any]) -> Columns:
-    new = Columns.__new__(Columns)
-    new.update(columns)
-    vars(new).update(state)
-    return new
-
-
-def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Return seconds of training until each row; None where they were not measured.
+def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return seconds of training until each row; empty where they were not measured.
 
     `step_time` is the mean over the steps since the row before, so what a resumed run did twice
     counts once.
     """
-    if "step_time" not in columns or not len(columns["step"]):
-        return None
+    if "step_time" not in columns:
+        return np.zeros(0)
     steps = np.diff(columns["step"], prepend=0.0)
     return np.cumsum(np.nan_to_num(steps * columns["step_time"], nan=0.0, posinf=0.0, neginf=0.0))
 
@@ -151,8 +117,7 @@ def _quick(text: bytes) -> dict[str, np.ndarray] | None:
 
 def last_row(text: bytes) -> dict[str, Any]:
     """Return the last finished row; empty where that is none."""
-    end = text.rfind(b"\n")
-    return _row(text[text.rfind(b"\n", 0, max(end, 0)) + 1 : max(end, 0)]) or {}
+    return _row([b"", *text.rsplit(b"\n", 2)][-2]) or {}
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -184,20 +149,10 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, .
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {"step": np.zeros(0)}
     for key in list(keys)[:1000]:
-        column = _column([row.get(key) for row in rows])
+        column = np.array([_value(row.get(key)) for row in rows])
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
     return columns, tuple(problems)
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    try:
-        column = np.array(values, dtype=float)  # None is NaN
-    except (ValueError, TypeError, OverflowError):
-        column = np.zeros((0, 0))
-    if column.ndim != 1:  # not all are numbers
-        return np.array([_value(value) for value in values])
-    return np.where(np.abs(column) < 1e308, column, np.nan)
 
 
 def _value(value: Any) -> float:

@@ -32,10 +32,10 @@ class Difference:
     @property
     def text(self) -> str:
         """Return the size with its interval: 0.0034 ± 0.0018."""
-        half = (
-            self.half if self.half > 1e-9 * abs(self.mean) else 0.0
-        )  # else it is the rounding of the sum
-        return f"{abs(self.mean) if abs(self.mean) > 1e-12 else 0.0:.2g} ± {half:.2g}"
+        mean = abs(self.mean) if abs(self.mean) > 1e-12 else 0.0
+        # A smaller interval is the rounding of the sum.
+        half = self.half if self.half > 1e-9 * abs(self.mean) else 0.0
+        return f"{mean:.2g} ± {half:.2g}"
 
 
 @functools.cache
@@ -47,10 +47,11 @@ def t_quantile(p: float, df: float) -> float:
     low, high = 0.0, 1.0
     while _t_tail(high, df) > 1 - p and high < 1e300:
         low, high = high, high * 2
-    for _ in range(200):
-        middle = (low + high) / 2
+    middle = (low + high) / 2
+    while low < middle < high:
         low, high = (middle, high) if _t_tail(middle, df) > 1 - p else (low, middle)
-    return (low + high) / 2
+        middle = (low + high) / 2
+    return middle
 
 
 def _t_tail(t: float, df: float) -> float:
@@ -69,7 +70,7 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     )
     tiny = 1e-300
-    value, c, d = 1.0, 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
+    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d
     for m in range(1, 10_000):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
@@ -100,9 +101,8 @@ def paired_seeds(d: Sequence[float], level: float = 0.95) -> Difference:
     (Student's paired t)."""
     mean, interval = mean_interval(d, level)
     assert interval is not None
-    return Difference(
-        mean, interval[1] - mean, f"{len(d)} seeds, paired", len(d), float(np.std(d, ddof=1))
-    )
+    basis, spread = f"{len(d)} seeds, paired", float(np.std(d, ddof=1))
+    return Difference(mean, interval[1] - mean, basis, len(d), spread)
 
 
 def unpaired_seeds(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Difference:
@@ -112,19 +112,21 @@ def unpaired_seeds(a: Sequence[float], b: Sequence[float], level: float = 0.95) 
     Over two seeds a side, Welch's degrees of freedom are too many: where one spread is ten times
     the other, an interval of 95 % misses in 7 % of cases.
     """
-    errors = [float(np.var(x, ddof=1)) / len(x) for x in (a, b)]
-    total = sum(errors)
-    df = (
-        total**2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b), strict=True))
-        if total
-        else 1.0
-    )
-    half = t_quantile((1 + level) / 2, df) * math.sqrt(total)
+    mean, error, df = welch(np.array(a), np.array(b))
+    half = t_quantile((1 + level) / 2, float(df)) * float(error)
     spread = math.sqrt(float(np.var(a, ddof=1)) + float(np.var(b, ddof=1)))
-    fewer = min(len(a), len(b))
-    return Difference(
-        float(np.mean(b) - np.mean(a)), half, f"{len(a)} and {len(b)} seeds", fewer, spread
-    )
+    basis = f"{len(a)} and {len(b)} seeds"
+    return Difference(float(mean), half, basis, min(len(a), len(b)), spread)
+
+
+def welch(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean(b) - mean(a) along the last axis, its standard error and Welch's degrees of
+    freedom."""
+    of_a, of_b = (np.var(x, axis=-1, ddof=1) / x.shape[-1] for x in (a, b))
+    total = of_a + of_b
+    squares = of_a**2 / (a.shape[-1] - 1) + of_b**2 / (b.shape[-1] - 1)
+    df = np.divide(total**2, squares, out=np.ones_like(total), where=total > 0)
+    return np.mean(b, axis=-1) - np.mean(a, axis=-1), np.sqrt(total), df
 
 
 def seeds_needed(spread: float, size: float, level: float = 0.95, most: int = 1000) -> int | None:
@@ -147,27 +149,34 @@ def seeds_needed(spread: float, size: float, level: float = 0.95, most: int = 10
 
 def series_difference(d: np.ndarray, level: float = 0.95) -> Difference | None:
     """Estimate the mean of a series of autocorrelated differences; None where it is too short to
-    tell.
-
-    The series counts as n (1-r)/(1+r) independent values, r its correlation from one step to the
-    next (AR(1); Bartlett 1946). r is estimated too low in a short series: its bias (1+4r)/n is
-    added, and one standard error. Under 20 values, or where fewer than 4 independent ones remain,
-    there is no answer.
-    """
+    tell: under 20 values, or where fewer than 4 independent ones remain."""
     d = np.asarray(d, dtype=float)
     d = d[np.isfinite(d)]
-    n = len(d)
-    if n < 20:
+    if len(d) < 20:
         return None
-    mean = float(d.mean())
-    centred = d - mean
-    variance = float(np.mean(centred**2))
-    if variance <= (1e-12 * max(abs(mean), 1e-300)) ** 2:  # the same at every step
-        return Difference(mean, 0.0, "step by step")
-    r = max(0.0, float(np.sum(centred[1:] * centred[:-1])) / n / variance)
-    r += (1 + 4 * r) / n + math.sqrt(max(0.0, 1 - r * r) / n)
-    independent = n * (1 - r) / (1 + r)
+    mean, error, independent = (float(x) for x in autocorrelated(d))
     if independent < 4:
         return None
-    error = math.sqrt(variance * n / (n - 1) / (1 - 1 / independent) / independent)
-    return Difference(mean, t_quantile((1 + level) / 2, independent - 1) * error, "step by step")
+    half = t_quantile((1 + level) / 2, independent - 1) * error if error else 0.0
+    return Difference(mean, half, "step by step")
+
+
+def autocorrelated(d: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the mean of a series along the last axis, its standard error (0 for the same value at
+    every step) and the independent values that it counts as.
+
+    These are n (1-r)/(1+r), r the correlation from one step to the next (AR(1); Bartlett 1946). r
+    is estimated too low in a short series: its bias (1+4r)/n is added, and one standard error.
+    """
+    n = d.shape[-1]
+    mean = d.mean(axis=-1)
+    centred = d - mean[..., None]
+    variance = np.mean(centred**2, axis=-1)
+    constant = variance <= (1e-12 * np.maximum(abs(mean), 1e-300)) ** 2
+    variance = np.where(constant, 1.0, variance)
+    r = np.maximum(0.0, np.sum(centred[..., 1:] * centred[..., :-1], axis=-1) / n / variance)
+    r += (1 + 4 * r) / n + np.sqrt(np.maximum(0.0, 1 - r * r) / n)
+    independent = n * (1 - r) / (1 + r)
+    known = np.where(independent > 1, independent, np.inf)
+    error = np.sqrt(variance * n / (n - 1) / (1 - 1 / known) / known)
+    return mean, np.where(constant, 0.0, error), np.where(constant, n, independent)

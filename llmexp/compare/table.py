@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import difference, figure
-from llmexp.compare.records import Column, Comparison, Entry
-from llmexp.compare.settings import TWIN
+from llmexp.compare.records import TWIN, Column, Comparison, Entry
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
 

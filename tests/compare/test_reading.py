@@ -47,8 +47,8 @@ def test_the_quick_reader_and_the_whole_one_read_what_is_there(tmp_path, rows):
     path.write_text("\n".join(lines) + "\n")
     columns, wanted = Columns(path), slow(path.read_text())
     for key in ("train/loss", "val/loss", "val/bits_per_byte"):
-        assert (key in dict.keys(columns)) == (key in wanted)
-    assert not columns._whole, "the usual form is read the quick way"
+        assert (key in columns) == (key in wanted)
+    assert not columns.whole, "the usual form is read the quick way"
     for key in wanted:
         np.testing.assert_array_equal(columns[key], wanted[key])
     assert "no such key" not in columns
@@ -173,7 +173,7 @@ def test_running_without_a_holder_of_its_lock_is_cut(tmp_path):
 def test_time_is_the_sum_of_the_steps_it_took():
     columns = {"step": np.array([10.0, 20.0, 50.0]), "step_time": np.array([1.0, np.nan, 0.5])}
     assert elapsed(columns).tolist() == [10.0, 10.0, 25.0]
-    assert elapsed({"step": np.array([1.0])}) is None
+    assert len(elapsed({"step": np.array([1.0])})) == 0
 
 
 @pytest.mark.parametrize("kept", [0, 4, 399])
