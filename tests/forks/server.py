@@ -124,6 +124,8 @@ def become_worker(request: dict, fds: list[int]) -> None:
         if "-P" not in request["argv"][:at]:
             sys.path.insert(0, os.getcwd())
         sys.modules.pop(sys.argv[0], None)  # runs as __main__
+        # Made anew: the one that there is remembers whether its file could be sought in.
+        sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(
             line_buffering=os.isatty(1), write_through="-u" in request["argv"][:at]
         )
