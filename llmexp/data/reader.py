@@ -33,119 +33,121 @@ class Window:
     """The micro-batches of one optimizer step on one rank."""
 
     step: int  # 0-based
-    micro_batches: list[
-        tuple[Tensor, Tensor]
-    ]  # (tokens_bt, targets_bt) int64; rows that are missing are masked
+    # (tokens_bt, targets_bt) int64; rows that are missing are masked
+    micro_batches: list[tuple[Tensor, Tensor]]
     target_count: int  # valid targets of this rank
     # of this rank's rows; the sum over ranks mod 2**63 does not depend on the cut; 0 if not asked
     # for
     digest: int
 
 
+@dataclass(frozen=True)
+class Order:
+    """What a run reads: step s takes the sequences [s*R, (s+1)*R), R = real_batch_size, as far as
+    there are `total_sequences`; sequence i is the tokens [i*T, i*T + T], T = sequence_length."""
+
+    stream: TokenStream
+    sequence_length: int
+    real_batch_size: int
+    total_sequences: int
+    seed: int
+    shuffle: bool = True
+    ignore_id: int | None = None
+
+    def rows(self, first: np.ndarray, count: int) -> np.ndarray:
+        """Return the ids (n, r, s) of the `count` sequences from each of `first` (n) on."""
+        n = self.stream.n_sequences(self.sequence_length)
+        k_nr = first[:, None] + np.arange(count)
+        index = sequence_index(self.seed, k_nr.ravel(), n, self.shuffle)
+        width = self.sequence_length + 1
+        ids = self.stream.gather(index * self.sequence_length, width)
+        return ids.reshape(*k_nr.shape, width)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a window is shared out: this rank takes its rows [rank*R/dp_size, (rank+1)*R/dp_size), in
+    micro-batches."""
+
+    micro_batch_size: int
+    rank: int = 0
+    dp_size: int = 1
+
+
 def read_windows(
-    stream: TokenStream,
-    *,
-    sequence_length: int,
-    real_batch_size: int,
-    micro_batch_size: int,
-    gradient_accumulation_steps: int,
-    rank: int,
-    dp_size: int,
-    seed: int,
-    shuffle: bool,
-    ignore_id: int | None,
+    order: Order,
+    cut: Cut,
     start_step: int,
     max_steps: int,
-    total_sequences: int,
-    digest: bool,
-    pin_memory: bool,
+    *,
+    digest: bool = False,
+    pin_memory: bool = False,
     prefetch: int = 2,
 ) -> Iterator[Window]:
     """Yield this rank's windows [start_step, max_steps).
 
-    Window s holds the run's sequences [s*R, (s+1)*R), R = real_batch_size, as far as there are
-    total_sequences; this rank takes rows [rank*R/dp_size, (rank+1)*R/dp_size) of it. Sequence i is
-    the tokens [i*T, i*T + T], T = sequence_length. All ranks have equally many micro-batches.
-    `prefetch` windows are read ahead; an error of the reading thread is raised here, and closing
-    the iterator ends the thread.
+    All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
+    reading thread is raised here, and closing the iterator ends the thread.
     """
-    if real_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
+    if order.real_batch_size % (cut.micro_batch_size * cut.dp_size):
         raise ValueError(
-            f"batch.real_batch_size={real_batch_size}: must be micro_batch_size {micro_batch_size} "
-            f"x gradient_accumulation_steps {gradient_accumulation_steps} x dp_size {dp_size}"
+            f"batch.real_batch_size={order.real_batch_size}: must be a multiple of "
+            f"micro_batch_size {cut.micro_batch_size} x dp_size {cut.dp_size}"
         )
-    n = stream.n_sequences(sequence_length)
-    if n < 1:
+    if order.stream.n_sequences(order.sequence_length) < 1:
         raise ValueError(
-            f"batch.sequence_length={sequence_length}: {len(stream)} tokens do not fill one "
-            "sequence"
+            f"batch.sequence_length={order.sequence_length}: {len(order.stream)} tokens do not "
+            "fill one sequence"
         )
-    rows_per_rank = real_batch_size // dp_size
+    windows = _windows(order, cut, range(start_step, max_steps), digest, pin_memory)
+    return _read_ahead(windows, prefetch, torch.cuda.current_device() if pin_memory else None)
 
-    full_windows = total_sequences // real_batch_size
 
-    def windows() -> Iterator[Window]:
-        step = start_step
-        while step < max_steps:
-            if step < full_windows:
-                count = max(1, _BLOCK_TOKENS // (rows_per_rank * sequence_length))
-                count = min(count, full_windows - step, max_steps - step)
-                rows = most = rows_per_rank
-            else:  # the tail window; rank 0 has the most rows
-                count, most = 1, min(rows_per_rank, total_sequences - step * real_batch_size)
-                rows = max(
-                    0,
-                    min(
-                        rows_per_rank,
-                        total_sequences - step * real_batch_size - rank * rows_per_rank,
-                    ),
-                )
-            first_row = rank * rows_per_rank
-            k_nr = (
-                (step + np.arange(count)[:, None]) * real_batch_size + first_row + np.arange(rows)
-            )
-            starts = sequence_index(seed, k_nr.ravel(), n, shuffle) * sequence_length
-            tokens_nrs = stream.gather(starts, sequence_length + 1).reshape(
-                count, rows, sequence_length + 1
-            )
-            micro_steps = max(1, -(-most // micro_batch_size))
-            batches, target_counts = _micro_batches(
-                tokens_nrs, micro_steps, micro_batch_size, ignore_id, pin_memory
-            )
-            for i in range(count):
-                digested = _digest(tokens_nrs[i], first_row) if digest else 0
-                yield Window(step + i, batches[i], target_counts[i], digested)
-            step += count
-
-    return _read_ahead(windows(), prefetch, torch.cuda.current_device() if pin_memory else None)
+def _windows(
+    order: Order, cut: Cut, steps: range, digest: bool, pin_memory: bool
+) -> Iterator[Window]:
+    real, per_rank = order.real_batch_size, order.real_batch_size // cut.dp_size
+    first_row = cut.rank * per_rank
+    block = max(1, _BLOCK_TOKENS // (per_rank * order.sequence_length))
+    step = steps.start
+    while step < steps.stop:
+        left = order.total_sequences - step * real
+        # The tail window comes alone; rank 0 has the most rows in it.
+        count = min(block, max(1, left // real), steps.stop - step)
+        rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
+        tokens_nrs = order.rows((step + np.arange(count)) * real + first_row, rows)
+        micro_steps = max(1, -(-most // cut.micro_batch_size))
+        batches, target_counts = _micro_batches(
+            tokens_nrs, micro_steps, cut.micro_batch_size, order.ignore_id, pin_memory
+        )
+        for i in range(count):
+            digested = _digest(tokens_nrs[i], first_row) if digest else 0
+            yield Window(step + i, batches[i], target_counts[i], digested)
+        step += count
 
 
 def eval_batches(
     stream: TokenStream,
+    cut: Cut,
     *,
     sequence_length: int,
-    micro_batch_size: int,
     max_sequences: int,
     ignore_id: int | None,
-    rank: int,
-    dp_size: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
     over the stream.
 
     All ranks have equally many batches; rows that are missing are masked.
     """
-    there = stream.n_sequences(sequence_length)
+    there, micro = stream.n_sequences(sequence_length), cut.micro_batch_size
     total = min(max_sequences, there)
-    per_rank = -(-total // dp_size)
-    stop = min(total, (rank + 1) * per_rank)
-    for i in range(-(-per_rank // micro_batch_size)):
-        first = rank * per_rank + i * micro_batch_size
-        index = np.arange(first, max(first, min(first + micro_batch_size, stop)), dtype=np.int64)
-        tokens_rs = stream.gather(
-            index * there // max(1, total) * sequence_length, sequence_length + 1
-        )
-        yield _micro_batches(tokens_rs[None], 1, micro_batch_size, ignore_id, False)[0][0][0]
+    per_rank = -(-total // cut.dp_size)
+    stop = min(total, (cut.rank + 1) * per_rank)
+    for first in range(cut.rank * per_rank, (cut.rank + 1) * per_rank, micro):
+        index = np.arange(first, max(first, min(first + micro, stop)), dtype=np.int64)
+        starts = index * there // max(1, total) * sequence_length
+        tokens_rs = stream.gather(starts, sequence_length + 1)
+        yield _micro_batches(tokens_rs[None], 1, micro, ignore_id, False)[0][0][0]
 
 
 def _micro_batches(
@@ -173,11 +175,9 @@ def _micro_batches(
         ignored = filled_targets == ignore_id
         filled_targets[ignored] = MASKED
         valid -= ignored.sum((1, 2))
-    pairs = list(
-        zip(
-            *(t.view(-1, micro_batch_size, length).unbind() for t in (tokens, targets)), strict=True
-        )
-    )
+    cut_tokens = tokens.view(-1, micro_batch_size, length).unbind()
+    cut_targets = targets.view(-1, micro_batch_size, length).unbind()
+    pairs = list(zip(cut_tokens, cut_targets, strict=True))
     return [pairs[i * micro_steps : (i + 1) * micro_steps] for i in range(windows)], valid.tolist()
 
 
@@ -201,9 +201,8 @@ def _read_ahead(
     loop wait for a whole window.
     """
     ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
-    room: SimpleQueue[bool] = (
-        SimpleQueue()
-    )  # a True for each window that may be produced; False ends the thread
+    # a True for each window that may be produced; False ends the thread
+    room: SimpleQueue[bool] = SimpleQueue()
     for _ in range(max(1, prefetch)):
         room.put(True)
     thread = threading.Thread(

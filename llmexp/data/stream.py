@@ -196,7 +196,6 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
-    # path -> `sample_digest` of a file, where it is known
 
     def shards(self) -> list[Shard]:
         """Of both streams; each array once."""

@@ -1,5 +1,9 @@
-"""The mirror of metrics.jsonl in wandb: while a run trains, and later by `llmexp sync`.
+"""The mirror of metrics.jsonl in wandb: while a run trains, and later by `llmexp sync`. In reading
+order:
 
-Read in this order: fields (what a run is called there), position (how far the mirror has come),
-mirror (rows on their way), calls (the only file that imports wandb), sync.
+fields    what a run is called there
+position  how far the mirror has come
+mirror    rows on their way, live and afterwards
+calls     the calls to wandb, which no other file imports
+sync      the command
 """

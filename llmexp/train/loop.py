@@ -16,7 +16,7 @@ import torch
 from llmexp import mesh
 from llmexp.checkpoint import loading
 from llmexp.child import STOP
-from llmexp.data.reader import Window, read_windows
+from llmexp.data.reader import Cut, Window, read_windows
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.metrics.meter import Meter
@@ -40,6 +40,7 @@ from llmexp.train.step import (
     Step,
     TrainingFailed,
     evaluate,
+    order_of,
     seed_step,
     train_step,
 )
@@ -336,22 +337,13 @@ def resume(s: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]
 
 def read_ahead(s: Setup, start_step: int) -> Iterator[Window]:
     """Yield this rank's windows from `start_step` on, read ahead in the background."""
-    run, config = s.parts.run, s.parts.config
+    run = s.parts.run
     return read_windows(
-        s.parts.corpus.train,
-        sequence_length=run.sequence_length,
-        real_batch_size=run.real_batch_size,
-        micro_batch_size=run.micro_batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        rank=s.mesh.dp_rank,
-        dp_size=s.mesh.dp_size,
-        seed=config.train.seed,
-        shuffle=config.data.get("shuffle", True),
-        ignore_id=config.data.get("ignore_id"),
-        start_step=start_step,
-        max_steps=run.max_steps,
-        total_sequences=run.total_sequences,
-        digest=config.train.data_digest,
+        order_of(s.parts),
+        Cut(run.micro_batch_size, s.mesh.dp_rank, s.mesh.dp_size),
+        start_step,
+        run.max_steps,
+        digest=s.parts.config.train.data_digest,
         pin_memory=s.mesh.device.type == "cuda",
     )
 

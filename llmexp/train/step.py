@@ -17,7 +17,7 @@ from llmexp import clip as clipping
 from llmexp import mesh, optim, precision
 from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
-from llmexp.data.reader import Window, eval_batches
+from llmexp.data.reader import Cut, Order, Window, eval_batches
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
@@ -183,12 +183,10 @@ def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
     s.model.eval()
     for tokens_bt, targets_bt in eval_batches(
         val,
+        Cut(run.micro_batch_size, s.mesh.dp_rank, s.mesh.dp_size),
         sequence_length=run.sequence_length,
-        micro_batch_size=run.micro_batch_size,
         max_sequences=run.eval_sequences,
         ignore_id=s.parts.config.data.get("ignore_id"),
-        rank=s.mesh.dp_rank,
-        dp_size=s.mesh.dp_size,
     ):
         valid = targets_bt >= 0
         with precision.autocast(s.parts.precision, s.mesh.device):
@@ -263,4 +261,18 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         clip=config.clip,
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
+    )
+
+
+def order_of(parts: Parts) -> Order:
+    """Return the order in which a run reads its training data."""
+    run, config = parts.run, parts.config
+    return Order(
+        parts.corpus.train,
+        run.sequence_length,
+        run.real_batch_size,
+        run.total_sequences,
+        config.train.seed,
+        config.data.get("shuffle", True),
+        config.data.get("ignore_id"),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from llmexp import fileio
 from llmexp.assembly.assemble import Parts, assemble
@@ -16,9 +17,10 @@ from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import recorded
-from llmexp.data.reader import MASKED, read_windows
+from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.stream import DataChanged, Shard
 from llmexp.redact import redacted
+from llmexp.train.step import order_of
 from llmexp.verify.checks import Check, equal
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
@@ -164,28 +166,23 @@ def _few(checks: list[Check], others: str) -> list[Check]:
 def check_order(parts: Parts) -> list[Check]:
     """Epochs 0 and 1 visit each sequence once; windows hold the sequences of their place, over all
     ranks."""
-    run, seed, shuffle = parts.run, parts.config.train.seed, parts.config.data.get("shuffle", True)
-    n = run.train_sequences
-    checks = [covers(epoch, seed, n, shuffle) for epoch in (0, 1)]
+    run, order = parts.run, order_of(parts)
+    n, real = run.train_sequences, run.real_batch_size
+    checks = [covers(epoch, order.seed, n, order.shuffle) for epoch in (0, 1)]
     some = np.random.default_rng(0).integers(0, run.max_steps, WINDOWS).tolist()
-    boundary = n // run.real_batch_size  # the window with the first sequence of epoch 1
+    boundary = n // real  # the window with the first sequence of epoch 1
     sampled = sorted(s for s in {0, boundary, run.max_steps - 1, *some} if s < run.max_steps)
     ranks = sorted({round(i * (run.dp_size - 1) / (RANKS - 1)) for i in range(RANKS)})
-    differing = [
-        text
-        for step in sampled
-        for rank in ranks
-        if (text := _other_window(parts, step, rank, n, seed, shuffle))
-    ]
-    cut = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
-    what = (
-        f"windows, cut into {cut}, hold the sequences [s x {run.real_batch_size}, (s + 1) x "
-        f"{run.real_batch_size})"
-    )
-    return [
-        *checks,
-        equal(what, differing, len(sampled) * len(ranks), "sampled, the last one among them"),
-    ]
+    differing = []
+    for step in sampled:
+        for rank in ranks:
+            cut = Cut(run.micro_batch_size, rank, run.dp_size)
+            if text := other_window(order, cut, step):
+                differing.append(f"step {step + 1:,} on rank {rank}: {text}")
+    cut_text = f"{run.micro_batch_size} x {run.gradient_accumulation_steps} x {run.dp_size} ranks"
+    what = f"windows, cut into {cut_text}, hold the sequences [s x {real}, (s + 1) x {real})"
+    looked = len(sampled) * len(ranks)
+    return [*checks, equal(what, differing, looked, "sampled, the last one among them")]
 
 
 def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
@@ -212,57 +209,30 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
     )
 
 
-def _other_window(parts: Parts, step: int, rank: int, n: int, seed: int, shuffle: bool) -> str:
+def other_window(order: Order, cut: Cut, step: int) -> str:
     """Return how the window that the rank's reader gives differs from the sequences of its place;
     "" where it does not."""
-    run, ignore_id = parts.run, parts.config.data.get("ignore_id")
-    length, per_rank = run.sequence_length, run.real_batch_size // run.dp_size
-    (window,) = read_windows(
-        parts.corpus.train,
-        sequence_length=length,
-        real_batch_size=run.real_batch_size,
-        micro_batch_size=run.micro_batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        rank=rank,
-        dp_size=run.dp_size,
-        seed=seed,
-        shuffle=shuffle,
-        ignore_id=ignore_id,
-        start_step=step,
-        max_steps=step + 1,
-        total_sequences=run.total_sequences,
-        digest=False,
-        pin_memory=False,
-    )
-    first = step * run.real_batch_size + rank * per_rank
-    k = np.arange(first, max(first, min(first + per_rank, run.total_sequences)))
-    wanted = [
-        parts.corpus.train.read(int(i) * length, length + 1)
-        for i in sequence_index(seed, k, n, shuffle)
-    ]
-    rows = [
-        (t.numpy(), y.numpy())
-        for batch in window.micro_batches
-        for t, y in zip(*batch, strict=True)
-    ]
-    where = f"step {step + 1:,} on rank {rank}"
-    if len(rows) < len(wanted):
-        return f"{where}: {len(rows)} rows, not {len(wanted)}"
+    (window,) = read_windows(order, cut, step, step + 1)
+    length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
+    first = step * order.real_batch_size + cut.rank * per_rank
+    last = max(first, min(first + per_rank, order.total_sequences))
+    n = order.stream.n_sequences(length)
+    index = sequence_index(order.seed, np.arange(first, last), n, order.shuffle).tolist()
+    tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))
+    if len(tokens) < len(index):
+        return f"{len(tokens)} rows, not {len(index)}"
     valid = 0
-    for i, (tokens, targets) in enumerate(rows):
-        if i < len(wanted):
-            expected = (
-                np.where(wanted[i][1:] == ignore_id, MASKED, wanted[i][1:])
-                if ignore_id is not None
-                else (wanted[i][1:])
-            )
-            if not np.array_equal(tokens, wanted[i][:-1]) or not np.array_equal(targets, expected):
-                return f"{where}: row {i} is not sequence {first + i:,} of the run"
-            valid += int((expected != MASKED).sum())
-        elif (targets != MASKED).any():
-            return f"{where}: row {i}, which is missing, is not masked"
-    return (
-        ""
-        if window.target_count == valid
-        else f"{where}: {window.target_count} targets told of, {valid} there"
-    )
+    for row, sequence in enumerate(index):
+        ids = order.stream.read(sequence * length, length + 1)
+        wanted = ids[1:]
+        if order.ignore_id is not None:
+            wanted = np.where(wanted == order.ignore_id, MASKED, wanted)
+        if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):
+            return f"row {row} is not sequence {first + row:,} of the run"
+        valid += int((wanted != MASKED).sum())
+    surplus = np.flatnonzero((targets[len(index) :] != MASKED).any(axis=1))
+    if len(surplus):
+        return f"row {len(index) + surplus[0]}, which is missing, is not masked"
+    if window.target_count != valid:
+        return f"the window says {window.target_count} targets, {valid} are there"
+    return ""

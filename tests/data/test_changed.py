@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from llmexp.data import sources, tokenizers
+from llmexp.data import documents, sources, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
 from tests.conftest import TINY, llmexp, train
@@ -232,7 +232,7 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
             os.utime(tmp_path / file, ns=(10**18, 10**18))
 
     put()
-    sha256_of = sources.sha256_of
+    sha256_of = documents.sha256_of
 
     def hashed_then_changed(paths: list[Path]) -> list[str]:
         digests = sha256_of(paths)
@@ -241,7 +241,7 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
         return digests
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "sha256_of", hashed_then_changed)
+        patch.setattr(documents, "sha256_of", hashed_then_changed)
         with pytest.raises(
             DataChanged,
             match=rf"^{tmp_path / name}: this text file changed while it was being prepared",

@@ -17,9 +17,12 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from llmexp.data import documents, encode
 from llmexp.data import prepare as module
+from llmexp.data.documents import Document
+from llmexp.data.encode import BOUNDARY, cut, encode_documents
 from llmexp.data.files import sha256_of, state_of
-from llmexp.data.prepare import BOUNDARY, Segment, cut, encode_segments, prepare
+from llmexp.data.prepare import Split, prepare
 from llmexp.data.stream import TokenStream
 from llmexp.data.tokenizers import byte_level, end_of_text_id
 
@@ -79,39 +82,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("texts")
 
 
-def _segments(folder: Path, documents: list[bytes]) -> list[Segment]:
-    paths = [folder / f"{i}.txt" for i in range(len(documents))]
-    for path, document in zip(paths, documents, strict=True):
-        path.write_bytes(document)
-    return [
-        Segment(p, 0, len(d), c, state_of(p))
-        for p, d, c in zip(paths, documents, sha256_of(paths), strict=True)
-    ]
+def _segments(folder: Path, contents: list[bytes]) -> list[Document]:
+    paths = [folder / f"{i}.txt" for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    hashed = zip(paths, contents, sha256_of(paths), strict=True)
+    return [Document(path, 0, len(c), digest, state_of(path)) for path, c, digest in hashed]
 
 
-def _reference(documents: list[bytes], encoding: tiktoken.Encoding) -> list[int]:
+def _cut_into(patch: pytest.MonkeyPatch, piece: int) -> None:
+    patch.setattr(documents, "BLOCK_BYTES", piece)
+    patch.setattr(encode, "PIECE_CHARACTERS", piece)
+
+
+def _reference(contents: list[bytes], encoding: tiktoken.Encoding) -> list[int]:
     ids: list[int] = []
-    for i, document in enumerate(documents):
-        ids += [end_of_text_id(encoding)] * (i > 0) + encoding.encode_ordinary(document.decode())
+    for i, content in enumerate(contents):
+        ids += [end_of_text_id(encoding)] * (i > 0) + encoding.encode_ordinary(content.decode())
     return ids
 
 
-documents = st.lists(texts.map(str.encode).filter(bool), min_size=1, max_size=4)
+some_documents = st.lists(texts.map(str.encode).filter(bool), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(documents=documents, piece=st.integers(1, 50), most=st.none() | st.integers(0, 80))
+@given(contents=some_documents, piece=st.integers(1, 50), most=st.none() | st.integers(0, 80))
 def test_streamed_tokens_equal_whole_documents(
-    bpe: tiktoken.Encoding, folder: Path, documents: list[bytes], piece: int, most: int | None
+    bpe: tiktoken.Encoding, folder: Path, contents: list[bytes], piece: int, most: int | None
 ) -> None:
-    segments = _segments(folder, documents)
+    segments = _segments(folder, contents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_BYTES", piece)
+        _cut_into(patch, piece)
         for encoding in (bpe, byte_level()):
             found = [
-                i for array in encode_segments(segments, encoding, most) for i in array.tolist()
+                i for array in encode_documents(segments, encoding, most) for i in array.tolist()
             ]
-            assert found == _reference(documents, encoding)[:most]
+            assert found == _reference(contents, encoding)[:most]
 
 
 def test_an_encoding_of_ones_own_is_not_cut(folder: Path) -> None:
@@ -123,8 +129,8 @@ def test_an_encoding_of_ones_own_is_not_cut(folder: Path) -> None:
     )  # fmt: skip
     segments = _segments(folder, [b"a b" * 50])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_BYTES", 7)
-        found = [i for array in encode_segments(segments, own, None) for i in array.tolist()]
+        _cut_into(patch, 7)
+        found = [i for array in encode_documents(segments, own, None) for i in array.tolist()]
     assert found == own.encode_ordinary("a b" * 50)
     assert 257 in found
 
@@ -142,19 +148,17 @@ def test_what_is_not_utf8_is_refused_with_its_place(
     monkeypatch: pytest.MonkeyPatch,
     gpt2: tiktoken.Encoding,
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    _cut_into(monkeypatch, piece)
     segments = _segments(folder, [document])
     for encoding in (byte_level(), gpt2):
         with pytest.raises(ValueError, match=rf"0\.txt: not UTF-8 at byte {offset} "):
-            list(encode_segments(segments, encoding, None))
+            list(encode_documents(segments, encoding, None))
 
 
 def _prepare(
-    segments: list[Segment], cache: Path, write: bool = True, most: int | None = None
+    segments: list[Document], cache: Path, write: bool = True, most: int | None = None
 ) -> TokenStream:
-    return prepare(
-        {"train": segments, "val": []}, {"train": most, "val": None}, byte_level(), cache, write
-    )["train"]
+    return prepare({"train": Split(segments, most)}, byte_level(), cache, write)["train"]
 
 
 def _ids(stream: TokenStream) -> list[int]:
@@ -166,7 +170,7 @@ def test_prepared_tokens_are_kept_and_found_again(
 ) -> None:
     segments, cache = _segments(tmp_path, [b"hello", b"world"]), tmp_path / "cache"
     assert _ids(_prepare(segments, cache)) == [*b"hello", 256, *b"world"]
-    monkeypatch.setattr(module, "encode_segments", None)  # would fail if it were needed again
+    monkeypatch.setattr(module, "encode_documents", None)  # would fail if it were needed again
     assert len(_ids(_prepare(segments, cache))) == 11
     assert len(_prepare(segments, cache, write=False)) == 11
 
@@ -180,9 +184,7 @@ def test_other_text_settings_or_tokenizer_are_other_tokens(
     assert _ids(_prepare(first, cache, most=2)) == [*b"he"]
     assert _ids(_prepare(_segments(tmp_path, [b"jello"]), cache)) == [*b"jello"]
     first = _segments(tmp_path, [b"hello"])
-    stream = prepare({"train": first, "val": []}, {"train": None, "val": None}, gpt2, cache, True)[
-        "train"
-    ]
+    stream = prepare({"train": Split(first, None)}, gpt2, cache, True)["train"]
     assert _ids(stream) == gpt2.encode_ordinary("hello")
 
 
@@ -252,13 +254,13 @@ def test_a_file_that_changes_meanwhile_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segments = _segments(tmp_path, [b"hello"])
-    encode = module.encode_segments
+    encoded = module.encode_documents
 
     def and_change(*args: object) -> Iterator[np.ndarray]:
-        yield from encode(*args)  # type: ignore[arg-type]
+        yield from encoded(*args)  # type: ignore[arg-type]
         segments[0].path.write_bytes(b"jello!")
 
-    monkeypatch.setattr(module, "encode_segments", and_change)
+    monkeypatch.setattr(module, "encode_documents", and_change)
     with pytest.raises(ValueError, match="changed while"):
         _prepare(segments, tmp_path / "cache")
     monkeypatch.undo()
@@ -291,12 +293,14 @@ _PROGRAM = """
     sys.path.insert(0, sys.argv[1])
     from pathlib import Path
     from llmexp.data.files import sha256_of, state_of
-    from llmexp.data.prepare import Segment, prepare
+    from llmexp.data.documents import Document
+    from llmexp.data.prepare import Split, prepare
     from llmexp.data.tokenizers import byte_level
     paths = [Path(p) for p in sys.argv[3:]]
     hashed = zip(paths, sha256_of(paths), strict=True)
-    segments = [Segment(p, 0, p.stat().st_size, c, state_of(p)) for p, c in hashed]
-    streams = prepare({"train": segments}, {"train": None}, byte_level(), Path(sys.argv[2]), True)
+    segments = [Document(p, 0, p.stat().st_size, c, state_of(p)) for p, c in hashed]
+    splits = {"train": Split(segments, None)}
+    streams = prepare(splits, byte_level(), Path(sys.argv[2]), True)
     peak = next((l for l in open("/proc/self/status") if l.startswith("VmHWM")), "VmHWM: 0")
     print(len(streams["train"]), peak.split()[1])
 """

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from llmexp.data import reader
 from llmexp.data.order import sequence_index
-from llmexp.data.reader import MASKED, Window, eval_batches, read_windows
+from llmexp.data.reader import MASKED, Cut, Order, Window, eval_batches, read_windows
 from llmexp.data.stream import TokenStream
 
 LENGTH = 5
@@ -33,25 +34,30 @@ def _ids(n_sequences: int) -> np.ndarray:
 
 
 def _windows(
-    n_sequences: int = 20, micro: int = 2, accum: int = 2, dp: int = 1, **changed: Any
+    n_sequences: int = 20,
+    micro: int = 2,
+    accum: int = 2,
+    dp: int = 1,
+    *,
+    rank: int = 0,
+    start_step: int = 0,
+    max_steps: int = 4,
+    digest: bool = True,
+    pin_memory: bool = False,
+    prefetch: int = 2,
+    **changed: Any,
 ) -> Iterator[Window]:
-    settings_ = {
-        "sequence_length": LENGTH,
-        "real_batch_size": micro * accum * dp,
-        "micro_batch_size": micro,
-        "gradient_accumulation_steps": accum,
-        "rank": 0,
-        "dp_size": dp,
-        "seed": 3,
-        "shuffle": True,
-        "ignore_id": None,
-        "start_step": 0,
-        "max_steps": 4,
-        "total_sequences": 10**6,
-        "digest": True,
-        "pin_memory": False,
-    }
-    return read_windows(TokenStream([_ids(n_sequences)]), **{**settings_, **changed})
+    stream = TokenStream([_ids(n_sequences)])
+    order = replace(Order(stream, LENGTH, micro * accum * dp, 10**6, seed=3), **changed)
+    return read_windows(
+        order,
+        Cut(micro, rank, dp),
+        start_step,
+        max_steps,
+        digest=digest,
+        pin_memory=pin_memory,
+        prefetch=prefetch,
+    )
 
 
 def _real_rows(window: Window) -> list[tuple[list[int], list[int]]]:
@@ -165,12 +171,10 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
         batches = list(
             eval_batches(
                 stream,
+                Cut(2, rank, dp),
                 sequence_length=LENGTH,
-                micro_batch_size=2,
                 max_sequences=wanted,
                 ignore_id=None,
-                rank=rank,
-                dp_size=dp,
             )
         )
         counts.append(len(batches))
@@ -255,14 +259,7 @@ def test_a_file_cut_during_the_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(_ids(2000).tobytes())
     stream = TokenStream([np.memmap(path, "<u2", "r")])
-    options: dict[str, Any] = {
-        "sequence_length": LENGTH, "real_batch_size": 4, "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "rank": 0, "dp_size": 1, "seed": 0, "shuffle": True, "ignore_id": None, "start_step": 0,
-        "max_steps": 10**6,
-        "total_sequences": 10**9, "digest": False, "pin_memory": False,
-    }  # fmt: skip
-    windows = read_windows(stream, **options)
+    windows = read_windows(Order(stream, LENGTH, 4, 10**9, seed=0), Cut(4), 0, 10**6)
     next(windows)
     with open(path, "r+b") as file:
         file.truncate(100)
@@ -276,13 +273,12 @@ def test_a_process_may_end_in_the_middle() -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 import numpy as np
-from llmexp.data.reader import read_windows
+from llmexp.data.reader import Cut, Order, read_windows
 from llmexp.data.stream import TokenStream
-windows = read_windows(TokenStream([np.zeros(1_000_000, np.uint16)]), sequence_length=64, real_batch_size=512,
-    micro_batch_size=1, gradient_accumulation_steps=512, rank=0, dp_size=1, seed=0, shuffle=True, ignore_id=None,
-    start_step=0, max_steps=10**6, total_sequences=10**12, digest=False, pin_memory=False, prefetch=100)
+stream = TokenStream([np.zeros(1_000_000, np.uint16)])
+windows = read_windows(Order(stream, 64, 512, 10**12, seed=0), Cut(1), 0, 10**6, prefetch=100)
 next(windows)
-"""  # noqa: E501
+"""
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )

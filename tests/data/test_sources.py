@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import sources, tokenizers
+from llmexp.data import documents, sources, tokenizers
 from llmexp.data.files import match_files, remembered
 from llmexp.data.stream import Corpus, TokenStream
 
@@ -92,9 +92,9 @@ def test_a_split_loses_and_breaks_nothing(
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
     for i, part in enumerate(parts):
-        (folder / f"{i}.txt").write_bytes(sources.BOM * bom + part.encode())
-    found = sources.split(
-        sources._documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed
+        (folder / f"{i}.txt").write_bytes(documents.BOM * bom + part.encode())
+    found = documents.split(
+        documents.find_documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed
     )
     raw = {
         name: [s.path.read_bytes()[s.start : s.stop] for s in segments]
@@ -145,14 +145,14 @@ def test_max_tokens_is_shared_between_training_and_validation(max_tokens: int) -
 
 def test_bytes_stay_as_they_are_but_for_the_order_mark() -> None:
     raw = b"a\0b\r\nc\rd<|endoftext|>"
-    Path("a.txt").write_bytes(sources.BOM + raw + sources.BOM)
-    assert bytes(_all(_text(val_ratio=0.0).train)) == raw + sources.BOM
+    Path("a.txt").write_bytes(documents.BOM + raw + documents.BOM)
+    assert bytes(_all(_text(val_ratio=0.0).train)) == raw + documents.BOM
 
 
 def test_empty_files_among_others_are_left_out_and_told() -> None:
     Path("a.txt").write_text("a" * 30)
     Path("b.txt").write_text("")
-    Path("c.txt").write_bytes(sources.BOM)
+    Path("c.txt").write_bytes(documents.BOM)
     corpus = _text(val_ratio=0.0)
     assert _all(corpus.train) == [97] * 30
     assert "2 empty files left out" in corpus.description
@@ -306,9 +306,9 @@ def _llm_c(magic: int, version: int, told: int, n: int) -> bytes:
         (
             "a.bin",
             _llm_c(20240520, 1, 50, 49),
-            r"tells of 50 uint16 tokens = 1,124 bytes, the file has 1,122",
+            r"says 50 uint16 tokens = 1,124 bytes, the file has 1,122",
         ),
-        ("a.bin", _llm_c(20240520, 1, 0, 0), r"tells of 0 "),
+        ("a.bin", _llm_c(20240520, 1, 0, 0), r"says 0 "),
         ("a.bin", _llm_c(20240520, 2, 50, 50), r"20240520 version 2 is unknown"),
         ("a.npy", b"", r"the file is empty"),
         ("a.npy", b"\x93NUMPY\x01\x00", r"no readable \.npy file of 8 bytes"),

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,7 @@ def test_a_tail_with_rows_of_the_next_window_fails(
             "batch.micro_batch_size=7"]  # fmt: skip
     assert failures(verify(*tail)) == []
     monkeypatch.setattr(
-        proof, "read_windows", lambda stream, **k: real(stream, **{**k, "total_sequences": 10**6})
+        proof, "read_windows", lambda order, *k: real(replace(order, total_sequences=10**6), *k)
     )
     (name,) = failures(verify(*tail))
     assert name.startswith("windows, cut into")

@@ -51,11 +51,11 @@ def push(event, context):
 
 # In place as soon as the worker looks up its hooks, before the first window is read.
 ORDER = """
-import os
+import dataclasses, os
 from llmexp.train import loop
 
-ordered = loop.read_windows
-loop.read_windows = lambda stream, *, seed, **knobs: ordered(stream, seed=os.getpid(), **knobs)
+order_of = loop.order_of
+loop.order_of = lambda parts: dataclasses.replace(order_of(parts), seed=os.getpid())
 
 
 def shuffled(event, context):

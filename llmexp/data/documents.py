@@ -1,0 +1,123 @@
+"""Text files as documents: found, hashed, split into training and validation, read piece by
+piece."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llmexp.data.files import refuse_packed, remembered, sha256_of, state_of
+from llmexp.data.order import sequence_index
+from llmexp.data.stream import DataChanged
+
+BOM = b"\xef\xbb\xbf"
+BLOCK_BYTES = 1 << 19  # of text, read at a time
+
+
+@dataclass(frozen=True)
+class Document:
+    """Bytes [start, stop) of a UTF-8 text file, between characters."""
+
+    path: Path
+    start: int  # after the byte order mark
+    stop: int
+    content: str  # sha256 of the whole file
+    state: tuple[int, int]  # `state_of` the file, from before it was hashed
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def find_documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[Document]:
+    """Return the files that are not empty. Raises ValueError when all are, or one that is the only
+    one."""
+    states = [state_of(p) for p in paths]  # before the hashing: from here on a change is noticed
+    contents = remembered(cache, "sha256", None, paths, lambda: sha256_of(paths), write)
+    documents = []
+    for path, state, content in zip(paths, states, contents, strict=True):
+        refuse_packed(key, path)
+        with open(path, "rb") as file:
+            start = len(BOM) if file.read(len(BOM)) == BOM else 0
+        if state[0] > start:
+            documents.append(Document(path, start, state[0], content, state))
+    if not documents:
+        raise ValueError(
+            f"{key}={paths[0]}: the file is empty"
+            if len(paths) == 1
+            else f"{key}: all {len(paths)} files are empty, {paths[0]} is the first"
+        )
+    return documents
+
+
+def split(documents: list[Document], val_ratio: float, seed: int) -> dict[str, list[Document]]:
+    """Return the documents one after the other, cut where the share `val_ratio` of their bytes is
+    left.
+
+    For a single ASCII file this is text[:int(n * (1 - val_ratio))]. Several are shuffled by `seed`
+    before.
+    """
+    count = len(documents)
+    if count > 1:
+        order = sequence_index(seed, np.arange(count), count, True)
+        documents = [documents[i] for i in order]
+    left = int(sum(d.size for d in documents) * (1 - val_ratio))
+    found: dict[str, list[Document]] = {"train": [], "val": []}
+    for document in documents:
+        at = document.start + min(max(0, left), document.size)
+        if 0 < left < document.size:
+            at = _character_start(document, at)
+        if at > document.start:
+            found["train"].append(replace(document, stop=at))
+        if at < document.stop:
+            found["val"].append(replace(document, start=at))
+        left -= document.size
+    return found
+
+
+def _character_start(document: Document, at: int) -> int:
+    """Return the start of the UTF-8 character that the byte `at` belongs to."""
+    with open(document.path, "rb") as file:
+        first = max(document.start, at - 3)
+        file.seek(first)
+        around = file.read(at - first + 1)
+    while len(around) > 1 and around[-1] & 0xC0 == 0x80:
+        around = around[:-1]
+    return first + len(around) - 1
+
+
+def blocks(document: Document) -> Iterator[tuple[bytes, str]]:
+    """Yield (bytes, their text) of a document. A character may be split between two blocks of
+    bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    at = document.start
+    try:
+        with open(document.path, "rb") as file:
+            file.seek(at)
+            while at < document.stop:
+                raw = file.read(min(BLOCK_BYTES, document.stop - at))
+                if not raw:
+                    raise ValueError(f"{document.path}: the file became shorter while it was read")
+                before = at - len(decoder.getstate()[0])
+                at += len(raw)
+                yield raw, decoder.decode(raw, final=at == document.stop)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{document.path}: not UTF-8 at byte {before + error.start:,} ({error.reason}); "
+            f"convert the file, for example with iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{document.path}: cannot be read: {error.strerror}") from None
+
+
+def refuse_changed(documents: list[Document]) -> None:
+    """Raise DataChanged for a file that is not any more what was hashed."""
+    for path, state in {d.path: d.state for d in documents}.items():
+        if state_of(path) != state:
+            raise DataChanged(
+                f"{path}: this text file changed while it was being prepared; start again"
+            )

@@ -1,0 +1,150 @@
+"""Turn documents into token ids, in constant memory and by several threads.
+
+The cut of a text into pieces never shows in the tokens: the result is `encode_ordinary` of each
+whole document, with the end-of-text token between two documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from llmexp.data.documents import Document, blocks
+from llmexp.data.files import cpu_count
+from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+
+PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
+MAX_THREADS = 32
+
+# Where a text may be cut without a change of its tokens. In the split patterns of the encodings
+# below no match crosses these places, and none looks past them, so that
+# split(a + b) = split(a) + split(b):
+# x| y   before a space that follows a non-space: only the first character of a match may be a
+#        space before other things, and a run of spaces looks one character ahead, which is still
+#        x's side or all of y's
+# x\n|y  after a single newline between non-spaces; o200k lets "/" follow "!\n" in one match, so y
+#        is not "/"
+# a|.    between a letter or digit and white space or punctuation: the runs of letters and of digits
+#        end there. "'" is left out: it starts 's, which o200k joins to the word; marks are left out
+#        for the same reason.
+# The characters are listed, not classed: Python and tiktoken may know different versions of
+# Unicode.
+BOUNDARY = re.compile(
+    r"(?<=\S)(?= )"
+    r"|(?<=\S\n)(?=[^\s/])"
+    r"|(?<=[A-Za-z0-9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
+    r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
+)
+# Of others a document is one piece.
+CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+
+Encoded = tuple[np.ndarray, int]  # tokens, and how many bytes of text they are
+Encodings = Generator[Encoded, None, None]
+
+
+def encode_documents(
+    documents: Sequence[Document],
+    encoding: Tokenizer,
+    max_tokens: int | None,
+    count_bytes: Callable[[int], None] = lambda n: None,
+) -> Iterator[np.ndarray]:
+    """Yield the tokens of the documents in order, as arrays; the end-of-text token between two of
+    them. At most `max_tokens` in all.
+
+    Raises ValueError, with file and byte offset, for text that is not UTF-8.
+    """
+    left = sys.maxsize if max_tokens is None else max_tokens
+    encode = _encode_bytes if is_byte_level(encoding) else _encode_text
+    with contextlib.closing(encode(documents, encoding)) as encoded:
+        for tokens, n_bytes in encoded:
+            if left <= 0:
+                return
+            count_bytes(n_bytes)
+            yield tokens[:left]
+            left -= len(tokens)
+
+
+def _encode_bytes(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
+    for i, document in enumerate(documents):
+        if i:
+            yield np.array([end_of_text_id(encoding)]), 0
+        for raw, _ in blocks(document):
+            yield np.frombuffer(raw, dtype=np.uint8), len(raw)
+
+
+def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
+    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of
+    them ahead."""
+    cuttable = encoding.name in CUTTABLE and not isinstance(encoding, Own)
+
+    def encode(text: str, path: Path) -> Encoded:
+        try:
+            return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: the tokenizer {encoding.name} gave up on this text: {error}"
+            ) from None
+
+    threads = min(cpu_count(), MAX_THREADS)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
+    ahead: deque[Future[Encoded]] = deque()
+    try:
+        for i, document in enumerate(documents):
+            if i:
+                ahead.append(_done((np.array([end_of_text_id(encoding)]), 0)))
+            texts = (text for _, text in blocks(document))
+            pieces = cut(texts, PIECE_CHARACTERS) if cuttable else ["".join(texts)]
+            for piece in pieces:
+                ahead.append(pool.submit(encode, piece, document.path))
+                while len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _done(value: Encoded) -> Future[Encoded]:
+    future: Future[Encoded] = Future()
+    future.set_result(value)
+    return future
+
+
+def cut(texts: Iterator[str], size: int) -> Iterator[str]:
+    """Yield the same text in pieces of about `size` characters that can be encoded one by one (see
+    BOUNDARY).
+
+    Where there is no boundary the piece grows until there is one.
+    """
+    pending: list[str] = []
+    length, enough = 0, size
+    for text in texts:
+        pending.append(text)
+        length += len(text)
+        if length < enough:
+            continue
+        joined = "".join(pending)
+        end = _last_boundary(joined)
+        if end:
+            yield joined[:end]
+        pending, length = [joined[end:]], len(joined) - end
+        # Doubling keeps the cost of a text without boundaries linear.
+        enough = size if end else 2 * length
+    if length:
+        yield "".join(pending)
+
+
+def _last_boundary(text: str) -> int:
+    """Return the last place where `text` may be cut; 0 if there is none."""
+    for width in (4096, len(text)):
+        places = [m.start() for m in BOUNDARY.finditer(text, max(0, len(text) - width))]
+        if places:
+            return places[-1]
+    return 0
