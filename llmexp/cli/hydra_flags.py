@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from llmexp import child
 from llmexp.compose import app, command_line, errors, origin
-from llmexp.compose.guard import refuse_secrets, variables_kept
+from llmexp.compose.environment import refuse_secrets, variables_kept
 from llmexp.config import ConfigError
 from llmexp.run import BUDGETS, budgets_in
 from llmexp.sweep.points import expand

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp import child, rundir
 from llmexp.cli import train, worker
-from llmexp.compose import app, command_line, guard, hints, origin
+from llmexp.compose import app, command_line, environment, hints, origin
 from llmexp.compose.command_line import recordable
 from llmexp.config import ConfigError, nearest, plain
 from llmexp.convert import build
@@ -65,9 +65,9 @@ def resume(arguments: list[str]) -> int:
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     change(tree, args.overrides, path, recorded.get("parallelism"))
-    for line in guard.fill_tracker(tree):
+    for line in environment.fill_tracker(tree):
         child.say(line)
-    guard.refuse_secrets(tree)
+    environment.refuse_secrets(tree)
     config = build(tree)
     origin.refuse_given(config, given)
     if not {micro, accum} & set(given):

@@ -20,7 +20,7 @@ from llmexp.compose.app import (
     visible,
 )
 from llmexp.compose.command_line import parse
-from llmexp.compose.guard import fill_tracker, refuse_secrets
+from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.origin import refuse_unused
 from llmexp.config import ConfigError, plain, refuse
 

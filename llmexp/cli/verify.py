@@ -15,7 +15,7 @@ from typing import Any
 
 from llmexp import __version__, fileio, rundir
 from llmexp.cli import hydra_flags
-from llmexp.compose import app, command_line, guard, origin
+from llmexp.compose import app, command_line, environment, origin
 from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.redact import concealed, redacted
 from llmexp.verify.checks import Check, said
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
             raise ConfigError("verify: takes one config, not a sweep; leave out -m")
         origin.refuse_unused(args.overrides, multirun)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
-    guard.refuse_secrets(args.overrides, "the command line")
+    environment.refuse_secrets(args.overrides, "the command line")
     rundir.check_writable(wanted)
     fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
     if (

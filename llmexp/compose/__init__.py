@@ -2,7 +2,8 @@
 
 command_line  Hydra's flags, overrides, --allow
 app           start Hydra, compose, check: `typed` returns a `Config`
-guard         refuse what would run code or hold a secret
+guard         refuse what would run code
+environment   variables stay names; refuse secrets
 origin        where each value comes from; refuse knobs that do nothing
 errors        Hydra's exceptions as ConfigError
 hints         the text of such an error, with the nearest valid key

@@ -17,15 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
-from llmexp.compose.guard import (
-    fill_names,
-    fill_tracker,
-    guard,
-    refuse_code,
-    refuse_secrets,
-    variables_kept,
-)
+from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, refuse
 from llmexp.convert import build

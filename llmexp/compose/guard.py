@@ -1,34 +1,24 @@
-"""What a config must not do on its way to a run: have Hydra call code, read the environment, or
-hold a secret."""
+"""Refuse a config that would have Hydra run code.
+
+Hydra calls what a config names: callbacks, logging, sweeper, launcher. Under `hydra` a config may
+choose a mode, folders, a known sweeper with plain values and one of our launchers with plain
+values; everything that Hydra would call besides has to be what it is without any config.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from llmexp.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
-from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError, refuse
-from llmexp.redact import redacted, secrets
-from llmexp.tracker.fields import with_environment
-from llmexp.values import SECRET
+from llmexp.config import ConfigError, refuse
 
-# Last parts of config keys; not tokenizer, max_tokens or eos_token.
-SECRET_KEY = re.compile(
-    r"(\w+_)?(api|access|private|secret)_?key(_id)?|(\w+_)?(secret|password|passwd|passphrase|credentials?)s?"
-    r"|((hf|hub|huggingface|wandb|api|auth|access|bearer|refresh|session|github|gitlab|user)_?)?token",
-    re.I,
-)
-# What names a run and so is shown anyway.
-NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.group")
 SWEEPERS = (
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
     "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
@@ -37,13 +27,24 @@ SWEEPERS = (
 )
 # Of launchers: shell lines, options of sbatch and of Ray, and where a cluster is.
 BY_HAND = ("setup", "additional_parameters", "init", "address")
-STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-COLORED = "colorlog.ColoredFormatter"
-LOGGING = {
-    "class": ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", COLORED),
-    "()": (COLORED,),
+NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
+# What has to stay as it is, by its key under `hydra`: the values that mean so, and what to do.
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "callbacks": (
+        (None, {}),
+        "a config file must not run code; for your own functions use hooks=[...]",
+    ),
+    "job.env_set": (
+        (None, {}),
+        "a config does not change the environment; export it in your shell",
+    ),
+    "job.env_copy": (
+        (None, []),
+        "a config does not change the environment; export it in your shell",
+    ),
+    "hydra_logging": ((None, NO_LOGGING), "a config file must not run code; leave it at none"),
+    "job_logging": ((None, NO_LOGGING), "a config file must not run code; leave it at none"),
 }
-MADE = ("sweeper", "launcher", "hydra_logging", "job_logging")  # what Hydra makes objects of
 
 
 def guard(loader: Any) -> None:
@@ -55,12 +56,11 @@ def guard(loader: Any) -> None:
         config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
-        said: dict[str, list[str]] = {"task": [], "hydra": []}
+        given: dict[str, list[str]] = {"task": [], "hydra": []}
         for override in overrides:
-            said[
-                "hydra" if override.lstrip("+~").startswith(("hydra.", "hydra/")) else "task"
-            ].append(override)
-        if OmegaConf.to_container(cfg.hydra, resolve=False)["overrides"] != said:  # type: ignore[index,call-overload]
+            of_hydra = override.lstrip("+~").startswith(("hydra.", "hydra/"))
+            given["hydra" if of_hydra else "task"].append(override)
+        if _plain(cfg.hydra).get("overrides") != given:
             raise ConfigError(
                 "hydra.overrides: is what a command line says; a config file must not set it"
             )
@@ -70,85 +70,59 @@ def guard(loader: Any) -> None:
     loader.load_configuration = looked_at
 
 
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=False)
+
+
 def refuse_code(cfg: DictConfig) -> None:
-    """Raise ConfigError for what would have Hydra run code, or read the environment, for a config
-    file."""
-    if OmegaConf.is_interpolation(cfg, "hydra"):
-        raise _elsewhere(cfg, "hydra", "hydra")
-    for key in cfg.hydra:
-        if key in ("job", "callbacks", *MADE) and OmegaConf.is_interpolation(cfg.hydra, key):
-            raise _elsewhere(cfg.hydra, key, f"hydra.{key}")
-    own: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
-    job = own.get("job") or {}
-    if own.get("callbacks"):
-        raise ConfigError(
-            "hydra.callbacks: a config file must not run code; for your own functions use "
-            "hooks=[...]"
-        )
-    for key in ("env_set", "env_copy"):
-        if job.get(key):
+    """Raise ConfigError for what would have Hydra run code, or change the environment."""
+    own = _plain(cfg)["hydra"]
+    for key, (harmless, why) in FIXED.items():
+        if _below(own, key) not in harmless:
+            raise ConfigError(f"hydra.{key}: {why}")
+    if _below(own, "sweeper") is not None:
+        _check_sweeper(_resolved(cfg.hydra, "sweeper", "hydra.sweeper"))
+    if _below(own, "launcher") is not None:
+        _check_launcher(_resolved(cfg.hydra, "launcher", "hydra.launcher"), own)
+
+
+def _check_launcher(launcher: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise ConfigError for a knob of a launcher that is no plain value, unless it was typed."""
+    typed = _typed((own.get("overrides") or {}).get("hydra") or [])
+    for key, value in launcher.items():
+        if key in BY_HAND and value and own["launcher"][key] != typed.get(key):
             raise ConfigError(
-                f"hydra.job.{key}: a config does not change the environment; export it in your "
-                "shell"
+                f"hydra.launcher.{key}: runs what it says elsewhere, so it is taken from a command "
+                "line, not from a config file or a sweep.json; set it by hydra.launcher."
+                f"{key}=..."
             )
-    seen = {
-        key: _resolved(cfg.hydra, key, f"hydra.{key}") for key in MADE if own.get(key) is not None
-    }
-    for key in ("hydra_logging", "job_logging"):
-        if (found := _factory(seen.get(key))) is not None:
-            raise ConfigError(
-                f"hydra.{key}: {found} would be called; a config file must not run code"
-            )
-    _refuse_sweeper(seen.get("sweeper") or {})
-    refuse_calls(
-        "hydra.launcher", {k: v for k, v in (seen.get("launcher") or {}).items() if k != "_target_"}
-    )
-    if any((own.get("launcher") or {}).get(key) for key in BY_HAND):
-        typed = _typed((own.get("overrides") or {}).get("hydra") or [])
-        for key in BY_HAND:
-            if (value := own["launcher"].get(key)) and (
-                name := _not_typed(value, typed.get(key), key)
-            ):
-                raise ConfigError(
-                    f"hydra.launcher.{name}: runs what it says elsewhere, so it is taken from a "
-                    f"command line, not from a config file or a sweep.json: "
-                    f"hydra.launcher.{name}=..."
-                )
+        if key not in BY_HAND and isinstance(value, (dict, list)):
+            raise refuse(f"hydra.launcher.{key}", value, "a plain value is needed")
+    refuse_calls("hydra.launcher", {k: v for k, v in launcher.items() if k != "_target_"})
 
 
-def _typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what a command line says of the parts of `hydra.launcher` that come from there
-    only."""
-    whole = OmegaConf.create({"hydra": {"launcher": {}}})
-    keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
-    said = [override for override in overrides if override.lstrip("+").startswith(keys)]
-    for override in OverridesParser.create().parse_overrides(said):
-        OmegaConf.update(whole, override.key_or_group, override.value(), merge=True, force_add=True)
-    found: Any = OmegaConf.to_container(whole.hydra.launcher, resolve=False)
-    return dict(found)
-
-
-def _not_typed(value: Any, typed: Any, name: str) -> str | None:
-    """Return the first key in `value` whose own value was not typed. That a section was named says
-    nothing of what is in it: an override adds to what a file has put there."""
-    if not isinstance(value, dict) or not value:
-        return None if value == typed else name
-    below = typed if isinstance(typed, dict) else {}
-    found = (_not_typed(v, below.get(k), f"{name}.{k!s}") for k, v in value.items())
-    return next((name for name in found if name is not None), None)
+def _below(own: Any, key: str) -> Any:
+    """Return the value at a dotted key; of what an interpolation brings, its text."""
+    for name in key.split("."):
+        if not isinstance(own, dict):
+            return own
+        own = own.get(name)
+    return own
 
 
 def _resolved(parent: Any, key: Any, name: str) -> Any:
     """Return the plain values that Hydra gets to see. Raises ConfigError for sections and lists
-    that an interpolation brings from elsewhere, where nobody has looked at them, and for values
+    that an interpolation brings from elsewhere, where nothing has checked them, and for values
     that are not there yet."""
     try:
         value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from None
-    plain = isinstance(value, (str, int, float)) or value is None
-    if OmegaConf.is_interpolation(parent, key) and (key in RESERVED or not plain):
-        raise _elsewhere(parent, key, name)
+    if OmegaConf.is_interpolation(parent, key) and (
+        key in RESERVED or OmegaConf.is_config(value) or isinstance(value, (dict, list))
+    ):
+        text = "may only bring a text or a number from elsewhere in the config; write it out here"
+        raise refuse(name, _plain(parent)[key], text)
     if isinstance(value, DictConfig):
         return {k: _resolved(value, k, f"{name}.{k!s}") for k in value}
     if isinstance(value, ListConfig):
@@ -156,77 +130,47 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
     return value
 
 
-def _elsewhere(parent: Any, key: Any, name: str) -> ConfigError:
-    text = OmegaConf.to_container(parent, resolve=False)[key]  # type: ignore[index]
-    return refuse(
-        name,
-        text,
-        "may only bring a text or a number from elsewhere in the config; write it out here",
-    )
+def _typed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what a command line says of the knobs of `hydra.launcher` that come from there
+    only."""
+    whole = OmegaConf.create({"hydra": {"launcher": {}}})
+    keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
+    given = [override for override in overrides if override.lstrip("+").startswith(keys)]
+    for override in OverridesParser.create().parse_overrides(given):
+        OmegaConf.update(whole, override.key_or_group, override.value(), merge=True, force_add=True)
+    return _plain(whole.hydra.launcher)
 
 
-def _refuse_sweeper(sweeper: dict[str, Any]) -> None:
+def _check_sweeper(sweeper: dict[str, Any]) -> None:
     """Raise ConfigError for a sweeper that is not known, or would call something besides a sampler
     of optuna."""
-    target = sweeper.get("_target_")
-    if target not in (None, *SWEEPERS):
-        if not inside_allowed(str(target)):
-            raise ConfigError(
-                f"hydra.sweeper._target_={target}: is no sweeper that runs here; known: "
-                f"{', '.join(SWEEPERS)}"
-            )
+    rest = dict(sweeper)
+    if (target := rest.pop("_target_", None)) not in (None, *SWEEPERS):
         locate("hydra.sweeper._target_", target)
-    if (space := sweeper.get("custom_search_space")) is not None:
+    if (space := rest.get("custom_search_space")) is not None:
         locate("hydra.sweeper.custom_search_space", space)
-    if (
-        str(storage := sweeper.get("storage")).lower().startswith("redis")
-    ):  # what comes from there is unpickled
+    storage = rest.get("storage")
+    if str(storage).lower().startswith("redis"):  # what comes from there is unpickled
         raise refuse(
             "hydra.sweeper.storage",
             storage,
             "must be a database of SQL, or null",
             "sqlite:///study.db",
         )
-    rest = {name: value for name, value in sweeper.items() if name != "_target_"}
-    if (sampler := rest.pop("sampler", None)) is not None:
-        if not isinstance(sampler, dict):
-            raise refuse(
-                "hydra.sweeper.sampler",
-                sampler,
-                "must be a section, as hydra/sweeper/sampler=tpe gives it",
-            )
-        if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(sampler.get("_target_"))) is None:
-            text = "must be a sampler of optuna"
+    sampler = rest.pop("sampler", None)
+    if sampler is not None:
+        target = sampler.get("_target_") if isinstance(sampler, dict) else sampler
+        if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(target)) is None or target is sampler:
             raise refuse(
                 "hydra.sweeper.sampler._target_",
-                sampler.get("_target_"),
-                text,
+                target,
+                "must be a section that names a sampler of optuna",
                 "optuna.samplers.TPESampler",
             )
-        knobs = {
-            k: v
-            for k, v in sampler.items()
-            if k != "_target_" and not (k == "_partial_" and v is True)
-        }
-        refuse_calls("hydra.sweeper.sampler", knobs)
+        plain = {k: v for k, v in sampler.items() if (k, v) != ("_partial_", True)}
+        plain.pop("_target_")
+        refuse_calls("hydra.sweeper.sampler", plain)
     refuse_calls("hydra.sweeper", rest)
-
-
-def _factory(node: Any) -> str | None:
-    """Return the first thing in a logging config that logging would import or call and that only
-    writes to the terminal."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            external = isinstance(value, str) and value.startswith("ext://")
-            if (key in LOGGING and value not in LOGGING[key]) or (
-                external and value not in STREAMS
-            ):
-                return str(value)
-            if (found := _factory(value)) is not None:
-                return found
-    if isinstance(node, list):
-        return next((f for f in map(_factory, node) if f is not None), None)
-    return None
 
 
 def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None:
@@ -249,96 +193,3 @@ def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None
                 raise refuse(
                     "hydra.searchpath", path, "is imported; allow it with --allow", "file://conf"
                 )
-
-
-@contextmanager
-def variables_kept() -> Iterator[None]:
-    """Within it, oc.env gives its own text for a variable that is set, so that no value gets into
-    what is saved."""
-
-    def env(name: str, *default: Any) -> Any:
-        if name in os.environ:
-            return f"${{oc.env:{name}}}"
-        return default[0] if default else oc.env(name)  # raises
-
-    def decode(text: str | None, _parent_: Any, _node_: Any) -> Any:
-        return (
-            text
-            if text is not None and VARIABLE.search(text)
-            else oc.decode(text, _parent_, _node_)
-        )
-
-    try:
-        OmegaConf.register_new_resolver("oc.env", env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", decode, replace=True)
-        yield
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
-
-
-def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Put the values of variables into what names the run, in the plain config and in the composed
-    one's words."""
-    for name in NAMES:
-        *sections, key = name.split(".")
-        node = tree.get(sections[0]) if sections else tree
-        if isinstance(node, dict) and VARIABLE.search(str(node.get(key))):
-            node[key] = OmegaConf.select(cfg, name)
-            refuse_secrets(node[key], name)
-
-
-def fill_tracker(tree: dict[str, Any]) -> list[str]:
-    """Put what wandb's variables add into the section `tracker`; return a line for each one that is
-    set and not used.
-
-    Raises ConfigError for a value that wandb would not take.
-    """
-    if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
-        return []
-    try:
-        tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return [f"wandb: {redacted(text)}" for text in unused]
-
-
-def refuse_secrets(node: Any, key: str = "") -> None:
-    """Raise ConfigError for a secret, known by its value or by its key: a config is saved as plain
-    text."""
-    known = secrets()
-    for name, value in _leaves(node, key):
-        text = "" if value is None else str(value)
-        for source, secret in known.items():
-            if secret in text or secret in name:
-                told = f"holds the value of {source}; secrets do not belong into a saved config"
-                raise ConfigError(f"{redacted(name)}: {told}")
-        shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
-        if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
-            raise ConfigError(
-                f"{name}: {shown[0]} is a secret by its name, and what is here is shown"
-            )
-        last = name.rpartition(".")[2]
-        if (
-            SECRET_KEY.fullmatch(last)
-            and text
-            and not isinstance(value, bool)
-            and not VARIABLE.fullmatch(text)
-        ):
-            raise ConfigError(
-                f"{name}: is a secret by its name, and a config is saved as plain text; set it in "
-                f"the environment and name it: '{name}=${{oc.env:{last.upper()}}}'"
-            )
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that is in `node`, where the entries of a list have its key;
-    of a section or list itself the value is None."""
-    if not isinstance(node, (Mapping, list, tuple)):
-        yield key, node
-        return
-    yield key, None
-    for name, child in (
-        node.items() if isinstance(node, Mapping) else (("", child) for child in node)
-    ):
-        yield from _leaves(child, ".".join(filter(None, (key, str(name)))))

@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp import rundir
+from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
-from llmexp.compose.guard import refuse_secrets
 from llmexp.config import ConfigError
 from llmexp.labels import plural
 from llmexp.sweep import ray, slurm

@@ -26,8 +26,8 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.table import columns
 from llmexp.compose.app import chosen_folder, fixed_folder, quoted, refuse_hosts, visible
 from llmexp.compose.command_line import kept_back, recordable
+from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
-from llmexp.compose.guard import refuse_secrets
 from llmexp.compose.origin import CONFIG_NAME
 from llmexp.config import ConfigError, refuse
 from llmexp.labels import plural

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from omegaconf import OmegaConf
 from llmexp import ending, redact, rundir
 from llmexp.__main__ import run
 from llmexp.assembly import targets
-from llmexp.compose import app, guard
+from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.config import Config, ConfigError, plain
 from llmexp.convert import build
@@ -290,10 +291,10 @@ def test_a_secret_is_found_wherever_it_is(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY_API_KEY", secret)
         with pytest.raises(ConfigError) as refused:
-            guard.refuse_secrets({"data": node})
+            environment.refuse_secrets({"data": node})
         assert "holds the value of $CANARY_API_KEY" in str(refused.value)
         patch.delenv("CANARY_API_KEY")
-        guard.refuse_secrets({"data": node})
+        environment.refuse_secrets({"data": node})
 
 
 def test_a_ledger_has_names_in_place_of_values(tmp_path, tokens):
@@ -330,7 +331,7 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
     "key", ["tokenizer", "max_tokens", "eos_token", "sample_tokens", "key_size", "secretary"]
 )
 def test_names_that_only_sound_like_secrets_are_none(key):
-    guard.refuse_secrets({"data": {key: "abc"}})
+    environment.refuse_secrets({"data": {key: "abc"}})
 
 
 def test_redacted_text_has_names_for_values(monkeypatch):
@@ -395,293 +396,26 @@ def test_nothing_is_called_from_inside_a_section(section, word):
             targets.refuse_calls(section, {word: "x"})
 
 
-HYDRA_FILES = {
-    "hydra/hydra_logging/evil.yaml":
-        "version: 1\nformatters: {x: {(): os.system, command: touch canary}}\n"
-        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, "
-        "handlers: [c]}\n",
-    "hydra/launcher/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
-    "hydra/sweeper/evil.yaml": "_target_: os.system\ncommand: touch canary\n",
-    "hydra/sweeper/nested.yaml":
-        "_target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper\nparams: null\n"
-        "max_batch_size: {_target_: os.system, command: touch canary}\n",
-    "experiment/sampler.yaml":
-        "# @package _global_\ndefaults: [{override /hydra/sweeper: optuna}]\n"
-        "hydra: {sweeper: {sampler: {_target_: optuna.samplers.os.system}}}\n",
-    "experiment/space.yaml":
-        "# @package _global_\ndefaults: [{override /hydra/sweeper: optuna}]\n"
-        "hydra: {sweeper: {custom_search_space: evilpackage.touch}}\n",
-    "experiment/callbacks.yaml":
-        "# @package _global_\nhydra: {callbacks: {x: {_target_: os.system, command: touch "
-        "canary}}}\n",
-    "experiment/allows.yaml": "# @package _global_\nhydra: {job: {env_set: {LLMEXP_ALLOW: "
-                              "evilpackage}}}\n",
-    "experiment/copies.yaml":
-        "# @package _global_\nhydra: {job: {env_copy: [HOME]}}\n"
-        "tracker: {notes: '${hydra:job.env_set.HOME}'}\n",
-    # Sections that are brought to where Hydra calls something, from where nothing is called.
-    "hydra/sweeper/brings.yaml":
-        "_target_: hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper\nsampler: "
-        "${model.x}\n"
-        "direction: minimize\nstorage: null\nstudy_name: null\nn_trials: 1\nn_jobs: "
-        "1\nmax_failure_rate: 0\n"
-        "search_space: null\ncustom_search_space: null\nparams: {train.seed: 'choice(1,2)'}\n",
-    "experiment/brings.yaml":
-        "# @package _global_\ndefaults: [{override /hydra/sweeper: brings}]\n"
-        "hydra: {mode: MULTIRUN}\nmodel: {x: {_target_: os.makedirs, name: canary}}\n",
-    "experiment/params.yaml":
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {max_batch_size: "
-        "'${oc.select:model.x}'}}\n"
-        "model: {x: {_target_: os.makedirs, name: canary}}\n",
-    "hydra/hydra_logging/brings.yaml":
-        "version: 1\nformatters: ${hydra.sweeper.params}\n"
-        "handlers: {c: {class: logging.StreamHandler, formatter: x}}\nroot: {level: INFO, "
-        "handlers: [c]}\n",
-    "experiment/factory.yaml":
-        "# @package _global_\nhydra: {sweeper: {params: {x: {(): os.makedirs, name: canary}}}}\n",
-    "evilpackage/__init__.py": "open('canary', 'w').close()\ndef touch(*a): pass\n",
-    "own/config.yaml": "hydra: {searchpath: ['pkg://evilpackage']}\n",
-    "evil/hydra_plugins/__init__.py": "",
-}  # fmt: skip
-HYDRA = [
-    (["train", "--hydra-help", "hydra/hydra_logging=evil"], "hydra.hydra_logging"),
-    (["train", "--info", "all", "hydra/hydra_logging=evil"], "hydra.hydra_logging"),
-    (["train", "-m", "train.seed=1,2", "hydra/launcher=evil"], "hydra/launcher: os.system"),
-    (["train", "-m", "train.seed=1,2", "hydra/sweeper=evil"], "hydra.sweeper._target_=os.system"),
-    (["train", "-m", "train.seed=1,2", "hydra/sweeper=nested"],
-    "hydra.sweeper.max_batch_size._target_"),
-    (["train", "-m", "train.seed=1,2", "experiment=sampler"], "hydra.sweeper.sampler._target_"),
-    (["train", "-m", "train.seed=1,2", "experiment=space"], "hydra.sweeper.custom_search_space"),
-    (["train", "experiment=brings"], "hydra.sweeper.sampler=${model.x}: may only bring a text or a "
-                                     "number"),
-    (["train", "experiment=params"], "hydra.sweeper.max_batch_size: "),
-    (["train", "--hydra-help", "hydra/hydra_logging=brings", "experiment=factory"],
-    "hydra.hydra_logging.formatters="),
-    (["train", "--cfg", "job", "hydra/job_logging=brings", "experiment=factory"],
-    "hydra/job_logging"),
-    (["plan", "experiment=callbacks"], "hydra.callbacks"),
-    (["plan", "experiment=allows"], "hydra.job.env_set"),
-    (["plan", "experiment=copies"], "hydra.job.env_"),
-    (["plan", "-m", "experiment=callbacks,allows"], "hydra.callbacks"),
-    (["plan", "hydra.job.env_copy=[NOT_SET]"], "NOT_SET"),
-    (["plan", "hydra.searchpath=[pkg://evilpackage]"], "hydra.searchpath=pkg://evilpackage"),
-    (["plan", "hydra.searchpath=[pkg\\://evilpackage/more]"],
-    "hydra.searchpath=pkg://evilpackage/more"),
-    (["plan", "--config-dir", "own"], "config.yaml there would take the place"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "says"), HYDRA, ids=[" ".join(a) for a, _ in HYDRA])
-def test_hydra_runs_nothing_for_a_config(home, capsys, arguments, says):
-    for name, text in HYDRA_FILES.items():
-        (home / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / "conf" / name).write_text(text)
-    os.replace(home / "conf" / "evilpackage", home / "evilpackage")
-    os.replace(home / "conf" / "own", home / "own")
-    if "--config-dir" not in arguments:
-        arguments = [*arguments, "--config-dir", "conf"]
-    if "--hydra-help" not in arguments:
-        arguments = [*arguments, *TINY, "data=synthetic", "data.n_tokens=5000"]
-    assert run(arguments) == 2
-    out, err = capsys.readouterr()
-    assert says in err, out
-    assert "Traceback" not in err
-    assert not list(home.rglob("canary"))
-    assert "LLMEXP_ALLOW" not in os.environ
-
-
+# Attacks: a file that somebody else wrote, the command that meets it, and what the refusal begins
+# with. Each would make the file `canary`.
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
-STREAM = {
-    "version": 1,
-    "handlers": {"c": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}},
-}
-NODES = [
-    ({"sweeper": "${x.section}"}, "hydra.sweeper="),
-    ({"job": "${x.section}"}, "hydra.job="),
-    ({"callbacks": "${x.section}"}, "hydra.callbacks="),
-    ({"launcher": {"init": "${x.list}"}}, "hydra.launcher.init="),
-    ({"launcher": {"init": [{"a": "${x.section}"}]}}, "hydra.launcher.init.0.a="),
-    (
-        {"launcher": {"init": "${oc.create:{_target_:os.makedirs}}"}},
-        "hydra.launcher.init=${oc.create:",
-    ),
-    ({"launcher": {"init": "${oc.decode:'[1,2]'}"}}, "hydra.launcher.init=${oc.decode:"),
-    ({"launcher": {"_target_": "${x.text}"}}, "hydra.launcher._target_="),
-    ({"launcher": {"init": "${x.missing}"}}, "hydra.launcher.init: "),
-    (
-        {"sweeper": {"_target_": OPTUNA, "sampler": "TPESampler"}},
-        "hydra.sweeper.sampler=TPESampler",
-    ),
-    ({"sweeper": {"_target_": OPTUNA, "sampler": ["x"]}}, "hydra.sweeper.sampler="),
-    (
-        {"sweeper": {"_target_": OPTUNA, "sampler": {"name": "x"}}},
-        "hydra.sweeper.sampler._target_=null",
-    ),
-    ({"sweeper": {"_target_": OPTUNA, "storage": "Redis://host"}}, "hydra.sweeper.storage="),
-    ({"sweeper": {"_target_": OPTUNA, "storage": "${x.redis}"}}, "hydra.sweeper.storage="),
-    (
-        {"sweeper": {"_target_": OPTUNA, "custom_search_space": "ownparts.system"}},
-        "hydra.sweeper.custom_search_space=",
-    ),
-    ({"sweeper": {"_target_": "ownparts.system"}}, "hydra.sweeper._target_=ownparts.system"),
-    (
-        {
-            "job_logging": {
-                "handlers": {"c": {"class": "logging.FileHandler", "filename": "canary"}}
-            }
-        },
-        "FileHandler",
-    ),
-    (
-        {"job_logging": {"handlers": {"c": {"class": "logging.os.makedirs", "name": "canary"}}}},
-        "logging.os.makedirs",
-    ),
-    (
-        {"job_logging": {"handlers": {"c": {"class": "logging.config.listen"}}}},
-        "logging.config.listen",
-    ),
-    (
-        {"job_logging": {"formatters": {"c": {"class": None, "x": {"()": "os.makedirs"}}}}},
-        "None would be called",
-    ),
-    (
-        {"hydra_logging": {"filters": {"c": {"()": "logging.StreamHandler"}}}},
-        "logging.StreamHandler would be called",
-    ),
-    (
-        {"hydra_logging": {"handlers": {"c": {"stream": "${x.stream}"}}}},
-        "ext://os.environ would be called",
-    ),
-]
-
-
-def looked_at(own: dict[str, object]) -> None:
-    elsewhere = {"section": {"_target_": "os.makedirs", "name": "canary"}, "list": [1],
-    "text": "os.makedirs",
-                 "redis": "redis://host", "stream": "ext://os.environ", "missing": "???",
-                 "number": 3}  # fmt: skip
-    guard.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
-
-
-@pytest.mark.parametrize(("own", "says"), NODES, ids=[s for _, s in NODES])
-def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
-    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        looked_at(own)
-    assert not (home / "canary").exists()
-
-
-def test_plain_sweepers_launchers_and_logs_are_not_refused(home, monkeypatch):
-    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
-    sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
-    colored = {
-        "()": "colorlog.ColoredFormatter",
-        "format": "%(message)s",
-        "log_colors": {"INFO": "${x.text}"},
-    }
-    looked_at({
-        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying",
-        "storage": None},
-        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher",
-        "setup": ["module load ${x.number}"]},
-        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
-        "job_logging": STREAM, "hydra_logging": STREAM | {"formatters": {"c": colored}},
-    })  # fmt: skip
-
-
-@pytest.mark.parametrize("key", ["setup", "additional_parameters", "init", "address"])
-def test_what_a_launcher_runs_elsewhere_comes_from_a_command_line(home, key):
-    with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}: .* taken from a command line"):
-        looked_at(
-            {"launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher", key: ["touch canary"]}}
-        )
-
-
-def test_a_config_cannot_say_what_the_command_line_said(home):
-    """Else it could bring shell lines for a launcher, as if they came from there."""
-    with (
-        app.hydra_app(None) as hydra,
-        pytest.raises(ConfigError, match=r"hydra\.overrides: is what a command line"),
-    ):
-        app.compose(
-            hydra, [*TINY, "data=synthetic", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"]
-        )
-    (home / "conf" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nhydra: {overrides: {hydra: ['hydra.launcher.setup=x']}}\n"
-    (home / "conf" / "experiment" / "evil.yaml").write_text(text)
-    arguments = [*TINY, "data=synthetic", "experiment=evil"]
-    for multirun in (False, True):
-        with (
-            app.hydra_app("conf") as hydra,
-            pytest.raises(ConfigError, match=r"hydra\.overrides: is what"),
-        ):
-            app.compose(hydra, arguments, multirun)
-    # As many as there are, with a list that forgets what is put into it.
-    made_up = ", ".join(["'hydra.launcher.setup=[x]'"] * len(arguments))
-    for told in (
-        f"{{task: '${{oc.create:[]}}', hydra: [{made_up}]}}",
-        "'${more}'",
-        "{task: '${more.task}'}",
-    ):
-        text = f"# @package _global_\nmore: {{hydra: [], task: []}}\nhydra: {{overrides: {told}}}\n"
-        (home / "conf" / "experiment" / "evil.yaml").write_text(text)
-        with (
-            app.hydra_app("conf") as hydra,
-            pytest.raises(ConfigError, match=r"hydra.overrides: is|Merge error"),
-        ):
-            app.compose(hydra, arguments, multirun=True)
-
-
-CANARY = "[touch canary]"
 SLURM, RAY = "hydra/launcher=slurm", "hydra/launcher=ray"
 MORE = "+hydra.launcher.additional_parameters"
-# Arguments in the sweep.json of a stranger, what the user adds, and the key that is then refused.
-RESUMED: list[tuple[list[str], list[str], str]] = [
-    ([SLURM, "~hydra.launcher.setup", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
-    ([SLURM, "~hydra.launcher.setup", f"++hydra={{launcher:{{setup:{CANARY}}}}}"], [], "setup"),
-    ([SLURM, "++hydra.launcher.setups=1", f"++hydra.launcher={{setup:{CANARY}}}"], [], "setup"),
-    (
-        [SLURM, f"{MORE}.a=1", "++hydra.launcher={additional_parameters:{prolog:x}}"],
-        [],
-        "additional_parameters.prolog",
-    ),
-    (
-        [SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"],
-        [f"{MORE}.constraint=h100"],
-        "prolog",
-    ),
-    (
-        [SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"],
-        [f"{MORE}={{constraint:h100}}"],
-        "prolog",
-    ),
-    ([SLURM, "+notes='touch canary'", "++hydra.launcher={setup:['${notes}']}"], [], "setup"),
-    (
-        [RAY, "~hydra.launcher.init", "++hydra.launcher={init:{address:'ray://evil'}}"],
-        [],
-        "init.address",
-    ),
-    ([RAY, "~hydra.launcher.address", "++hydra.launcher={address:'ray://evil'}"], [], "address"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "typed", "key"), RESUMED, ids=[" ".join([*a, *t]) for a, t, _ in RESUMED]
+SWEEP, EVIL = ["plan", "-m", "train.seed=1,2"], "experiment=evil"
+CALLS = "_target_: os.system\ncommand: touch canary\n"
+LOGS = (
+    "version: 1\nformatters: {x: {(): os.system, command: touch canary}}\n"
+    "handlers: {c: {class: logging.StreamHandler, formatter: x}}\n"
 )
-def test_no_shell_line_for_a_cluster_comes_from_a_strangers_sweep(
-    home, capsys, arguments, typed, key
-):
-    strange_sweep(home / "strange", arguments)
-    assert run(["resume", "strange", *typed]) == 2
-    err = capsys.readouterr().err
-    assert re.search(
-        rf"hydra\.launcher\.(additional_parameters\.)?{key}: .*taken from a command line", err
-    ), err
-    assert not (home / "canary").exists()
+BRINGS = (
+    "model: {x: {_target_: os.makedirs, name: canary}}\n"
+    "hydra: {mode: MULTIRUN, sweeper: {max_batch_size: '${oc.select:model.x}'}}"
+)
+BY_HAND = ".* taken from a command line"
 
 
-def strange_sweep(path: Path, arguments: list[str]) -> None:
-    path.mkdir()
+def sweep_of(*arguments: str) -> str:
+    """A sweep.json that goes on with these arguments."""
     head = {
         "format": 1,
         "name": "strange",
@@ -691,9 +425,166 @@ def strange_sweep(path: Path, arguments: list[str]) -> None:
         "created": 0.0,
     }
     whole = ["-m", *TINY, "data=synthetic", "train.seed=1,2", *arguments]
-    (path / "sweep.json").write_text(
-        json.dumps({**head, "arguments": whole, "state": "failed", "points": []})
-    )
+    return json.dumps({**head, "arguments": whole, "state": "failed", "points": []})
+
+
+ATTACKS: list[tuple[str, str, list[str], str]] = [
+    # What Hydra makes objects of.
+    ("hydra/hydra_logging/evil", LOGS, ["train", "--hydra-help", "hydra/hydra_logging=evil"],
+     "hydra.hydra_logging"),
+    ("hydra/hydra_logging/evil", LOGS, ["train", "--info", "all", "hydra/hydra_logging=evil"],
+     "hydra.hydra_logging"),
+    ("hydra/job_logging/evil", LOGS, ["plan", "hydra/job_logging=evil"], "hydra.job_logging"),
+    ("hydra/launcher/evil", CALLS, ["train", "-m", "train.seed=1,2", "hydra/launcher=evil"],
+     "hydra/launcher: os.system"),
+    ("hydra/sweeper/evil", CALLS, ["train", "-m", "train.seed=1,2", "hydra/sweeper=evil"],
+     "hydra.sweeper._target_=os.system"),
+    ("experiment/evil", BRINGS, ["train", EVIL], "hydra.sweeper.max_batch_size"),
+    ("experiment/evil", "hydra: {callbacks: {x: {_target_: os.system, command: touch canary}}}",
+     ["plan", EVIL], "hydra.callbacks"),
+    ("experiment/evil", "hydra: {callbacks: {x: {_target_: os.system, command: touch canary}}}",
+     ["plan", "-m", "train.seed=1,2", EVIL], "hydra.callbacks"),
+    # The environment, and where configs and packages are found.
+    ("experiment/evil", "hydra: {job: {env_set: {LLMEXP_ALLOW: evilpackage}}}", ["plan", EVIL],
+     "hydra.job.env_set"),
+    ("experiment/evil",
+     "hydra: {job: {env_copy: [HOME]}}\ntracker: {notes: '${hydra:job.env_set.HOME}'}",
+     ["plan", EVIL], "hydra.job.env_"),
+    ("", "", ["plan", "hydra.job.env_copy=[NOT_SET]"], ".*NOT_SET"),
+    ("", "", ["plan", "hydra.searchpath=[pkg://evilpackage]"], "hydra.searchpath=pkg://evil"),
+    ("", "", ["plan", "hydra.searchpath=[pkg\\://evilpackage/more]"],
+     "hydra.searchpath=pkg://evilpackage/more"),
+    ("config", "hydra: {searchpath: ['pkg://evilpackage']}", ["plan"],
+     "--config-dir conf: config.yaml there would take the place"),
+    # Shell lines for a cluster: of a file, as if they had been typed, and beside what was typed.
+    ("experiment/evil", "hydra: {launcher: {setup: [touch canary]}}", [*SWEEP, SLURM, EVIL],
+     f"hydra.launcher.setup: {BY_HAND}"),
+    *(("experiment/evil", f"hydra: {{launcher: {{additional_parameters: {parameters}}}}}",
+       [*SWEEP, SLURM, EVIL, *typed], f"hydra.launcher.additional_parameters: {BY_HAND}")
+      for parameters, typed in (
+          ("{prolog: x}", [f"{MORE}.constraint=h100"]),
+          ("{prolog: x}", [f"{MORE}={{constraint:h100}}"]),
+          ("{a: {prolog: x}}", [f"{MORE}.a={{b:1}}"]),
+          ("{prolog: [x]}", ["~hydra.launcher.setup"]))),
+    ("experiment/evil",
+     "more: {prolog: x}\nhydra: {launcher: {additional_parameters: '${more}'}}",
+     [*SWEEP, SLURM, EVIL], "hydra.launcher.additional_parameters=.*may only bring"),
+    # A config says that a command line said it.
+    ("", "", ["plan", "+hydra.overrides.hydra=['hydra.launcher.setup=x']"], "hydra.overrides: is"),
+    *(("experiment/evil", f"more: {{hydra: [], task: []}}\nhydra: {{overrides: {told}}}",
+       [*command, EVIL], "hydra.overrides: is|.*Merge error")
+      for command in (["plan"], SWEEP)
+      for told in ("{hydra: ['hydra.launcher.setup=x']}", "'${more}'", "{task: '${more.task}'}")),
+    ("experiment/evil", "hydra: {overrides: {task: '${oc.create:[]}', hydra: ["
+     + ", ".join(["'hydra.launcher.setup=[x]'"] * 12) + "]}}", [*SWEEP, EVIL],
+     "hydra.overrides: is|.*Merge error"),
+    # The sweep.json of another, and what the user adds when resuming it.
+    *(("../strange/sweep.json", sweep_of(*arguments), ["resume", "strange", *typed],
+       rf"hydra\.launcher\.{key}: {BY_HAND}")
+      for key, arguments, typed in (
+          ("setup", [SLURM, "~hydra.launcher.setup", "++hydra.launcher={setup:[touch canary]}"],
+           []),
+          ("setup", [SLURM, "++hydra={launcher:{setup:[touch canary]}}"], []),
+          ("setup", [SLURM, "++hydra.launcher.setups=1", "++hydra.launcher={setup:[touch canary]}"],
+           []),
+          ("setup", [SLURM, "+notes='touch canary'", "++hydra.launcher={setup:['${notes}']}"], []),
+          ("additional_parameters",
+           [SLURM, f"{MORE}.a=1", "++hydra.launcher={additional_parameters:{prolog:x}}"], []),
+          ("additional_parameters",
+           [SLURM, "++hydra.launcher={additional_parameters:{prolog:x}}"],
+           [f"{MORE}.constraint=h100"]),
+          ("init", [RAY, "~hydra.launcher.init", "++hydra.launcher={init:{address:'ray://evil'}}"],
+           []),
+          ("address", [RAY, "++hydra.launcher={address:'ray://evil'}"], []))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "command", "says"),
+    ATTACKS,
+    ids=[f"{a[1][:60]} {' '.join(a[2])}" for a in ATTACKS],
+)
+def test_a_file_of_another_runs_nothing(home, capsys, file, text, command, says):
+    (home / "evilpackage").mkdir()
+    (home / "evilpackage" / "__init__.py").write_text("open('canary', 'w').close()\n")
+    path = home / "conf" / (file if file.endswith(".json") else f"{file or 'empty'}.yaml")
+    for folder in (home / "conf", path.resolve().parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\n{text}\n" if "experiment" in file else text)
+    if command[0] != "resume":
+        command = [*command, "--config-dir", "conf"]
+        if "--hydra-help" not in command:
+            command += [*TINY, "data=synthetic", "data.n_tokens=5000"]
+    assert run(command) == 2
+    out, err = capsys.readouterr()
+    assert re.match(f"llmexp: (error: )?{says}", err, re.S), err + out
+    assert "Traceback" not in err
+    assert not list(home.rglob("canary"))
+    assert "LLMEXP_ALLOW" not in os.environ
+
+
+# What stands under `hydra`, and what the refusal begins with.
+HANDLER = {"class": "logging.FileHandler", "filename": "canary"}
+NODES: list[tuple[dict[str, Any], str]] = [
+    ({"sweeper": "${x.section}"}, "hydra.sweeper="),
+    ({"job": "${x.section}"}, "hydra.job.env_set: "),
+    ({"callbacks": "${x.section}"}, "hydra.callbacks: "),
+    ({"launcher": {"init": "${x.list}"}}, "hydra.launcher.init="),
+    ({"launcher": {"init": [{"a": "${x.section}"}]}}, "hydra.launcher.init.0.a="),
+    ({"launcher": {"init": "${oc.create:{_target_:os.makedirs}}"}},
+     "hydra.launcher.init=${oc.create:"),
+    ({"launcher": {"init": "${oc.decode:'[1,2]'}"}}, "hydra.launcher.init=${oc.decode:"),
+    ({"launcher": {"_target_": "${x.text}"}}, "hydra.launcher._target_="),
+    ({"launcher": {"init": "${x.missing}"}}, "hydra.launcher.init: "),
+    ({"launcher": {"partition": ["x"]}}, "hydra.launcher.partition="),
+    *(({"launcher": {key: ["touch canary"]}}, f"hydra.launcher.{key}: runs what it says")
+      for key in ("setup", "additional_parameters", "init", "address")),
+    *(({"sweeper": {"_target_": OPTUNA, "sampler": sampler}}, "hydra.sweeper.sampler._target_=")
+      for sampler in ("TPESampler", ["x"], {"name": "x"}, {"_target_": "optuna.samplers.os.x"})),
+    ({"sweeper": {"_target_": OPTUNA, "storage": "Redis://host"}}, "hydra.sweeper.storage="),
+    ({"sweeper": {"_target_": OPTUNA, "storage": "${x.redis}"}}, "hydra.sweeper.storage="),
+    ({"sweeper": {"_target_": OPTUNA, "custom_search_space": "ownparts.system"}},
+     "hydra.sweeper.custom_search_space="),
+    ({"sweeper": {"_target_": "ownparts.system"}}, "hydra.sweeper._target_=ownparts.system"),
+    ({"sweeper": {"max_batch_size": {"_target_": "os.system"}}},
+     "hydra.sweeper.max_batch_size._target_"),
+    ({"sweeper": {"max_batch_size": "${oc.select:x.section}"}}, "hydra.sweeper.max_batch_size="),
+    ({"job_logging": {"version": 1, "handlers": {"c": HANDLER}}}, "hydra.job_logging: "),
+    ({"hydra_logging": "${x.section}"}, "hydra.hydra_logging: "),
+]  # fmt: skip
+
+
+def looked_at(own: dict[str, Any]) -> None:
+    elsewhere = {
+        "section": {"_target_": "os.makedirs", "name": "canary"},
+        "list": [1],
+        "text": "os.makedirs",
+        "redis": "redis://host",
+        "missing": "???",
+        "number": 3,
+    }
+    guard.refuse_code(OmegaConf.create({"x": elsewhere, "hydra": own}))
+
+
+@pytest.mark.parametrize(("own", "says"), NODES, ids=[str(own) for own, _ in NODES])
+def test_what_hydra_would_call_is_refused(home, monkeypatch, own, says):
+    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        looked_at(own)
+    assert not (home / "canary").exists()
+
+
+def test_plain_sweepers_and_launchers_are_not_refused(home, monkeypatch):
+    monkeypatch.setenv("LLMEXP_ALLOW", "ownparts")
+    sampler = {"_target_": "optuna.samplers.GridSampler", "_partial_": True, "seed": "${x.number}"}
+    looked_at({
+        "sweeper": {"_target_": OPTUNA, "sampler": sampler, "custom_search_space": "ownparts.lying",
+        "storage": None},
+        "launcher": {"_target_": "hydra_plugins.llmexp.SlurmLauncher",
+        "setup": ["module load ${x.number}"], "partition": "${x.text}"},
+        "overrides": {"hydra": ["hydra.launcher.setup=['module load ${x.number}']"]},
+        "job_logging": guard.NO_LOGGING, "callbacks": {}, "job": {"env_set": {}, "env_copy": []},
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
@@ -705,45 +596,6 @@ def test_what_a_command_line_alone_may_say_is_not_recorded(prefix, key):
         "-m",
         "name=a",
     ]
-
-
-# What a config file says, how it tries to look like a command line, and what the user typed.
-FILES = [
-    ("hydra: {launcher: {setup: [touch canary]}}", [], "setup"),
-    (
-        "hydra: {launcher: {additional_parameters: {prolog: x}}}",
-        [f"{MORE}.constraint=h100"],
-        "prolog",
-    ),
-    (
-        "hydra: {launcher: {additional_parameters: {prolog: x}}}",
-        [f"{MORE}={{constraint:h100}}"],
-        "prolog",
-    ),
-    (
-        "hydra: {launcher: {additional_parameters: {a: {prolog: x}}}}",
-        [f"{MORE}.a={{b:1}}"],
-        "a.prolog",
-    ),
-    (
-        "hydra: {launcher: {additional_parameters: {prolog: [x]}}}",
-        ["~hydra.launcher.setup"],
-        "prolog",
-    ),
-    ("more: {prolog: x}\nhydra: {launcher: {additional_parameters: '${more}'}}", [], "${more}"),
-]
-
-
-@pytest.mark.parametrize(
-    ("text", "typed", "key"), FILES, ids=[f"{f} {' '.join(t)}" for f, t, _ in FILES]
-)
-def test_an_override_speaks_for_itself_and_not_for_its_section(home, text, typed, key):
-    (home / "conf" / "experiment").mkdir(parents=True)
-    (home / "conf" / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
-    with app.hydra_app("conf") as hydra, pytest.raises(ConfigError, match=rf"{re.escape(key)}: "):
-        app.compose(
-            hydra, [*TINY, "data=synthetic", SLURM, "experiment=evil", *typed], multirun=True
-        )
 
 
 def test_what_is_typed_for_a_launcher_is_taken(home):

@@ -1,0 +1,119 @@
+"""What a config says of the environment: variables stay names, secrets are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError
+from llmexp.redact import redacted, secrets
+from llmexp.tracker.fields import with_environment
+from llmexp.values import SECRET
+
+# Last parts of config keys; not tokenizer, max_tokens or eos_token.
+SECRET_KEY = re.compile(
+    r"(\w+_)?(api|access|private|secret)_?key(_id)?|(\w+_)?(secret|password|passwd|passphrase|credentials?)s?"
+    r"|((hf|hub|huggingface|wandb|api|auth|access|bearer|refresh|session|github|gitlab|user)_?)?token",
+    re.I,
+)
+# What names a run and so is shown anyway.
+NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.group")
+
+
+@contextmanager
+def variables_kept() -> Iterator[None]:
+    """Within it, oc.env gives its own text for a variable that is set, so that no value gets into
+    what is saved."""
+
+    def env(name: str, *default: Any) -> Any:
+        if name in os.environ:
+            return f"${{oc.env:{name}}}"
+        return default[0] if default else oc.env(name)  # raises
+
+    def decode(text: str | None, _parent_: Any, _node_: Any) -> Any:
+        return (
+            text
+            if text is not None and VARIABLE.search(text)
+            else oc.decode(text, _parent_, _node_)
+        )
+
+    try:
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", decode, replace=True)
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+
+
+def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
+    """Put the values of variables into what names the run, in the plain config and in the composed
+    one's words."""
+    for name in NAMES:
+        *sections, key = name.split(".")
+        node = tree.get(sections[0]) if sections else tree
+        if isinstance(node, dict) and VARIABLE.search(str(node.get(key))):
+            node[key] = OmegaConf.select(cfg, name)
+            refuse_secrets(node[key], name)
+
+
+def fill_tracker(tree: dict[str, Any]) -> list[str]:
+    """Put what wandb's variables add into the section `tracker`; return a line for each one that is
+    set and not used.
+
+    Raises ConfigError for a value that wandb would not take.
+    """
+    if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
+        return []
+    try:
+        tree["tracker"], unused = with_environment(tree["tracker"], os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [f"wandb: {redacted(text)}" for text in unused]
+
+
+def refuse_secrets(node: Any, key: str = "") -> None:
+    """Raise ConfigError for a secret, known by its value or by its key: a config is saved as plain
+    text."""
+    known = secrets()
+    for name, value in _leaves(node, key):
+        text = "" if value is None else str(value)
+        for source, secret in known.items():
+            if secret in text or secret in name:
+                told = f"holds the value of {source}; secrets do not belong into a saved config"
+                raise ConfigError(f"{redacted(name)}: {told}")
+        shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
+        if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
+            raise ConfigError(
+                f"{name}: {shown[0]} is a secret by its name, and what is here is shown"
+            )
+        last = name.rpartition(".")[2]
+        if (
+            SECRET_KEY.fullmatch(last)
+            and text
+            and not isinstance(value, bool)
+            and not VARIABLE.fullmatch(text)
+        ):
+            raise ConfigError(
+                f"{name}: is a secret by its name, and a config is saved as plain text; set it in "
+                f"the environment and name it: '{name}=${{oc.env:{last.upper()}}}'"
+            )
+
+
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all that is in `node`, where the entries of a list have its key;
+    of a section or list itself the value is None."""
+    if not isinstance(node, (Mapping, list, tuple)):
+        yield key, node
+        return
+    yield key, None
+    for name, child in (
+        node.items() if isinstance(node, Mapping) else (("", child) for child in node)
+    ):
+        yield from _leaves(child, ".".join(filter(None, (key, str(name)))))
