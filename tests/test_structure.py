@@ -63,7 +63,6 @@ LONG = {
     "llmexp.checkpoint.saving.commit": 63,
     "llmexp.cli.resume.resume": 61,
     "llmexp.cli.verify.run": 78,
-    "llmexp.compare.plot_training.losses": 67,
     "llmexp.mesh.agent.launch_ranks": 97,
     "llmexp.models.loss._chunked_nll": 103,
     "llmexp.run.solve": 64,

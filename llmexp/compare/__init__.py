@@ -13,7 +13,7 @@ comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; pagetables, plotting, plot_training and plot_settings make its parts
 picture        the same as PNG
-curves         rows of one quantity, smoothed and thinned, for page and picture
+curves         what page and picture draw: rows, smoothed and thinned; axes of swept keys
 budgets        unequal budgets, before a sweep starts
 provenance     runs that differ in code, packages or drivers
 throughput     the table of a timing grid

@@ -1,17 +1,21 @@
-"""One quantity over training of the runs that differ in the seed alone: its rows, smoothed, and
-fewer of them."""
+"""What is drawn, for page and picture alike: one quantity over training, smoothed and thinned; the
+axis of a swept key."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from llmexp.compare.figures import counts, positions
+from llmexp.compare.figures import counts, number, positions
 from llmexp.compare.records import Entry
+from llmexp.labels import shown
 
-AXES = ("tokens", "steps", "time")
+AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
+RATES = ("lr", "learning_rate", "weight_decay", "eps")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,9 @@ class Curve:
 
     x: dict[str, np.ndarray]  # by axis; `steps` is always there
     y: np.ndarray  # [runs, rows], finite
+
+    def at(self, rows: np.ndarray) -> Curve:
+        return Curve({axis: x[rows] for axis, x in self.x.items()}, self.y[:, rows])
 
 
 def curve(entry: Entry, key: str) -> Curve | None:
@@ -32,13 +39,13 @@ def curve(entry: Entry, key: str) -> Curve | None:
     steps = functools.reduce(np.intersect1d, steps_of)
     if not len(steps):
         runs, steps = runs[:1], steps_of[0]
-    rows = [np.searchsorted(r.columns["step"], steps) for r in runs]
+    rows = [(r, np.searchsorted(r.columns["step"], steps)) for r in runs]
     x = {
-        axis: np.mean([positions(r, axis)[at] for r, at in zip(runs, rows, strict=True)], axis=0)
+        axis: np.mean([positions(r, axis)[at] for r, at in rows], axis=0)
         for axis in AXES
         if all(len(positions(r, axis)) for r in runs)
     }
-    return Curve(x, np.stack([r.columns[key][at] for r, at in zip(runs, rows, strict=True)]))
+    return Curve(x, np.stack([r.columns[key][at] for r, at in rows]))
 
 
 def smooth(y: np.ndarray, share: float) -> np.ndarray:
@@ -46,12 +53,12 @@ def smooth(y: np.ndarray, share: float) -> np.ndarray:
     ends."""
     rows = y.shape[-1]
     reach = int(share * rows) // 2
-    first, last = (
-        np.maximum(np.arange(rows) - reach, 0),
-        np.minimum(np.arange(rows) + reach + 1, rows),
-    )
+    if not reach:
+        return y
+    first = np.maximum(np.arange(rows) - reach, 0)
+    last = np.minimum(np.arange(rows) + reach + 1, rows)
     sums = np.cumsum(np.insert(y, 0, 0.0, axis=-1), axis=-1)
-    return np.asarray((sums[..., last] - sums[..., first]) / (last - first)) if reach else y
+    return np.asarray((sums[..., last] - sums[..., first]) / (last - first))
 
 
 def downsample(y: np.ndarray, limit: int) -> np.ndarray:
@@ -73,10 +80,63 @@ def downsample(y: np.ndarray, limit: int) -> np.ndarray:
     width = -(-len(inner) // ((limit - 2) // 2))
     # The last bucket is filled up with its own last value, which changes neither its minimum nor
     # its maximum.
-    buckets = inner[np.minimum(np.arange(-(-len(inner) // width) * width), len(inner) - 1)].reshape(
-        -1, width
-    )
-    values = y[buckets]
+    buckets = np.pad(inner, (0, -len(inner) % width), mode="edge").reshape(-1, width)
     rows = np.arange(len(buckets))
-    lowest, highest = buckets[rows, values.argmin(axis=1)], buckets[rows, values.argmax(axis=1)]
+    lowest = buckets[rows, y[buckets].argmin(axis=1)]
+    highest = buckets[rows, y[buckets].argmax(axis=1)]
     return np.unique(np.concatenate([known[:1], lowest, highest, known[-1:]]))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The values of a key along an axis: numbers where they stand, anything else in its order."""
+
+    kind: str  # linear | log | category
+    levels: list[Any]
+    labels: list[str]
+
+    def index(self, value: Any) -> int:
+        # 1 and True are two values
+        return [repr(level) for level in self.levels].index(repr(value))
+
+    def share(self, value: Any) -> float:
+        """Return where the value lies between the first and the last one, from 0 to 1."""
+        ends = [self.levels[0], self.levels[-1], value]
+        places = [self.index(v) for v in ends] if self.kind == "category" else ends
+        first, last, at = np.log(places) if self.kind == "log" else map(float, places)
+        return float((at - first) / (last - first)) if last > first else 0.5
+
+
+def scale(entries: Sequence[Entry], key: str) -> Scale:
+    """Return the axis of a key: logarithmic for rates, and where their steps are alike as
+    factors."""
+    distinct = {repr(e.values.get(key)): e.values.get(key) for e in entries}
+    levels = sorted(
+        distinct.values(), key=lambda v: (number(v) is None, number(v) or 0.0, shown(v))
+    )
+    labels = [shown(v) for v in levels]
+    if len(set(labels)) < len(labels):
+        labels = [repr(v) for v in levels]
+    if any(number(v) is None for v in levels):
+        return Scale("category", levels, labels)
+    values = np.array(levels, dtype=float)
+    rate = key.rpartition(".")[2] in RATES or key.endswith("_lr")
+    log = len(values) and values[0] > 0 and (rate or _geometric(values))
+    return Scale("log" if log else "linear", levels, labels)
+
+
+def _geometric(values: np.ndarray) -> bool:
+    if len(values) < 2 or values[-1] < 4 * values[0]:
+        return False
+    factors, sums = np.diff(np.log(values)), np.diff(values)
+    return bool(np.std(factors) / np.mean(factors) <= np.std(sums) / np.mean(sums))
+
+
+def cells(entries: Sequence[Entry], down: str, across: str) -> dict[tuple[int, int], Entry]:
+    """Return the entries by their places on the scales of two keys: the best one, which comes
+    first, where a cell has several."""
+    rows, columns = scale(entries, down), scale(entries, across)
+    found: dict[tuple[int, int], Entry] = {}
+    for e in entries:
+        found.setdefault((rows.index(e.values[down]), columns.index(e.values[across])), e)
+    return found

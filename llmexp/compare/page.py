@@ -44,25 +44,22 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     its own, by their SHA-256 (Content Security Policy level 3), so that a label could not do
     anything if it were not.
     """
-    over_time = losses(comparison)
-    settings = [
-        *over_keys(comparison),
-        *maps(comparison),
-        *(p for p in [parallel(comparison)] if p),
-    ]
-    more = others(comparison)
+    over_time, more = losses(comparison), others(comparison)
+    settings = [*over_keys(comparison), *maps(comparison), *parallel(comparison)]
     plots = [plot for plot in (over_time, *settings, more) if plot]
-    drawn = "".join(map(_figure, settings))
+    drawn = {plot.name: _figure(plot) for plot in plots}
+    over = "".join(drawn[plot.name] for plot in settings)
     sections = [
-        _section("losses", "Losses", _figure(over_time) if over_time else ""),
-        _section("settings", "Over the settings",
-        f'<div class="grid">{drawn}</div>' if drawn else ""),
+        _section("losses", "Losses", drawn.get("losses", "")),
+        _section(
+            "settings", "Over the settings", f'<div class="grid">{over}</div>' if over else ""
+        ),
         _section("table", "Runs", pagetables.run_table(comparison)),
-        _folded("other-curves", "Other curves", _figure(more) if more else ""),
+        _folded("other-curves", "Other curves", drawn.get("others", "")),
         _folded("clip", "Gradient clipping", pagetables.clip_table(comparison)),
         _folded("noise", "Gradient noise scale", pagetables.noise_table(comparison)),
         _section("problems", "Problems", _list(comparison.problems)),
-    ]  # fmt: skip
+    ]
     title = escape(_title(comparison))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

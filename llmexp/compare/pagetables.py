@@ -9,35 +9,33 @@ from typing import Any
 
 from llmexp.compare.figures import difference, figure, number, shown
 from llmexp.compare.plotting import looks
-from llmexp.compare.records import Column, Comparison, Entry, Record
+from llmexp.compare.records import Column, Comparison, Entry, Record, as_dict
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
 
 CLIP = (
-    '<p class="muted">At other limits, by the norms that each run has seen: under another limit it '
-    "would have taken "
-    "another path.</p>\n"
+    "At other limits, by the norms that each run has seen: under another limit it would have taken "
+    "another path."
 )
 NOISE = (
-    '<p class="muted">In sequences (McCandlish et al. 2018, the simple estimator): a batch far '
-    "below it trains nearly "
-    "as well per token as a small one, one far above it wastes tokens.</p>\n"
+    "In sequences (McCandlish et al. 2018, the simple estimator): a batch far below it trains "
+    "nearly as well per token as a small one, one far above it wastes tokens."
 )
+
+
+def muted(html: str) -> str:
+    return f'<p class="muted">{html}</p>\n'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], about: str, kind: str = "") -> str:
     """Return a table that scrolls inside its own box, which the keyboard can reach; heads and cells
-    are HTML."""
+    are HTML. The first cell of a row is its head."""
     lines = [f'<tr><th scope="row">{first}</th>{"".join(cells)}</tr>\n' for first, *cells in rows]
     head = "".join(f'<th scope="col">{title}</th>' for title in heads)
-    box = (
-        f'<div class="box" role="region" tabindex="0" aria-label="{escape(about)}">\n<table '
-        f'class="{kind}">\n'
-    )
+    box = f'<div class="box" role="region" tabindex="0" aria-label="{escape(about)}">'
     return (
-        f"{box}<thead><tr>{head}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody></table>\n</div>\n"
-        if lines
-        else ""
+        f'{box}\n<table class="{kind}">\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        f"{''.join(lines)}</tbody></table>\n</div>\n"
     )
 
 
@@ -47,117 +45,112 @@ def cell(html: str, kind: str = "", value: Any = None) -> str:
     return f'<td class="{kind}"{data}>{html}</td>'
 
 
-def number_cell(value: Any, digits: int = 3, percent: bool = False) -> str:
-    if number(value) is None:
-        return cell("", "number")
-    return cell(f"{100 * value:.1f} %" if percent else shown(value, digits), "number", value)
+def number_cell(value: Any, digits: int = 3) -> str:
+    return cell("", "number") if number(value) is None else _number(shown(value, digits), value)
 
 
-def _setting(value: Any) -> str:
+def _number(html: str, value: Any = None) -> str:
+    return cell(html, "number", value)
+
+
+def _setting(entry: Entry, key: str) -> str:
+    return _value(entry.values[key]) if key in entry.values else cell("")
+
+
+def _value(value: Any) -> str:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     return cell(escape(setting(value)), "number" if numeric else "value", setting(value))
 
 
+def _swatch(colour: str, words: str) -> str:
+    return f'<span class="swatch" style="background:{colour}"></span> {escape(words)}'
+
+
 def runs(c: Comparison) -> Iterator[tuple[str, Record]]:
     """Yield every run behind its name, which stands beside the colour of its curves."""
-    for entry, look in zip(c.entries, looks(c), strict=True):
+    for entry, look in looks(c).items():
         for record in entry.runs:
-            words = entry.label if len(entry.runs) == 1 else record.name
-            yield (
-                f'<span class="swatch" style="background:{look.colour}"></span> {escape(words)}',
-                record,
-            )
+            yield _swatch(look.colour, entry.label_of(record)), record
 
 
 def run_table(c: Comparison) -> str:
     """Return a row an entry, best first, the leading one with a star: its standing, settings and
     figures, as far as they are not alike in all."""
-    metrics = [column for column in c.columns if column.key == c.metric]
-    others = [column for column in c.columns if column.key != c.metric]
+
+    def of(columns: Iterable[Column]) -> dict[str, list[str]]:
+        return {escape(col.title): [_figure(e, col) for e in c.entries] for col in columns}
+
     short = short_keys(c.differing)
+    metric = of(column for column in c.columns if column.key == c.metric)
     columns = {
-        **{escape(column.title): [_figure(e, column) for e in c.entries] for column in metrics},
+        **metric,
         "Standing": [cell(escape(e.standing.mark)) for e in c.entries],
         "Difference": [_difference(e) for e in c.entries],
-        **{f'<abbr title="{escape(key)}">{escape(short[key])}</abbr>': [
-            _setting(e.values[key]) if key in e.values else cell("") for e in c.entries] for key in c.differing},  # noqa: E501
-        **{escape(column.title): [_figure(e, column) for e in c.entries] for column in others},
-        "Seeds": [number_cell(len(e.runs)) for e in c.entries],
-        "State": [cell(escape(e.state),
-        "ok" if e.state == "finished" else "warn") for e in c.entries],
-    }  # fmt: skip
-    metric = columns.get(escape(metrics[0].title)) if metrics else None
-    several = len(c.entries) > 1
-    alike = {
-        head
-        for head, cells in columns.items()
-        if several and len(set(cells)) == 1 and cells is not metric
     }
-    told = [
-        head
-        for head, cells in columns.items()
-        if head not in alike and (cells is metric or cells != metric)
-    ]
+    for key in c.differing:
+        head = f'<abbr title="{escape(key)}">{escape(short[key])}</abbr>'
+        columns[head] = [_setting(e, key) for e in c.entries]
+    columns |= of(column for column in c.columns if column.key != c.metric)
+    columns["Seeds"] = [number_cell(len(e.runs)) for e in c.entries]
+    columns["State"] = [cell(escape(e.state), _kind(e.state)) for e in c.entries]
+    shown_ = {}
+    same = []
+    for head, cells in columns.items():
+        if head not in metric and len(cells) > 1 and len(set(cells)) == 1:
+            same.append(f"{head} {re.sub('<[^>]*>', '', cells[0])}")
+        elif head in metric or cells not in metric.values():
+            shown_[head] = cells
     rows = []
-    for i, (e, look) in enumerate(zip(c.entries, looks(c), strict=True)):
+    for i, (e, look) in enumerate(looks(c).items()):
         star = ' <b class="star">★</b>' if look.lead else ""
         note = f'<small class="note">{escape(e.note)}</small>' if e.note else ""
-        first = (
-            f'<span class="swatch" style="background:{look.colour}"></span> '
-            f"{escape(e.label)}{star}{note}"
-        )
-        rows.append([first, *(columns[head][i] for head in told)])
-    values = {head: re.sub("<[^>]*>", "", columns[head][0]) for head in columns if head in alike}
-    same = ", ".join(f"{head} {value}" for head, value in values.items() if value)
-    heads = [f'<button type="button">{head}</button>' for head in ["Setting", *told]]
-    return table(heads, rows, "Runs", "runs") + (
-        f'<p class="muted">Alike in all: {same}.</p>\n' if same else ""
-    )
+        first = f"{_swatch(look.colour, e.label)}{star}{note}"
+        rows.append([first, *(cells[i] for cells in shown_.values())])
+    heads = [f'<button type="button">{head}</button>' for head in ["Setting", *shown_]]
+    told = ", ".join(words for words in same if not words.endswith(" "))
+    alike = muted(f"Alike in all: {told}.") if told else ""
+    return (table(heads, rows, "Runs", "runs") if rows else "") + alike
+
+
+def _kind(state: str) -> str:
+    return "ok" if state == "finished" else "warn"
 
 
 def _difference(entry: Entry) -> str:
     basis = f" <small>{escape(entry.standing.basis)}</small>" if entry.standing.basis else ""
-    return cell(f"{difference(entry)}{basis}", "number", entry.standing.difference)
+    return _number(f"{difference(entry)}{basis}", entry.standing.difference)
 
 
 def _figure(entry: Entry, column: Column) -> str:
-    return cell(figure(entry, column), "number", entry.figures.get(column.key))
+    return _number(figure(entry, column), entry.figures.get(column.key))
 
 
-def as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _percent(value: Any) -> str:
+    return _number(f"{100 * value:.1f} %", value) if number(value) is not None else _number("")
 
 
 def clip_table(c: Comparison) -> str:
     """Show how often each run was clipped, and how often other limits would have clipped it."""
     rows = []
     for words, record in runs(c):
-        if not (clip := as_dict(record.status.get("clip"))):
-            continue
-        quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
-        limit = (
-            record.config.get("clip.max_norm")
-            if record.config.get("clip.kind", "norm") == "norm"
-            else None
-        )
-        cells = [_setting(limit), number_cell(clip.get("share"), percent=True)]
-        cells += [number_cell(quantiles.get(q)) for q in ("50", "90", "99")]
-        cells += [
-            _share_at(row) for row in map(as_dict, limits if isinstance(limits, list) else [])
-        ]
-        rows.append([words, *cells])
+        if clip := as_dict(record.status.get("clip")):
+            by_norm = record.config.get("clip.kind", "norm") == "norm"
+            quantiles, limits = as_dict(clip.get("quantiles")), clip.get("table")
+            cells = [_value(record.config.get("clip.max_norm") if by_norm else None)]
+            cells.append(_percent(clip.get("share")))
+            cells += [number_cell(quantiles.get(q)) for q in ("50", "90", "99")]
+            cells += [_share_at(as_dict(at)) for at in (limits if isinstance(limits, list) else [])]
+            rows.append([words, *cells])
     heads = ["Run", "Limit", "Steps clipped", "Norm: median", "90 %", "99 %"]
-    most = max((len(row) for row in rows), default=0)
-    heads += ["At another limit"] * (most - len(heads))
-    return CLIP + table(heads, rows, "Clipping of each run") if rows else ""
+    heads += ["At another limit"] * (max(map(len, rows), default=0) - len(heads))
+    return muted(CLIP) + table(heads, rows, "Clipping of each run") if rows else ""
 
 
 def _share_at(row: dict[str, Any]) -> str:
     limit, share = number(row.get("limit")), number(row.get("share"))
-    return cell(
-        "" if limit is None or share is None else f"{shown(limit, 4)}: {100 * share:.1f} %",
-        "number",
-    )
+    if limit is None or share is None:
+        return _number("")
+    return _number(f"{shown(limit, 4)}: {100 * share:.1f} %")
 
 
 def noise_table(c: Comparison) -> str:
@@ -165,11 +158,9 @@ def noise_table(c: Comparison) -> str:
     rows = []
     for words, record in runs(c):
         if noise := as_dict(record.status.get("noise")):
-            cells = [number_cell(record.facts.get("real_batch_size"))]
-            cells += [
-                number_cell(noise.get(key))
-                for key in ("noise_scale", "low", "high", "measurements")
-            ]
-            rows.append([words, *cells, cell(escape(str(noise.get("verdict") or "")), "words")])
+            figures = [noise.get(key) for key in ("noise_scale", "low", "high", "measurements")]
+            cells = map(number_cell, [record.facts.get("real_batch_size"), *figures])
+            verdict = cell(escape(str(noise.get("verdict") or "")), "words")
+            rows.append([words, *cells, verdict])
     heads = ("Run", "Real batch", "Noise scale", "low", "high", "Measurements", "Verdict")
-    return NOISE + table(heads, rows, "Noise scale of each run") if rows else ""
+    return muted(NOISE) + table(heads, rows, "Noise scale of each run") if rows else ""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.curves import curve, downsample, smooth
+from llmexp.compare.curves import AXES, Curve, curve, downsample, smooth
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 from llmexp.metrics.keys import KEYS
@@ -21,9 +21,7 @@ MANY = 40  # entries at most behind whose losses the rows are shown too; of more
 LISTED = 50  # entries at most that the pointer lists; of more it tells the nearest one
 SMOOTHING = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)  # shares of the rows
 USUAL = 3  # of these
-AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}
 OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per_byte")
-Options = list[tuple[str, list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -39,74 +37,70 @@ class Line:
     def usual(self) -> np.ndarray:
         return self.y[min(USUAL, len(self.y) - 1)]
 
+    def along(self, axis: str) -> dict[str, str]:
+        return packed(self.x.get(axis, np.zeros(0)))
+
 
 def losses(c: Comparison) -> Plot | None:
     """Train and validation loss of every entry; the rows themselves stand pale behind what is
     smoothed."""
-    lines = [
-        line for e, look in zip(c.entries, looks(c), strict=True) for line in _lines(c, e, look)
-    ]
+    lines = [line for e, look in looks(c).items() for line in _lines(c, e, look)]
     if not lines:
         return None
-    axes = [axis for axis in AXES if any(axis in line.x for line in lines)]
-    axis = c.align if c.align in axes else axes[0]
-    every, smoothed = (
-        list(range(len(lines))),
-        [i for i, line in enumerate(lines) if len(line.y) > 1],
-    )
-    over: Options = [
-        (
-            AXES[a],
-            [{"x": [packed(line.x.get(a, np.zeros(0))) for line in lines]}, _axis(c, a), every],
-        )
-        for a in axes
-    ]
-    words = [f"{share:.0%} of the rows" if share else "none" for share in SMOOTHING]
-    levels: Options = [
-        (word, [{"y": [packed(lines[i].y[k]) for i in smoothed]}, {}, smoothed])
-        for k, word in enumerate(words)
-    ]
+    axis = c.align if any(c.align in line.x for line in lines) else next(iter(lines[0].x))
     later = _later(lines)
+    traces = [go.Scatter(x=line.along(axis), y=packed(line.usual), **line.trace) for line in lines]
+    layout = {
+        **_layout(c, axis, "Loss (nats per token)"),
+        "yaxis.range": later,
+        "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
+    }
+    caption = ""
+    if any(len(e.runs) > 1 for e in c.entries):
+        caption = "A band spans the seeds, from the lowest to the highest; the line is their mean. "
+    if len(c.entries) > 1:
+        caption += "A click on a name hides its curves, a double click shows them alone."
+    return Plot(
+        "losses",
+        "Losses over training",
+        traces + _keys(c, lines),
+        layout,
+        _small(c),
+        {"axis": _over(c, lines, axis), "smoothing": _smoothing(lines), "range": _ranges(later)},
+        caption,
+    )
+
+
+def _over(c: Comparison, lines: Sequence[Line], axis: str) -> Choice:
+    axes = [a for a in AXES if any(a in line.x for line in lines)]
+    every = list(range(len(lines)))
+    options = [
+        (AXES[a], [{"x": [line.along(a) for line in lines]}, _axis(c, a), every]) for a in axes
+    ]
+    return Choice("over", options, axes.index(axis))
+
+
+def _smoothing(lines: Sequence[Line]) -> Choice:
+    smoothed = {i: line for i, line in enumerate(lines) if len(line.y) > 1}
+    options = []
+    for k, share in enumerate(SMOOTHING):
+        words = f"{share:.0%} of the rows" if share else "none"
+        level = {"y": [packed(line.y[k]) for line in smoothed.values()]}
+        options.append((words, [level, {}, list(smoothed)]))
+    return Choice("smoothing", options, USUAL, slider=True)
+
+
+def _ranges(later: list[float]) -> Choice:
     kinds = (
         ("from a tenth of the steps on", "linear", later),
         ("all", "linear", None),
         ("logarithmic", "log", None),
     )
-    ranges: Options = [
-        (
-            word,
-            [
-                {},
-                {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span},
-                [0],
-            ],
-        )
-        for word, kind, span in kinds
-    ]
-    choices = {
-        "axis": Choice("over", over, axes.index(axis)),
-        "smoothing": Choice("smoothing", levels, USUAL, slider=True),
-        "range": Choice("losses", ranges),
-    }
-    traces = [
-        go.Scatter(x=packed(line.x.get(axis, np.zeros(0))), y=packed(line.usual), **line.trace)
-        for line in lines
-    ]
-    layout = _layout(c, axis, "Loss (nats per token)")
-    layout["yaxis.range"] = later
-    layout["hoverdistance"] = max(20, 600 // min(len(line.y[0]) for line in lines))
-    caption = (
-        "A click on a name hides its curves, a double click shows them alone."
-        if len(c.entries) > 1
-        else ""
-    )
-    if any(len(e.runs) > 1 for e in c.entries):
-        caption = (
-            "A band spans the seeds, from the lowest to the highest; the line is their "
-            f"mean. {caption}"
-        )
-    traces += _keys(c, lines)
-    return Plot("losses", "Losses over training", traces, layout, _small(c), choices, caption)
+    options = []
+    for words, kind, span in kinds:
+        axes = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
+        options.append((words, [{}, axes, [0]]))
+    return Choice("losses", options)
 
 
 def points(c: Comparison) -> int:
@@ -114,84 +108,74 @@ def points(c: Comparison) -> int:
 
 
 def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
-    train, val = curve(entry, "train/loss"), curve(entry, "val/loss")
     few = len(c.entries) <= MANY
-    group = dict(
-        legendgroup=entry.name, showlegend=False, name=look.title, zorder=2 if look.lead else 1
-    )
+    train, val = curve(entry, "train/loss"), curve(entry, "val/loss")
+    group = dict(legendgroup=entry.name, showlegend=False, name=look.title)
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
     band = {**behind, "line": {"width": 0}, "fill": "toself", "fillcolor": look.colour + "2e"}
+    group["zorder"] = 2 if look.lead else 1
     lines = []
-
-    def with_band(
-        kept: np.ndarray, x: dict[str, np.ndarray], levels: list[np.ndarray], trace: dict[str, Any]
-    ) -> None:
-        x = {axis: values[kept] for axis, values in x.items()}
-        levels = [level[:, kept] for level in levels]
-        if len(levels[0]) > 1:
-            around = {axis: np.concatenate([values, values[::-1]]) for axis, values in x.items()}
-            lines.append(
-                Line(band, around, [np.concatenate([y.max(0), y.min(0)[::-1]]) for y in levels])
-            )
-        lines.append(Line(trace, x, [level.mean(axis=0) for level in levels]))
-
     if train is not None:
         kept = downsample(train.y.mean(axis=0), points(c))
+        shown = train.at(kept)
         if few:
             pale = {**behind, "line": {"color": look.colour, "width": 1}, "opacity": 0.22}
-            lines.append(
-                Line(
-                    pale,
-                    {axis: x[kept] for axis, x in train.x.items()},
-                    [train.y[:, kept].mean(axis=0)],
-                )
-            )
-        there = [""] * len(kept)
-        if val is not None:  # the last evaluation at or before the row: nothing is interpolated
-            at = np.searchsorted(val.x["steps"], train.x["steps"][kept], side="right") - 1
-            there = [f", val {val.y[:, k].mean():.4f}" if k >= 0 else "" for k in at]
-        told = dict(customdata=there, hovertemplate="train %{y:.4f}%{customdata}")
-        stroke = {"color": look.colour, "width": 2.4 if look.lead else 1.3}
-        levels = [smooth(train.y, share) for share in SMOOTHING]
-        with_band(kept, train.x, levels, {**group, "mode": "lines", "line": stroke, **told})
+            lines.append(Line(pale, shown.x, [shown.y.mean(axis=0)]))
+        trace = {
+            **group, "mode": "lines", "line": look.line(2.4, 1.3),
+            "customdata": _evaluated(shown, val), "hovertemplate": "train %{y:.4f}%{customdata}",
+        }  # fmt: skip
+        levels = [smooth(train.y, share)[:, kept] for share in SMOOTHING]
+        lines += _with_band(shown, levels, trace, band)
     if val is not None:
-        kept = downsample(val.y.mean(axis=0), POINTS)
-        stroke = {"color": look.colour, "width": 2.8 if look.lead else 1.6, "dash": "dash"}
-        marker = {
-            "color": look.colour,
-            "size": 8 if look.lead else 5,
-            "symbol": "star" if look.lead else "circle",
-        }
-        mode = "lines+markers" if few and len(kept) <= 60 else "lines"
-        silent = {"hoverinfo": "skip"} if train is not None else {"hovertemplate": "val %{y:.4f}"}
-        with_band(
-            kept,
-            val.x,
-            [val.y],
-            {**group, "mode": mode, "line": stroke, "marker": marker, **silent},
-        )
+        shown = val.at(downsample(val.y.mean(axis=0), POINTS))
+        marked = few and len(shown.y[0]) <= 60
+        trace = {
+            **group, "mode": "lines+markers" if marked else "lines",
+            "line": look.line(2.8, 1.6, dash="dash"), "marker": look.point(8, 5),
+        } | ({"hoverinfo": "skip"} if train else {"hovertemplate": "val %{y:.4f}"})  # fmt: skip
+        lines += _with_band(shown, [shown.y], trace, band)
     return lines
+
+
+def _evaluated(train: Curve, val: Curve | None) -> list[str]:
+    """Return for each row the last evaluation at or before it: nothing is interpolated."""
+    if val is None:
+        return [""] * len(train.y[0])
+    at = np.searchsorted(val.x["steps"], train.x["steps"], side="right") - 1
+    return [f", val {val.y[:, k].mean():.4f}" if k >= 0 else "" for k in at]
+
+
+def _with_band(
+    shown: Curve, levels: Sequence[np.ndarray], trace: dict[str, Any], band: dict[str, Any]
+) -> list[Line]:
+    """Return the mean over the seeds, behind it a band from the lowest to the highest."""
+    mean = Line(trace, shown.x, [level.mean(axis=0) for level in levels])
+    if len(shown.y) < 2:
+        return [mean]
+    around = {axis: np.concatenate([x, x[::-1]]) for axis, x in shown.x.items()}
+    ends = [np.concatenate([y.max(axis=0), y.min(axis=0)[::-1]]) for y in levels]
+    return [Line(band, around, ends), mean]
 
 
 def _keys(c: Comparison, lines: Sequence[Line]) -> list[go.Scatter]:
     """Return the legends: what the strokes mean, and a colour for each entry."""
-    strokes = {
-        "validation": any(line.trace["line"].get("dash") for line in lines)
-        and {"line.dash": "dash"},
-        "train, smoothed": any(len(line.y) > 1 for line in lines) and {"line.dash": "solid"},
-        "train, each row": any(line.trace.get("opacity") for line in lines) and {"opacity": 0.35},
-        "compared here": bool(_here(c)) and {"line.dash": "dot", "line.width": 1},
-    }
     common = dict(x=[None], y=[None], hoverinfo="skip", mode="lines")
+    traces = [line.trace for line in lines]
+    strokes = [
+        ("validation", {"line.dash": "dash"}, any("dash" in t["line"] for t in traces)),
+        ("train, smoothed", {"line.dash": "solid"}, any(len(line.y) > 1 for line in lines)),
+        ("train, each row", {"opacity": 0.35}, any("opacity" in t for t in traces)),
+        ("compared here", {"line.dash": "dot", "line.width": 1}, bool(_here(c))),
+    ]
     keys = [
         go.Scatter(**common, name=words, line_color=GREY, legend="legend2").update(stroke)
-        for words, stroke in strokes.items()
-        if stroke
+        for words, stroke, there in strokes
+        if there
     ]
-    for entry, look in zip(c.entries, looks(c), strict=True) if len(c.entries) > 1 else []:
-        stroke = {"color": look.colour, "width": 4 if look.lead else 2}
+    for entry, look in looks(c).items() if len(c.entries) > 1 else ():
         title = f"<b>★ {look.title}</b>" if look.lead else look.title
-        keys.append(go.Scatter(**common, name=title, line=stroke, legendgroup=entry.name))
+        keys.append(go.Scatter(**common, name=title, line=look.line(4, 2), legendgroup=entry.name))
     return keys
 
 
@@ -210,35 +194,31 @@ def _layout(c: Comparison, axis: str, title: str) -> dict[str, Any]:
 
 def _small(c: Comparison) -> dict[str, Any]:
     """On a phone the names stand below, and the figure becomes as high as they ask for."""
-    longest = max((len(look.title) for look in looks(c)), default=0)
+    longest = max((len(look.title) for look in looks(c).values()), default=0)
     rows = -(-len(c.entries) // (2 if longest <= 14 else 1)) if len(c.entries) > 1 else 0
-    legend = dict(
-        orientation="h", x=0, y=-0.24, yanchor="top", traceorder="normal", maxheight=19 * rows + 20
-    )
+    legend = dict(orientation="h", x=0, y=-0.24, yanchor="top", traceorder="normal")
     return {
         "height": 350 + 19 * rows,
-        "legend": legend,
+        "legend": {**legend, "maxheight": 19 * rows + 20},
         "margin": dict(l=8, r=8, t=50, b=50 + 19 * rows),
     }
 
 
 def _axis(c: Comparison, axis: str) -> dict[str, Any]:
-    digits = ",.1f" if axis == "time" else ",.0f"
-    shapes = _here(c) if axis == c.align else []
     return {
         "xaxis.title.text": AXES[axis],
-        "xaxis.hoverformat": digits,
+        "xaxis.hoverformat": ",.1f" if axis == "time" else ",.0f",
         "xaxis.range": None,
-        "shapes": shapes,
+        "shapes": _here(c) if axis == c.align else [],
     }
 
 
 def _here(c: Comparison) -> list[dict[str, Any]]:
     """Return a line where the runs are compared."""
-    line = dict(
-        type="line", x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper", line={"dash": "dot"}
-    )
-    return [line] if c.align_at is not None and len(c.entries) > 1 else []
+    if c.align_at is None or len(c.entries) < 2:
+        return []
+    place = dict(x0=c.align_at, x1=c.align_at, y0=0, y1=1, yref="paper")
+    return [dict(type="line", line={"dash": "dot"}, **place)]
 
 
 def _later(lines: Sequence[Line]) -> list[float]:
@@ -252,42 +232,29 @@ def _later(lines: Sequence[Line]) -> list[float]:
 
 def others(c: Comparison) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
-    options: Options = []
+    options: list[tuple[str, list[Any]]] = []
+    every = list(range(len(c.entries)))
+    nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
     for key in OTHERS:
-        title = KEYS[key].plot
-        found = [curve(e, key) for e in c.entries]
-        data: dict[str, list[Any]] = {"x": [], "y": []}
-        for each in found:
-            kept = downsample(each.y.mean(axis=0), points(c)) if each else np.zeros(0, int)
-            data["x"].append(packed(each.x.get(c.align, each.x["steps"])[kept] if each else kept))
-            data["y"].append(packed(each.y.mean(axis=0)[kept] if each else kept))
-        if any(found):
-            options.append(
-                (
-                    title,
-                    [
-                        data,
-                        {"yaxis.title.text": title, "yaxis.range": None},
-                        list(range(len(found))),
-                    ],
-                )
-            )
+        found = [curve(e, key) or nothing for e in c.entries]
+        shown = [each.at(downsample(each.y.mean(axis=0), points(c))) for each in found]
+        data = {
+            "x": [packed(each.x.get(c.align, each.x["steps"])) for each in shown],
+            "y": [packed(each.y.mean(axis=0)) for each in shown],
+        }
+        if any(each is not nothing for each in found):
+            layout = {"yaxis.title.text": KEYS[key].plot, "yaxis.range": None}
+            options.append((KEYS[key].plot, [data, layout, every]))
     if not options:
         return None
     title, (first, *_) = options[0]
     traces = [
-        go.Scatter(x=x, y=y, mode="lines", name=look.title, hovertemplate="%{y:.5~g}",
-        zorder=int(look.lead),
-                   line={"color": look.colour, "width": 2.4 if look.lead else 1.3},
-                   showlegend=len(c.entries) > 1)
-        for x, y, look in zip(first["x"], first["y"], looks(c), strict=True)
+        go.Scatter(
+            x=x, y=y, mode="lines", name=look.title, hovertemplate="%{y:.5~g}",
+            zorder=int(look.lead), line=look.line(2.4, 1.3), showlegend=len(c.entries) > 1,
+        )
+        for x, y, look in zip(first["x"], first["y"], looks(c).values(), strict=True)
     ]  # fmt: skip
     choices = {"quantity": Choice("show", options)}
-    return Plot(
-        "others",
-        "Other quantities over training",
-        traces,
-        _layout(c, c.align, title),
-        _small(c),
-        choices,
-    )
+    layout = _layout(c, c.align, title)
+    return Plot("others", "Other quantities over training", traces, layout, _small(c), choices)

@@ -14,11 +14,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
-from llmexp.compare.records import Column, Comparison
+from llmexp.compare.records import Column, Comparison, Entry
 
 # All are legible on white and on black: distinct ones for a few entries, the rank from best to
 # worst for many.
-FEW = (
+FEW = [
     "#4269d0",
     "#e3891b",
     "#d9485f",
@@ -29,8 +29,8 @@ FEW = (
     "#7f8ba0",
     "#9c6b4e",
     "#2b9cc4",
-)
-MANY = ("#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b")
+]
+MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
 GREY = "#8a93a3"
 LEADING = ("best", "lowest", "highest")
 
@@ -59,47 +59,46 @@ class Plot:
     caption: str = ""
 
     def as_json(self) -> str:
-        figure = go.Figure(
-            list(self.traces), {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
-        )
-        whole = figure.update_layout(dict(self.layout)).layout.to_plotly_json()
+        margins = {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
+        figure = go.Figure(list(self.traces), margins).update_layout(dict(self.layout))
+        whole = figure.layout.to_plotly_json()
         height = figure.layout.height
         figure.layout.height = None  # the page sets it, so that the width stays that of the window
+        wide = {"font.size": 12, "dragmode": "zoom", "height": height}
         small = {"font.size": 11, "dragmode": False, "height": height, **self.small}
-        wide = {
-            "font.size": 12,
-            "dragmode": "zoom",
-            "height": height,
-            **{key: whole[key] for key in self.small},
-        }
-        choices = {
-            name: [update for _, update in choice.options] for name, choice in self.choices.items()
-        }
-        return f'{{"figure":{figure.to_json()},{json.dumps({"wide": wide, "small": small, "choices": choices})[1:]}'  # noqa: E501
+        wide |= {key: whole[key] for key in self.small}
+        choices = {name: [update for _, update in c.options] for name, c in self.choices.items()}
+        rest = json.dumps({"wide": wide, "small": small, "choices": choices})
+        return f'{{"figure":{figure.to_json()},{rest[1:]}'
 
 
 @dataclass(frozen=True)
 class Look:
-    """The colour and the name of an entry in every figure."""
+    """The colour and the name of an entry in every figure; the leading one is bolder, and a
+    star."""
 
     colour: str
     lead: bool
     title: str
 
+    def line(self, bold: float, usual: float, **more: Any) -> dict[str, Any]:
+        return {"color": self.colour, "width": bold if self.lead else usual, **more}
 
-def looks(c: Comparison) -> list[Look]:
-    colours = palette(len(c.entries))
-    titles = [text(e.label, 40) for e in c.entries]
-    lead = [e.standing.mark in LEADING for e in c.entries]
-    return [Look(*look) for look in zip(colours, lead, titles, strict=True)]
+    def point(self, bold: int, usual: int) -> dict[str, Any]:
+        symbol = "star" if self.lead else "circle"
+        return {"color": self.colour, "size": bold if self.lead else usual, "symbol": symbol}
+
+
+def looks(c: Comparison) -> dict[Entry, Look]:
+    colours = zip(c.entries, palette(len(c.entries)), strict=True)
+    return {e: Look(colour, e.standing.mark in LEADING, text(e.label, 40)) for e, colour in colours}
 
 
 def palette(count: int) -> list[str]:
     if count <= len(FEW):
-        return list(FEW[:count])
-    shades = sample_colorscale(
-        list(MANY), [i / (count - 1) for i in range(count)], colortype="tuple"
-    )
+        return FEW[:count]
+    places = [i / (count - 1) for i in range(count)]
+    shades = sample_colorscale(MANY, places, colortype="tuple")
     return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 
 
@@ -112,34 +111,22 @@ def templates() -> dict[str, Any]:
 
 
 def _template(ink: str, muted: str, line: str, paper: str, heat: list[str]) -> dict[str, Any]:
-    clear = "rgba(0,0,0,0)"
-    title = {"font": {"color": muted, "size": 12}, "standoff": 8}
-    spike = {"spikecolor": muted, "spikethickness": 1, "spikedash": "dot"}
+    clear, font = "rgba(0,0,0,0)", "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
     axis = {
-        "gridcolor": line,
-        "linecolor": line,
-        "zeroline": False,
-        "automargin": True,
-        "ticks": "",
-        "title": title,
-    }
-    hover = {
-        "bgcolor": paper,
-        "bordercolor": muted,
-        "font": {"color": ink, "size": 11},
-        "align": "left",
-    }
+        "gridcolor": line, "linecolor": line, "zeroline": False, "automargin": True, "ticks": "",
+        "title": {"font": {"color": muted, "size": 12}, "standoff": 8},
+    }  # fmt: skip
     layout = {
-        "font": {"family": "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', "
-                           "sans-serif", "color": ink},
-        "paper_bgcolor": clear, "plot_bgcolor": clear, "xaxis": axis | spike, "yaxis": axis,
-        "hovermode": "closest",
-        "hoverlabel": {**hover, "namelength": -1}, "modebar": {"bgcolor": clear, "color": muted,
-        "activecolor": ink},
+        "font": {"family": font, "color": ink}, "paper_bgcolor": clear, "plot_bgcolor": clear,
+        "xaxis": {**axis, "spikecolor": muted, "spikethickness": 1, "spikedash": "dot"},
+        "yaxis": axis, "hovermode": "closest",
+        "hoverlabel": {"bgcolor": paper, "bordercolor": muted, "font": {"color": ink, "size": 11},
+                       "align": "left", "namelength": -1},
+        "modebar": {"bgcolor": clear, "color": muted, "activecolor": ink},
         "coloraxis": {"colorscale": [[0, heat[0]], [1, heat[1]]], "showscale": False},
         "shapedefaults": {"line": {"color": muted, "width": 1}},
         "annotationdefaults": {"showarrow": False, "bgcolor": paper, "borderpad": 1,
-        "font": {"size": 11}},
+                               "font": {"size": 11}},
     }  # fmt: skip
     return {"layout": layout, "data": {"heatmap": [{"textfont": {"color": ink}}]}}
 
@@ -148,18 +135,15 @@ def text(value: Any, most: int = 200) -> str:
     """Escape what Plotly would read as markup, and cut what is too long in its middle: it is text
     and nothing else."""
     words = str(value)
-    return escape(
-        words if len(words) <= most else f"{words[: most // 2]}…{words[1 - most // 2 :]}",
-        quote=False,
-    )
+    if len(words) > most:
+        words = f"{words[: most // 2]}…{words[1 - most // 2 :]}"
+    return escape(words, quote=False)
 
 
 def packed(values: np.ndarray) -> dict[str, str]:
     """Return numbers in Plotly's form; as float32 they are exact to far less than a pixel."""
-    return {
-        "dtype": "f4",
-        "bdata": base64.b64encode(np.asarray(values).astype("<f4").tobytes()).decode(),
-    }
+    data = np.asarray(values).astype("<f4").tobytes()
+    return {"dtype": "f4", "bdata": base64.b64encode(data).decode()}
 
 
 def metric(c: Comparison) -> Column | None:

@@ -15,54 +15,48 @@ from typing import Any
 import numpy as np
 
 from llmexp import fileio
-from llmexp.compare import reading
+from llmexp.compare import picture, reading
 from llmexp.compare.records import Record
 from llmexp.config import flatten
 
+# Titles of what is told of a run: by fact, and by the median of a column.
+FACTS = {
+    "model": "model", "precision": "precision", "ranks": "world_size",
+    "micro-batch": "micro_batch_size", "accumulation": "gradient_accumulation_steps",
+    "length": "sequence_length",
+}  # fmt: skip
+MEDIANS = {
+    "s/it": "step_time", "tokens/s": "tokens_per_sec",
+    "TFLOP/s per rank (exact)": "tflops_per_sec_per_rank", "share of peak": "mfu",
+}  # fmt: skip
 TITLES = (
-    "model", "precision", "ranks", "micro-batch", "accumulation", "length", "it/s", "s/it",
-    "tokens/s",
-    "scaling efficiency", "peak memory (GiB)", "TFLOP/s per rank (6ND)", "TFLOP/s per rank "
-                                                                         "(exact)", "share of peak",
-    "verdict", "state",
+    *FACTS, "it/s", "s/it", "tokens/s", "scaling efficiency", "peak memory (GiB)",
+    "TFLOP/s per rank (6ND)", "TFLOP/s per rank (exact)", "share of peak", "verdict", "state",
 )  # fmt: skip
+_ORDER = ("model", "precision", "ranks", "length", "accumulation", "micro-batch")
 # rate over that at half the micro-batch, below which a larger micro-batch brings nothing
 SATURATED = 1.1
 LAUNCH = 1.6  # the same, above which the device was waiting for the host
 BUSY = 0.35  # share of the peak from which arithmetic is what limits
+Row = dict[str, Any]
 
 
-def row_of(record: Record) -> dict[str, Any]:
+def row_of(record: Record) -> Row:
     """Return the figures of one run, by title. Rates are medians over the rows, without the first
     one, which warms up."""
     facts = record.facts
-    found: dict[str, Any] = {
-        "model": facts.get("model"),
-        "precision": facts.get("precision"),
-        "ranks": facts.get("world_size"),
-        "micro-batch": facts.get("micro_batch_size"),
-        "accumulation": facts.get("gradient_accumulation_steps"),
-        "length": facts.get("sequence_length"),
-        "state": record.state,
-    }
-    step_time, rate = median(record, "step_time"), median(record, "tokens_per_sec")
+    found = {title: facts.get(key) for title, key in FACTS.items()} | {"state": record.state}
+    found |= {title: median(record, key) for title, key in MEDIANS.items()}
+    if found["s/it"]:
+        found["it/s"] = 1 / found["s/it"]
     per_rank = median(record, "tokens_per_sec_per_rank")
-    if step_time:
-        found |= {"it/s": 1 / step_time, "s/it": step_time}
-    if rate:
-        found["tokens/s"] = rate
     if per_rank and facts.get("parameters"):
         found["TFLOP/s per rank (6ND)"] = 6 * facts["parameters"] * per_rank / 1e12
-    for title, key in (
-        ("TFLOP/s per rank (exact)", "tflops_per_sec_per_rank"),
-        ("share of peak", "mfu"),
-    ):
-        if (value := median(record, key)) is not None:
-            found[title] = value
     memory = record.columns.get("peak_memory_gib", np.zeros(0))
     if np.isfinite(memory).any():
         found["peak memory (GiB)"] = float(np.nanmax(memory))
-    return {k: v for k, v in found.items() if v is not None}
+    measured = {title: value for title, value in found.items() if value is not None}
+    return {title: v for title, v in measured.items() if v or title not in ("s/it", "tokens/s")}
 
 
 def median(record: Record, key: str) -> float | None:
@@ -72,13 +66,11 @@ def median(record: Record, key: str) -> float | None:
     return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
 
-def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+def rows_of(records: Sequence[Record]) -> list[Row]:
     """Return a row a run, in the order of the grid, with verdicts."""
     rows = [row_of(record) for record in records]
-    order = ("model", "precision", "ranks", "length", "accumulation", "micro-batch")
-    rows.sort(key=lambda row: tuple((str(row.get(k, "")), 0) if isinstance(row.get(k),
-    str) else ("", row.get(k, 0))
-                                    for k in order))  # fmt: skip
+    for key in reversed(_ORDER):  # sorting is stable
+        rows.sort(key=lambda row: str(row.get(key, "")) if key in _ORDER[:2] else row.get(key, 0))
     for row in rows:
         if text := verdict(row, rows):
             row["verdict"] = text
@@ -87,12 +79,17 @@ def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def efficiency(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+def _alike(row: Row, rows: Sequence[Row], *keys: str) -> list[Row]:
+    """Return those with a rate that have the same of these titles."""
+    measured = [other for other in rows if other.get("tokens/s")]
+    return [other for other in measured if all(other.get(k) == row.get(k) for k in keys)]
+
+
+def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the rate of each rank as a share of that of one rank with the same work, where the
     grid has one."""
-    same = ("model", "precision", "length", "micro-batch", "accumulation")
-    alone = [r["tokens/s"] for r in rows if r.get("ranks") == 1 and all(r.get(k) == row.get(k) for k in same)  # noqa: E501
-             and r.get("tokens/s")]  # fmt: skip
+    same = _alike(row, rows, "model", "precision", "length", "micro-batch", "accumulation")
+    alone = [other["tokens/s"] for other in same if other.get("ranks") == 1]
     if row.get("ranks", 1) == 1 or not alone or not row.get("tokens/s"):
         return None
     return float(row["tokens/s"] / row["ranks"] / np.median(alone))
@@ -102,8 +99,7 @@ def efficiency(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | N
 # communications.
 WORK = (
     "model.", "optimizer._target_", "clip.kind", "precision.kind", "train.compile",
-    "batch.micro_batch_size",
-    "batch.gradient_accumulation_steps", "batch.sequence_length",
+    "batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.sequence_length",
     "parallelism.activation_checkpointing",
 )  # fmt: skip
 
@@ -113,28 +109,24 @@ def single_rank_rate(
 ) -> tuple[float | None, str]:
     """Return (tokens/s of the finished runs of one rank under the path that do the same work on the
     same device, what is missing in words). Their median where there are several."""
-    records = [r for r in reading.read(reading.find([where])[0]) if r.facts.get("world_size") == 1]
-    measured = [
-        (r, rate)
-        for r in records
-        if r.state == "finished" and (rate := median(r, "tokens_per_sec"))
-    ]
-    if not measured:
+    wanted = _work(flatten(config), facts)
+    rates: list[float] = []
+    others: list[list[str]] = []
+    for r in reading.read(reading.find([where])[0]):
+        rate = median(r, "tokens_per_sec")
+        if r.facts.get("world_size") != 1 or r.state != "finished" or not rate:
+            continue
+        there = _work(r.config, r.facts)
+        differing = [key for key in there if there[key] != wanted.get(key)]
+        if differing:
+            others.append([f"{k} ({there[k]} there, {wanted.get(k)} here)" for k in differing])
+        else:
+            rates.append(rate)
+    if rates:
+        return float(np.median(rates)), ""
+    if not others:
         return None, "no finished run of one rank is there"
-    wanted, differing = _work(flatten(config), facts), list[list[str]]()
-    for record, _ in measured:
-        there = _work(record.config, record.facts)
-        differing.append(
-            [
-                f"{k} ({v} there, {wanted.get(k)} here)"
-                for k, v in there.items()
-                if v != wanted.get(k)
-            ]
-        )
-    fitting = [rate for (_, rate), differs in zip(measured, differing, strict=True) if not differs]
-    if fitting:
-        return float(np.median(fitting)), ""
-    nearest = ", ".join(min(differing, key=len)[:3])
+    nearest = ", ".join(min(others, key=len)[:3])
     return (
         None,
         f"none of its runs of one rank does the same work; the nearest differs in {nearest}",
@@ -150,7 +142,7 @@ def _work(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     return found | {"device": name}
 
 
-def verdict(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
+def verdict(row: Row, rows: Sequence[Row]) -> str | None:
     """Tell what limits the run, by how its rate compares with that at the next smaller micro-batch
     of the same grid.
 
@@ -159,24 +151,19 @@ def verdict(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str | None:
     it grows no more, at a low share: the memory's bandwidth is what is used up. None where that
     cannot be told, as without a known peak.
     """
-    same = [k for k in ("model", "precision", "ranks", "accumulation", "length") if k in row]
-    smaller = [
-        other
-        for other in rows
-        if other.get("tokens/s")
-        and other.get("micro-batch", 0) < row.get("micro-batch", 0)
-        and all(other.get(k) == row.get(k) for k in same)
-    ]
-    if not smaller or not row.get("tokens/s") or "share of peak" not in row:
-        return "compute-bound" if row.get("share of peak", 0) >= BUSY else None
-    nearest = max(smaller, key=lambda other: other["micro-batch"])
-    doublings = np.log2(row["micro-batch"] / nearest["micro-batch"])
-    gain = (row["tokens/s"] / nearest["tokens/s"]) ** (1 / doublings)  # for each doubling
-    if gain >= LAUNCH:
-        return "launch-bound"
-    if row["share of peak"] >= BUSY:
+    micro, busy = row.get("micro-batch", 0), row.get("share of peak", 0) >= BUSY
+    same = _alike(row, rows, "model", "precision", "ranks", "accumulation", "length")
+    smaller = [other for other in same if other.get("micro-batch", 0) < micro]
+    gain = None
+    if smaller and row.get("tokens/s") and "share of peak" in row:
+        nearest = max(smaller, key=lambda other: other["micro-batch"])
+        doublings = np.log2(micro / nearest["micro-batch"])
+        gain = (row["tokens/s"] / nearest["tokens/s"]) ** (1 / doublings)  # for each doubling
+        if gain >= LAUNCH:
+            return "launch-bound"
+    if busy:
         return "compute-bound"
-    return "memory-bound" if gain < SATURATED else None
+    return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
 def cell(title: str, value: Any) -> str:
@@ -189,19 +176,19 @@ def cell(title: str, value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def used(rows: Sequence[dict[str, Any]]) -> list[str]:
+def used(rows: Sequence[Row]) -> list[str]:
     """Return the titles of which some row has a figure."""
     return [title for title in TITLES if any(title in row for row in rows)]
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
+def markdown(rows: Sequence[Row]) -> str:
     titles = used(rows)
     lines = [titles, ["---"] * len(titles)]
     lines += [[cell(title, row.get(title)).replace("|", "\\|") for title in titles] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+def as_csv(rows: Sequence[Row]) -> str:
     """Full precision; blank where nothing was measured."""
     out = io.StringIO()
     writer = csv.DictWriter(out, used(rows), restval="", lineterminator="\n")
@@ -220,56 +207,33 @@ def write(records: Sequence[Record], where: Path) -> str:
     return text
 
 
-def heat_maps(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def heat_maps(rows: Sequence[Row], path: Path) -> None:
     """tokens/s over micro-batch and accumulation, a panel for each length and precision."""
-    measured = [
-        row for row in rows if "tokens/s" in row and {"micro-batch", "accumulation"} <= row.keys()
-    ]
-    panels = list(
-        dict.fromkeys(
-            (row.get("precision"), row.get("length"), row.get("model")) for row in measured
-        )
-    )
+    panels: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if {"tokens/s", "micro-batch", "accumulation"} <= row.keys():
+            panel = tuple(row.get(key) for key in ("precision", "length", "model"))
+            panels.setdefault(panel, []).append(row)
     if not panels:
         return
-    from matplotlib.figure import Figure
-
     across = min(4, len(panels))
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(3.6 * across, 3.0 * down), dpi=120, layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False)
-    top = max(row["tokens/s"] for row in measured)
+    figure, axes = picture.canvas(-(-len(panels) // across), across, 3.6, 3.0, 120)
+    top = max(row["tokens/s"] for chosen in panels.values() for row in chosen)
     image: Any = None
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        precision, length, model = panel
-        chosen = [
-            r for r in measured if (r.get("precision"), r.get("length"), r.get("model")) == panel
-        ]
-        micro, accumulation = (
-            sorted({r[k] for r in chosen}) for k in ("micro-batch", "accumulation")
-        )
-        grid = np.full((len(accumulation), len(micro)), np.nan)
+    for axis, ((precision, length, model), chosen) in zip(axes.flat, panels.items(), strict=False):
+        down = sorted({row["accumulation"] for row in chosen})
+        micro = sorted({row["micro-batch"] for row in chosen})
+        grid = np.full((len(down), len(micro)), np.nan)
         for r in chosen:
-            grid[accumulation.index(r["accumulation"]), micro.index(r["micro-batch"])] = r[
-                "tokens/s"
-            ]
-        image = axis.imshow(grid, aspect="auto", vmin=0, vmax=top, cmap="viridis", origin="lower")
-        for i, j in np.argwhere(np.isfinite(grid)):
-            colour = "black" if grid[i, j] > 0.6 * top else "white"
-            axis.text(
-                j, i, f"{grid[i, j]:,.0f}", ha="center", va="center", fontsize=7, color=colour
-            )
-        axis.set_xticks(range(len(micro)), [str(m) for m in micro])
-        axis.set_yticks(range(len(accumulation)), [str(a) for a in accumulation])
+            grid[down.index(r["accumulation"]), micro.index(r["micro-batch"])] = r["tokens/s"]
+        how = {"vmin": 0, "vmax": top, "cmap": "viridis", "origin": "lower"}
+        image = picture.heat(axis, grid, list(map(str, down)), list(map(str, micro)), ",.0f", **how)
         axis.set_xlabel("micro-batch", fontsize=8)
         axis.set_ylabel("accumulation", fontsize=8)
-        several = len({p[2] for p in panels}) > 1
-        axis.set_title(
-            f"{precision}, length {length}" + (f"\n{model}" if several else ""), fontsize=9
-        )
+        several = len({name for _, _, name in panels}) > 1
+        title = f"{precision}, length {length}" + (f"\n{model}" if several else "")
+        axis.set_title(title, fontsize=9)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8, label="tokens/s, all ranks")
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    fileio.write_whole(path, out.getvalue())
+    picture.save(figure, path)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.compare.curves import smooth
+from llmexp.compare.curves import AXES, scale, smooth
 from llmexp.compare.figures import shown, with_interval
 from llmexp.compare.page import LIBRARY, page, write_beside
-from llmexp.compare.plot_settings import scale
-from llmexp.compare.plot_training import AXES, POINTS, SMOOTHING, USUAL
+from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
 from llmexp.labels import label
 from tests.compare.made import comparison, entry, grid
@@ -141,10 +140,10 @@ def test_why_a_run_failed_stands_under_its_name_and_long_values_are_short():
     (row,) = [r for r in re.findall(r"<tr>.*?</tr>", html) if "SIGKILL" in r]
     assert "SIGKILL" in row.partition("</th>")[0]
     assert ">0.0123457<" in row
-    assert scale(grid(n=20, **{RATE: [1e-4, long]}), "optimizer.lr").labels == (
+    assert scale(grid(n=20, **{RATE: [1e-4, long]}), "optimizer.lr").labels == [
         "0.0001",
         "0.0123457",
-    )
+    ]
     near = scale(grid(n=20, **{RATE: [long, long + 1e-12]}), "optimizer.lr").labels
     assert len(set(near)) == 2  # they still look different
 
