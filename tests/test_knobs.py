@@ -21,8 +21,8 @@ from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatte
 from llmexp.convert import build
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
-from llmexp.train.loop import read_ahead
 from llmexp.train.step import OK, OUTLIER, evaluate, seed_step, set_up, train_step
+from llmexp.train.windows import read_ahead
 from tests.conftest import ROOT
 from tests.tools import option
 
@@ -150,8 +150,8 @@ def trained(config: Config) -> tuple[str, list[float]]:
         s.outliers.add(seen.loss, seen.grad_norm)
         for tokens, targets in window.micro_batches:
             digest.update(tokens.numpy().tobytes() + targets.numpy().tobytes())
-        figures += [seen.loss, seen.grad_norm, float(step.grad_norm_post_clip), step.lr, seen.code]
-        figures += [] if step.loss_scale is None else [float(step.loss_scale)]
+        figures += [seen.loss, seen.grad_norm, seen.grad_norm_post_clip, step.lr, seen.code]
+        figures += [seen.loss_scale] if s.scaler.enabled else []
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
     figures += evaluate(s, torch.ones(4096, dtype=torch.int64)).values()

@@ -55,7 +55,6 @@ MOST_LINES = {
     "llmexp.models.loss": 386,
     "llmexp.run": 532,
     "llmexp.sweep.slurm": 415,
-    "llmexp.train.loop": 412,
     "llmexp.verify.geometry": 408,
     "llmexp.verify.resume": 442,
 }
@@ -71,9 +70,6 @@ LONG = {
     "llmexp.sweep.main.sweep": 67,
     "llmexp.sweep.ray.run_all": 96,
     "llmexp.train.group.supervise": 74,
-    "llmexp.train.loop.train": 63,
-    "llmexp.train.loop.report": 69,
-    "llmexp.train.step.train_step": 61,
 }
 
 

@@ -1,7 +1,11 @@
 """Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
 
 step           one optimizer step, one evaluation, and the live parts they work on
-loop           the loop around the step: rows, when to evaluate and save, verdicts, stop, profile
+windows        the windows that this rank trains on
+loop           the loop around the step: when to write a row, evaluate, save, stop
+row            a row of metrics.jsonl from what was measured
+verdicts       what follows from the verdict on a step; words for a run that cannot go on
+profiling      a trace of some steps
 state          what the loop holds, and what a checkpoint restores
 hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files

@@ -20,12 +20,13 @@ from llmexp.data.tokenizers import token_byte_lengths
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
+from llmexp.metrics.noise import NoiseScale
+from llmexp.metrics.norms import Norms
 from llmexp.run import banner_sections
 from llmexp.tracker.mirror import NoTracker, open_tracker
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
-from llmexp.train.loop import measuring, resume
-from llmexp.train.state import Loop, Outputs, Progress
-from llmexp.train.step import set_up
+from llmexp.train.state import Loop, Measured, Outputs, Progress
+from llmexp.train.step import Setup, set_up
 
 
 def log_line(text: str) -> None:
@@ -88,27 +89,67 @@ def byte_lengths(parts: Parts) -> torch.Tensor:
     return torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64))
 
 
+def measuring(setup: Setup) -> Measured:
+    """Return what a run that starts has measured: nothing yet."""
+    config = setup.parts.config
+    return Measured(
+        Norms(config.clip.kind, config.clip.max_norm), NoiseScale(setup.parts.run.sequence_length)
+    )
+
+
+def resume(setup: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]:
+    """Put a checkpoint back, whatever the layout that saved it: parameters, moments, scaler,
+    counters, measurements. (The RNG and the data position follow from the step number.) Raises
+    CheckpointError."""
+    measured = measuring(setup)
+    try:
+        loading.restore_model(loaded, setup.model)
+        loading.restore_optimizers(loaded, setup.model, setup.optimizers)
+        setup.scaler.load_state_dict(loaded.state["scaler"])
+        for name, part in (
+            ("norms", measured.norms),
+            ("noise", measured.noise),
+            ("outliers", setup.outliers),
+        ):
+            if name in loaded.state:  # older checkpoints have none
+                part.load_state_dict(loaded.state[name])
+        progress, meter = (
+            Progress(**loaded.state["progress"]),
+            Meter(setup.mesh.device, **loaded.state["meter"]),
+        )
+        if progress.step != loaded.step:
+            raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
+    except loading.CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        file = loaded.path / loading.STATE
+        raise loading.CheckpointError(f"{file} is not the state of this run: {error!r}") from error
+    return progress, meter, measured
+
+
 def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
     """Return the loop at the step from which the run goes on. Raises ConfigError and
     CheckpointError."""
     console = open_console(path, parts, joined)
     loaded = newest_checkpoint(path, parts, joined, console)
-    s = set_up(parts, joined)
-    fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(s)
-    p, meter, measured = resume(s, loaded) if loaded else fresh
+    setup = set_up(parts, joined)
+    fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(setup)
+    progress, meter, measured = resume(setup, loaded) if loaded else fresh
     if loaded:
-        console.line(f"resumed from {loaded.path.name}: step {p.step:,} of {parts.run.max_steps:,}")
+        console.line(
+            f"resumed from {loaded.path.name}: step {progress.step:,} of {parts.run.max_steps:,}"
+        )
     main = joined.rank == 0
-    rows = rundir.Rows(path / rundir.METRICS, p.step) if main else None
+    rows = rundir.Rows(path / rundir.METRICS, progress.step) if main else None
     tracker = open_tracker(path, parts.config, console.line) if main else NoTracker()
     return Loop(
-        s=s,
+        setup=setup,
         out=Outputs(path, main, console, tracker, rows),
-        p=p,
+        progress=progress,
         meter=meter,
         measured=measured,
         fixed=fixed_facts(parts),
         byte_lengths=byte_lengths(parts),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
-        saved=[p.step] if loaded else [],
+        saved=[progress.step] if loaded else [],
     )

@@ -21,13 +21,13 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a
     row; one that comes after these, or where this save `must` succeed, raises OSError.
     """
-    s, p, out = loop.s, loop.p, loop.out
+    setup, progress, out = loop.setup, loop.progress, loop.out
     finish_saving(loop)
-    if loop.saved_step == p.step:
+    if loop.saved_step == progress.step:
         return
     refuse_changed_data(loop)
     tokens_seen, clipped, steps = loop.meter.counts()
-    run, root, keep = s.parts.run, out.path / rundir.CHECKPOINTS, s.parts.config.checkpoint.keep
+    run, root, keep = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint.keep
     if out.rows is not None:
         out.rows.sync()
     geometry = {
@@ -39,19 +39,22 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         **loop.fixed,
     }
     state = {
-        "progress": dataclasses.asdict(p),
+        "progress": dataclasses.asdict(progress),
         "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
         "norms": loop.measured.norms.state_dict(),
         "noise": loop.measured.noise.state_dict(),
-        "outliers": s.outliers.state_dict(),
-        "scaler": s.scaler.state_dict(),
+        "outliers": setup.outliers.state_dict(),
+        "scaler": setup.scaler.state_dict(),
     }
-    pieces = saving.snapshot(s.model, s.optimizers, s.mesh.rank, s.mesh.world_size, copy=not wait)
+    pieces = saving.snapshot(
+        setup.model, setup.optimizers, loop.mesh.rank, loop.mesh.world_size, copy=not wait
+    )
     whole = tuple(loop.saved)
     loop.saving = Saving(
-        p.step, functools.partial(saving.commit, root, p.step, pieces, state, meta, keep, whole)
+        progress.step,
+        functools.partial(saving.commit, root, progress.step, pieces, state, meta, keep, whole),
     )
-    loop.writer.start(functools.partial(saving.write, root, p.step, pieces))
+    loop.writer.start(functools.partial(saving.write, root, progress.step, pieces))
     if wait:
         finish_saving(loop, must)
 
@@ -59,7 +62,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
 def refuse_changed_data(loop: Loop) -> None:
     """Raise TrainingFailed where a data file was written to under the run: what is saved must be of
     one corpus."""
-    corpus, joined = loop.s.parts.corpus, loop.s.mesh
+    corpus, joined = loop.setup.parts.corpus, loop.mesh
     text = next(corpus.differences(harmful=True), None)
     if ranks := mesh.ranks_where(joined, text is not None):
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
@@ -68,7 +71,7 @@ def refuse_changed_data(loop: Loop) -> None:
             time.sleep(1.0)  # who knows the file says it first
         raise TrainingFailed(
             f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
-            f"have seen other data, and step {loop.p.step:,} is not saved"
+            f"have seen other data, and step {loop.progress.step:,} is not saved"
         )
     if loop.out.main and not loop.told_of_data:
         for text in corpus.differences(harmful=False):
@@ -79,7 +82,7 @@ def refuse_changed_data(loop: Loop) -> None:
 def go_on_saving(loop: Loop, must: bool = False) -> None:
     """Take the next stage of the checkpoint that is on its way. All ranks are here at the same
     step. Raises OSError for a failure too many, or for one that `must` not be."""
-    due, joined = loop.saving, loop.s.mesh
+    due, joined = loop.saving, loop.mesh
     assert due is not None
     error: OSError | None = None
     try:
@@ -89,7 +92,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
     if failing := mesh.ranks_where(joined, error is not None):
         loop.saving = None
         loop.failed_saves += 1
-        most = loop.s.parts.config.checkpoint.max_failures
+        most = loop.config.checkpoint.max_failures
         ranks = ", ".join(map(str, failing))
         if loop.out.main:  # all ranks have written, or failed to
             saving.clean(loop.out.path / rundir.CHECKPOINTS)
@@ -139,7 +142,7 @@ def finish_saving(loop: Loop, must: bool = False) -> None:
         # By turns, not in one long wait: a large checkpoint may take longer than a rank may be
         # missing.
         pause = 0.001
-        while mesh.any_rank(loop.s.mesh, loop.writer.busy())[0]:
+        while mesh.any_rank(loop.mesh, loop.writer.busy())[0]:
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         go_on_saving(loop, must)
@@ -152,7 +155,7 @@ def leave_saving(loop: Loop) -> None:
     if due is None:
         return
     try:
-        if loop.s.mesh.distributed and not due.committing:
+        if loop.mesh.distributed and not due.committing:
             raise OSError("another rank may not have written its part")
         loop.writer.wait()
         if not due.committing:

@@ -19,7 +19,7 @@ NOTHING = (
 )
 
 
-def first_bad(s: Setup, window: Window) -> str:
+def first_bad(setup: Setup, window: Window) -> str:
     """Return what of the window's step is the first not to be finite, in words; on all ranks
     together, the same answer.
 
@@ -37,45 +37,45 @@ def first_bad(s: Setup, window: Window) -> str:
         if not (first or (value if isinstance(value, bool) else _finite(value))):
             first.append((looks, text))
 
-    for name, p in s.model.named_parameters():
+    for name, p in setup.model.named_parameters():
         look(p, f"parameter {name} is not finite")
-    remove = _watch(s.model, look)
+    remove = _watch(setup.model, look)
     try:
         with torch.compiler.set_stance("force_eager"):  # hooks see what a compiled block would hide
-            _repeat(s, window, look)
+            _repeat(setup, window, look)
     finally:
         for undo in remove:
             undo()
     when, text = first[0] if first else (looks + 1, "")
-    earliest = -int(mesh.maximum(s.mesh, torch.tensor(-when, device=s.mesh.device)))
-    bad = mesh.ranks_where(s.mesh, bool(first) and when == earliest)
+    earliest = -int(mesh.maximum(setup.mesh, torch.tensor(-when, device=setup.mesh.device)))
+    bad = mesh.ranks_where(setup.mesh, bool(first) and when == earliest)
     if not bad:
         return NOTHING
-    text = _said_by(s.mesh, bad[0], text)
+    text = _said_by(setup.mesh, bad[0], text)
     return f"the first thing to go wrong: {text}" + (
-        f" (rank {bad[0]})" if s.mesh.distributed else ""
+        f" (rank {bad[0]})" if setup.mesh.distributed else ""
     )
 
 
-def _repeat(s: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
+def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Forward and backward of the step, as train_step has them: ranks must meet in the same
     places."""
-    kind, device, scale = s.parts.precision, s.mesh.device, s.scaler.value
+    kind, device, scale = setup.parts.precision, setup.mesh.device, setup.scaler.value
     count = mesh.total(
-        s.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device)
+        setup.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device)
     )
-    weight = (s.mesh.dp_size / count.clamp(min=1)).to(precision.parameter_dtype(kind))
-    for p in s.parameters:
+    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(precision.parameter_dtype(kind))
+    for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()
-    seed_step(s.parts.config.train.seed, window.step, s.mesh.dp_rank, device)
+    seed_step(setup.parts.config.train.seed, window.step, setup.mesh.dp_rank, device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-        with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
+        with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
-                nll = s.module(tokens_bt.to(device), targets_bt.to(device))
+                nll = setup.module(tokens_bt.to(device), targets_bt.to(device))
             look(nll, f"the loss of micro-batch {i}, where every layer was finite")
             (nll * weight * scale).backward()
-    for name, p in s.model.named_parameters():
+    for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")
 

@@ -34,17 +34,19 @@ def call_hooks(
 ) -> None:
     """Call the user's functions, here and nowhere else. Of what they return, finite figures are
     kept for the row of this step where there will be one (`wanted`)."""
-    parts = loop.s.parts
+    parts = loop.setup.parts
     for name, hook in parts.hooks:
         so_far = None if row is None else dict(row)
-        context = HookContext(step, loop.s.model, loop.s.optimizers, parts.run, so_far, parts.user)
+        context = HookContext(
+            step, loop.setup.model, loop.setup.optimizers, parts.run, so_far, parts.user
+        )
         try:
             found = hook(event, context)
         # a hook does not decide how a run ends
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             where = own_line(error)
-            if loop.s.mesh.distributed:
-                where = f"rank {loop.s.mesh.rank}, {where}"
+            if loop.mesh.distributed:
+                where = f"rank {loop.mesh.rank}, {where}"
             raise TrainingFailed(
                 f"the hook {name} failed at {event} of step {step}: {error!r} ({where})"
             ) from error

@@ -15,6 +15,7 @@ from llmexp.config import Config, ConfigError
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
+from llmexp.train.state import Loop
 
 
 def sample(
@@ -85,3 +86,24 @@ def load_for_sampling(config: Config, loaded: loading.Loaded) -> tuple[Tokenizer
     model.to(precision.parameter_dtype(config.precision.kind))
     loading.restore_model(loaded, model)
     return encoding, model
+
+
+def sample_text(loop: Loop) -> str:
+    """Return a sampled text from the start of a document, or from the first words of the validation
+    text, on one line."""
+    parts, tokens = loop.setup.parts, loop.config.train.sample_tokens
+    length = loop.run.sequence_length  # no position that was never trained
+    prompt = first_words(parts.tokenizer, parts.corpus)
+    text = sample(parts.tokenizer, loop.setup.loss, length, parts.precision, prompt, tokens)
+    return " ".join(text.split())
+
+
+def print_sample(loop: Loop) -> None:
+    """Print a sample in mid-run; one that fails is a line."""
+    try:
+        text = sample_text(loop)
+    except Exception as error:
+        if loop.mesh.sharded and not isinstance(error, (KeyError, ValueError)):
+            raise  # not of the tokenizer: other ranks may be waiting for this one in the model
+        text = f"none: {error!r}"
+    loop.out.console.line(f"sample: {text}")

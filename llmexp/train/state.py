@@ -12,12 +12,15 @@ from torch import Tensor
 
 from llmexp import rundir
 from llmexp.checkpoint import saving
+from llmexp.config import Config
+from llmexp.mesh import Mesh
 from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.run import Run
 from llmexp.tracker.mirror import Tracker
-from llmexp.train.step import Setup, Verdict
+from llmexp.train.step import Setup, Step
 
 
 @dataclass
@@ -69,19 +72,15 @@ class Saving:
 class Loop:
     """The state of the loop on this rank."""
 
-    s: Setup
+    setup: Setup
     out: Outputs
-    p: Progress
+    progress: Progress
     meter: Meter
     measured: Measured
     byte_lengths: Tensor
-    fixed: dict[
-        str, Any
-    ]  # for manifests: what of the config changes results, with dotted keys; sha256 of the data's
+    fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
-    pending: Verdict | None = None  # verdict on the last step, not yet looked at
-    # of the last step, to say which rank has a loss that is not finite
-    own_nll: Tensor | None = None
+    pending: Step | None = None  # the last step, while its verdict is not yet looked at
     writer: saving.Writer = dataclasses.field(default_factory=saving.Writer)
     saving: Saving | None = None  # the checkpoint that is on its way to the disk
     # steps of checkpoints loaded or committed here
@@ -91,6 +90,18 @@ class Loop:
     # for the row, and the hook of each
     figures: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar
+
+    @property
+    def config(self) -> Config:
+        return self.setup.parts.config
+
+    @property
+    def run(self) -> Run:
+        return self.setup.parts.run
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setup.mesh
 
     @property
     def saved_step(self) -> int | None:

@@ -17,7 +17,7 @@ from llmexp import clip as clipping
 from llmexp import mesh, optim, precision
 from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
-from llmexp.data.reader import Cut, Order, Window, eval_batches
+from llmexp.data.reader import Cut, Window, eval_batches
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
@@ -49,17 +49,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, as 0-dim tensors on the device; reading one makes the host wait."""
+    """One optimizer step. Its tensors have no dimension and are on the device; reading one makes
+    the host wait."""
 
-    loss: Tensor
-    own_nll: Tensor  # this rank's part of it, summed
     target_tokens: Tensor
-    grad_norm: Tensor
-    grad_norm_post_clip: Tensor
     clipped: Tensor
+    own_nll: Tensor  # this rank's part of the loss, summed
     verdict: Verdict
     lr: float
-    loss_scale: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,10 @@ class Seen:
     code: int
     loss: float
     grad_norm: float
+    grad_norm_post_clip: float
     clipped: bool
     target_tokens: float
+    loss_scale: float
     # mean square norm and targets of the small batch, where it was measured
     small: tuple[float, float] | None
 
@@ -91,14 +90,13 @@ class Verdict:
     def read(self) -> Seen:
         if self._event is not None:
             self._event.synchronize()
-        code, loss, norm, clipped, count, *small = self._figures.tolist()
-        return Seen(
-            int(code), loss, norm, bool(clipped), count, (small[0], small[1]) if small else None
-        )
+        code, loss, norm, norm_after, clipped, count, scale, *small = self._figures.tolist()
+        mean_square = (small[0], small[1]) if small else None
+        return Seen(int(code), loss, norm, norm_after, bool(clipped), count, scale, mean_square)
 
 
 def train_step(
-    s: Setup,
+    setup: Setup,
     window: Window,
     settle_last: Callable[[], int],
     gradients_ready: Callable[[], None] = lambda: None,
@@ -111,90 +109,93 @@ def train_step(
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
-    device, kind = s.mesh.device, s.parts.precision
+    device, kind = setup.mesh.device, setup.parts.precision
     dtype = precision.parameter_dtype(kind)
-    count = mesh.total(
-        s.mesh,
-        torch.tensor(float(window.target_count), dtype=torch.float64).to(device, non_blocking=True),
-    )
+    own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
+    count = mesh.total(setup.mesh, own_count.to(device, non_blocking=True))
     # x dp_size: DDP and FSDP average what is to be summed
-    weight = (s.mesh.dp_size / count.clamp(min=1)).to(dtype)
+    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(dtype)
     nll = torch.zeros((), dtype=dtype, device=device)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-        with mesh.micro_step(s.mesh, s.module, last=i == len(window.micro_batches)):
+        tokens_bt = tokens_bt.to(device, non_blocking=True)
+        targets_bt = targets_bt.to(device, non_blocking=True)
+        with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
-                micro_nll = s.module(
-                    tokens_bt.to(device, non_blocking=True),
-                    targets_bt.to(device, non_blocking=True),
-                )
-            with s.small.watching(window.step + 1, i, window.micro_batches, s.parameters):
-                (micro_nll * weight * s.scaler.value).backward()
+                micro_nll = setup.module(tokens_bt, targets_bt)
+            with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
+                (micro_nll * weight * setup.scaler.value).backward()
         nll += micro_nll.detach()
     own_nll = nll.clone()
-    loss = mesh.total(s.mesh, nll) / count.clamp(min=1)
+    loss = mesh.total(setup.mesh, nll) / count.clamp(min=1)
 
-    gradients = [p.grad for p in s.parameters if p.grad is not None]
+    gradients = [p.grad for p in setup.parameters if p.grad is not None]
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
-    s.scaler.unscale(held)
+    setup.scaler.unscale(held)
     gradients_ready()
-    norm = mesh.global_norm(s.mesh, gradients)
-    code = torch.where(norm.isfinite(), OK, BAD_NORM)
-    code = torch.where(loss.isfinite(), code, BAD_LOSS)
-    code = torch.where(count > 0, code, EMPTY)
+    norm = mesh.global_norm(setup.mesh, gradients)
+    code = first_verdict(loss, norm, count)
     norm_after, clipped = clipping.clip(
-        s.mesh, s.clip.kind, gradients, norm, s.clip.max_norm, s.clip.max_value
+        setup.mesh, setup.clip.kind, gradients, norm, setup.clip.max_norm, setup.clip.max_value
     )
 
-    lr = optim.set_rate(s.optimizers, s.parts.rate_factor(settle_last()))
+    lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
     # by the limits of the settled steps: all before this one
-    code = look_for_outlier(s, code, loss, norm)
-    scale = s.scaler.value.clone() if s.scaler.enabled else None
-    small = s.small.take(count, s.scaler.value)
-    optim.update(s.optimizers, skip=code > OUTLIER)
-    s.scaler.update(overflow=~norm.isfinite())
+    code = look_for_outlier(setup, code, loss, norm)
+    scale = setup.scaler.value
+    small = setup.small.take(count, scale)
+    optim.update(setup.optimizers, skip=code > OUTLIER)
+    setup.scaler.update(overflow=~norm.isfinite())
     torch._foreach_zero_(held)
     clipped = clipped & (code <= OUTLIER)
-    verdict = Verdict(code, loss, norm, clipped, count, *small)
-    return Step(loss, own_nll, count, norm, norm_after, clipped, verdict, lr, scale)
+    verdict = Verdict(code, loss, norm, norm_after, clipped, count, scale, *small)
+    return Step(count, clipped, own_nll, verdict, lr)
 
 
-def look_for_outlier(s: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
+def first_verdict(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
+    """Return OK, or what is wrong with a window: no valid target, or a figure that is not
+    finite."""
+    code = torch.where(norm.isfinite(), OK, BAD_NORM)
+    code = torch.where(loss.isfinite(), code, BAD_LOSS)
+    return torch.where(count > 0, code, EMPTY)
+
+
+def look_for_outlier(setup: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
     """Return the verdict, with outliers told from the windows that were OK. Nothing waits: the
     limits are numbers."""
-    limits = s.outliers.limits
+    limits = setup.outliers.limits
     if limits is None:
         return code
     outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
-    if not s.parts.config.metrics.skip_outliers:
+    if not setup.parts.config.metrics.skip_outliers:
         return torch.where(outside & (code == OK), OUTLIER, code)
     # the same on all ranks
-    return mesh.maximum(s.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))
+    return mesh.maximum(setup.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))
 
 
 @torch.no_grad()
-def evaluate(s: Setup, byte_lengths: Tensor) -> dict[str, float]:
+def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
     """Token-weighted validation loss over all ranks, summed in float64; the training RNG is not
     touched."""
-    run, val = s.parts.run, s.parts.corpus.val
+    run, val = setup.parts.run, setup.parts.corpus.val
     if val is None or not run.eval_sequences:
         return {}
-    sums = torch.zeros(3, dtype=torch.float64, device=s.mesh.device)  # nll, targets, bytes
-    was_training = s.model.training
-    s.model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
+    was_training = setup.model.training
+    setup.model.eval()
     for tokens_bt, targets_bt in eval_batches(
         val,
-        Cut(run.micro_batch_size, s.mesh.dp_rank, s.mesh.dp_size),
+        Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=run.eval_sequences,
-        ignore_id=s.parts.config.data.get("ignore_id"),
+        ignore_id=setup.parts.config.data.get("ignore_id"),
     ):
         valid = targets_bt >= 0
-        with precision.autocast(s.parts.precision, s.mesh.device):
-            sums[0] += s.loss(tokens_bt.to(s.mesh.device), targets_bt.to(s.mesh.device))
+        with precision.autocast(setup.parts.precision, setup.mesh.device):
+            sums[0] += setup.loss(tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device))
         sums[1] += int(valid.sum())
         sums[2] += int(byte_lengths[targets_bt[valid]].sum())
-    s.model.train(was_training)
-    nll, targets, count_bytes = mesh.total(s.mesh, sums).tolist()
+    setup.model.train(was_training)
+    nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:
         return {}
     if not math.isfinite(nll):
@@ -261,18 +262,4 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         clip=config.clip,
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
-    )
-
-
-def order_of(parts: Parts) -> Order:
-    """Return the order in which a run reads its training data."""
-    run, config = parts.run, parts.config
-    return Order(
-        parts.corpus.train,
-        run.sequence_length,
-        run.real_batch_size,
-        run.total_sequences,
-        config.train.seed,
-        config.data.get("shuffle", True),
-        config.data.get("ignore_id"),
     )

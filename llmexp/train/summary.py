@@ -21,30 +21,30 @@ def summarise(loop: Loop) -> dict[str, Any]:
     absent."""
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
-    found: dict[str, Any] = {"steps": loop.p.step}
+    found: dict[str, Any] = {"steps": loop.progress.step}
     tokens_seen = loop.meter.counts()[0]
-    if loop.p.step:
+    if loop.progress.step:
         found["tokens_seen"] = tokens_seen
     for key in LOSSES:
         with contextlib.suppress(StopIteration):
             row = next(row for row in reversed(rows) if key in row)
             when = (
-                "final" if row["step"] == loop.p.step else "latest"
+                "final" if row["step"] == loop.progress.step else "latest"
             )  # a stop may lie between two of them
             found[f"{when} {key}"] = row[key]
-    if loop.p.best_val_loss is not None:
-        found["best val/loss"] = loop.p.best_val_loss
+    if loop.progress.best_val_loss is not None:
+        found["best val/loss"] = loop.progress.best_val_loss
     if seconds := training_time(loop, rows):
         found["train_time"] = seconds
         found["mean tokens_per_sec"] = tokens_seen / seconds
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
-    if loop.p.step:
-        found["skipped_steps"] = loop.p.skipped_steps
+    if loop.progress.step:
+        found["skipped_steps"] = loop.progress.skipped_steps
     norms = loop.measured.norms
     if norms.steps:
         found["clip_share"] = norms.clipped / norms.steps
-    if loop.s.outliers.sigma is not None:
-        found["outlier_steps"] = loop.p.outlier_count
+    if loop.setup.outliers.sigma is not None:
+        found["outlier_steps"] = loop.progress.outlier_count
     return found | loop.measured.noise.figures()
 
 
@@ -57,9 +57,9 @@ def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
             seconds += (row["step"] - step) * mean
         step = row["step"]
     since = loop.meter.step_time()
-    if step < loop.p.step and since is None:
+    if step < loop.progress.step and since is None:
         return None
-    return seconds + (loop.p.step - step) * (since or 0.0)
+    return seconds + (loop.progress.step - step) * (since or 0.0)
 
 
 def details(loop: Loop) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def details(loop: Loop) -> dict[str, Any]:
             key.removeprefix("noise_scale_"): value for key, value in noise.figures().items()
         }
         noise_found["measurements"] = noise.measurements
-        noise_found["verdict"] = noise.verdict(loop.s.parts.run.real_batch_size)
+        noise_found["verdict"] = noise.verdict(loop.run.real_batch_size)
         found["noise"] = noise_found
     return found
 
@@ -82,9 +82,9 @@ def details(loop: Loop) -> dict[str, Any]:
 def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | None) -> None:
     """Show the end of a run to its reader: figures, a sample, a picture, the folder, the next
     command."""
-    console, path, parts = loop.out.console, loop.out.path, loop.s.parts
-    reached = f"at step {loop.p.step:,} of {parts.run.max_steps:,}"
-    by_plan = loop.p.step == parts.config.train.stop_step
+    console, path, parts = loop.out.console, loop.out.path, loop.setup.parts
+    reached = f"at step {loop.progress.step:,} of {parts.run.max_steps:,}"
+    by_plan = loop.progress.step == parts.config.train.stop_step
     cause = "train.stop_step" if by_plan else STOP.signal_name or "another rank"
     stopped = f"preempted by {cause} {reached}, checkpoint saved"
     sections = [

@@ -21,7 +21,8 @@ from llmexp.train import failing, folder, group
 from llmexp.train.beginning import start_loop
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.failing import Failure
-from llmexp.train.loop import sample_text, train
+from llmexp.train.loop import train
+from llmexp.train.sampling import sample_text
 from llmexp.train.state import Loop
 from llmexp.train.summary import details, say_the_end, summarise
 
@@ -164,9 +165,9 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
 def end_sample(loop: Loop) -> str | None:
     """Return the text that the model writes at the end, None where none is wanted or this rank has
     no part in it. The run is over and recorded: an error is only printed."""
-    parts = loop.s.parts
+    parts = loop.setup.parts
     # a split model needs all its ranks for that; rank 0 prints the text
-    if not parts.config.train.sample_tokens or not (loop.out.main or loop.s.mesh.sharded):
+    if not parts.config.train.sample_tokens or not (loop.out.main or loop.mesh.sharded):
         return None
     try:
         return sample_text(loop)

@@ -20,7 +20,7 @@ from llmexp.data.prepare import recorded
 from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.stream import DataChanged, Shard
 from llmexp.redact import redacted
-from llmexp.train.step import order_of
+from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, equal
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it

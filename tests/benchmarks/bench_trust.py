@@ -26,8 +26,8 @@ from llmexp import mesh
 from llmexp.assembly.assemble import assemble
 from llmexp.checkpoint import loading, saving
 from llmexp.compose import app
-from llmexp.train.loop import read_ahead
 from llmexp.train.step import BAD_LOSS, BAD_NORM, EMPTY, OK, Verdict, set_up, train_step
+from llmexp.train.windows import read_ahead
 
 
 def timed(function: Callable[[], object], times: int = 1) -> float:
@@ -70,7 +70,7 @@ def main() -> None:
         code = torch.where(norm.isfinite(), OK, BAD_NORM)
         code = torch.where(loss.isfinite(), code, BAD_LOSS)
         code = torch.where(count > 0, code, EMPTY)
-        Verdict(code, loss, norm, norm > 1, count).read()
+        Verdict(code, loss, norm, norm, norm > 1, count, loss).read()
 
     for _ in range(5):
         step()

@@ -13,8 +13,8 @@ from llmexp import mesh
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
 from llmexp.train.diagnose import NOTHING, first_bad
-from llmexp.train.loop import read_ahead
 from llmexp.train.step import set_up
+from llmexp.train.windows import read_ahead
 from tests.conftest import llmexp
 from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale

@@ -14,7 +14,7 @@ from llmexp import rundir
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.train import loop as training
+from llmexp.train import verdicts
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
@@ -38,12 +38,12 @@ def made(
     *,
     world_size: int = 1,
     said: list[str] | None = None,
-    **progress: Any,
+    **counts: Any,
 ) -> Any:
     """A loop that stands at a step, without a model."""
-    p = Progress(**progress)
+    progress = Progress(**counts)
     return Loop(
-        s=SimpleNamespace(  # type: ignore[arg-type]
+        setup=SimpleNamespace(  # type: ignore[arg-type]
             mesh=SimpleNamespace(distributed=world_size > 1, world_size=world_size, rank=0),
             outliers=SimpleNamespace(sigma=None, add=lambda *figures: None),
             scaler=SimpleNamespace(enabled=True, state_dict=lambda: {"scale": 4.0}),
@@ -54,8 +54,8 @@ def made(
             # type: ignore[arg-type]
             SimpleNamespace(), SimpleNamespace(rows=rows or []),  # type: ignore[arg-type]
         ),
-        p=p,
-        meter=Meter(torch.device("cpu"), 96 * p.step, 0, 0),
+        progress=progress,
+        meter=Meter(torch.device("cpu"), 96 * progress.step, 0, 0),
         measured=Measured(Norms("none", None), NoiseScale(12)),
         byte_lengths=torch.ones(1), fixed={}, peak_flops=None,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def step_of(loop: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     with loop.meter.stepping():
         loop.meter.add(torch.tensor(96), torch.tensor(False))
     monkeypatch.undo()
-    loop.p.step += 1
+    loop.progress.step += 1
 
 
 def test_times_are_of_the_whole_run(monkeypatch):
@@ -123,21 +123,22 @@ def on_its_way(loop: Any, tmp_path: Path, *, committing: bool = False) -> None:
 
 
 def overflow() -> Any:
-    return SimpleNamespace(read=lambda: Seen(BAD_NORM, 3.0, float("inf"), False, 96.0, None))
+    seen = Seen(BAD_NORM, 3.0, float("inf"), 1.0, False, 96.0, 4.0, None)
+    return SimpleNamespace(verdict=SimpleNamespace(read=lambda: seen))
 
 
 def test_a_skipped_step_does_not_wait_for_a_save(tmp_path, monkeypatch):
     loop = made(step=3)
     on_its_way(loop, tmp_path)
     loop.pending = overflow()
-    monkeypatch.setattr(training, "finish_saving", lambda loop: pytest.fail("waited"))
-    assert training.settle(loop) == 0
+    monkeypatch.setattr(verdicts, "finish_saving", lambda loop: pytest.fail("waited"))
+    assert verdicts.settle(loop) == 0
     assert loop.saving is not None
     monkeypatch.undo()
     monkeypatch.setattr("llmexp.train.checkpointing.call_hooks", lambda *arguments: {})
     loop.pending = overflow()
     with pytest.raises(TrainingFailed, match="2 updates in a row were skipped"):
-        training.settle(loop)
+        verdicts.settle(loop)
     assert (tmp_path / "committed").exists()  # the run ends here
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.train import loop as training
-from llmexp.train.sampling import sample
+from llmexp.train.sampling import print_sample, sample
 from tests.conftest import TINY, llmexp
 
 
@@ -64,24 +63,27 @@ def looped(
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
-    s = SimpleNamespace(parts=parts, loss=model, mesh=SimpleNamespace(sharded=sharded))
-    return SimpleNamespace(s=s, out=SimpleNamespace(console=SimpleNamespace(line=said.append)))
+    setup = SimpleNamespace(parts=parts, loss=model)
+    return SimpleNamespace(
+        setup=setup, run=parts.run, config=parts.config, mesh=SimpleNamespace(sharded=sharded),
+        out=SimpleNamespace(console=SimpleNamespace(line=said.append)),
+    )  # fmt: skip
 
 
 def test_in_mid_run_a_sample_is_as_long_as_the_sequences_and_ends_no_run():
     said: list[str] = []
     model = Eager()
-    training.say_sample(looped(holed(**{"<|endoftext|>": 280}), model, said))
+    print_sample(looped(holed(**{"<|endoftext|>": 280}), model, said))
     assert max(model.lengths) == 12 < len(model.lengths)
     assert said.pop().startswith("sample: ab")
     for sharded in (False, True):
-        training.say_sample(looped(holed(), model, said, sharded=sharded))
+        print_sample(looped(holed(), model, said, sharded=sharded))
         assert said.pop().startswith("sample: none: ValueError")
     broken = nn.Linear(2, 2)
-    training.say_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said))
+    print_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said))
     assert said.pop().startswith("sample: none: ")
     with pytest.raises(RuntimeError):  # another rank may be in its part of the same pass
-        training.say_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True))
+        print_sample(looped(holed(**{"<|endoftext|>": 280}), broken, said, sharded=True))
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ def push(event, context):
 # In place as soon as the worker looks up its hooks, before the first window is read.
 ORDER = """
 import dataclasses, os
-from llmexp.train import loop
+from llmexp.train import windows
 
-order_of = loop.order_of
-loop.order_of = lambda parts: dataclasses.replace(order_of(parts), seed=os.getpid())
+order_of = windows.order_of
+windows.order_of = lambda parts: dataclasses.replace(order_of(parts), seed=os.getpid())
 
 
 def shuffled(event, context):

@@ -1,0 +1,129 @@
+"""Look at the verdict on a step: count it, or end the run with words for what went wrong."""
+
+from __future__ import annotations
+
+from llmexp import mesh
+from llmexp.metrics.outliers import describe
+from llmexp.train.checkpointing import finish_saving
+from llmexp.train.diagnose import first_bad
+from llmexp.train.state import OUTLIERS_KEPT, Loop
+from llmexp.train.step import (
+    BAD_LOSS,
+    BAD_NORM,
+    EMPTY,
+    OK,
+    OUTLIER,
+    SKIPPED_OUTLIER,
+    Seen,
+    Step,
+    TrainingFailed,
+)
+from llmexp.train.windows import read_ahead
+
+WHAT = {
+    EMPTY: "no valid target",
+    SKIPPED_OUTLIER: "an outlier",
+    BAD_LOSS: "a loss",
+    BAD_NORM: "a gradient norm",
+}
+
+
+def settle(loop: Loop) -> int:
+    """Look at the verdict on the last step; return the number of applied updates. Raises
+    TrainingFailed."""
+    progress = loop.progress
+    if loop.pending is None:
+        return progress.updates
+    step, loop.pending = loop.pending, None
+    seen = step.verdict.read()
+    note(loop, seen)
+    if seen.code in (OK, OUTLIER):
+        progress.updates += 1
+        progress.consecutive_skips = 0
+    else:
+        if seen.code in (EMPTY, SKIPPED_OUTLIER) or loop.setup.scaler.enabled:
+            progress.skipped_steps += 1
+            progress.consecutive_skips += 1
+        if words := reason_to_end(loop, step, seen.code):
+            raise TrainingFailed(words)
+    return progress.updates
+
+
+def reason_to_end(loop: Loop, step: Step, code: int) -> str:
+    """Return why the run cannot go on after a step whose update was skipped; "" where it can. All
+    ranks are here, and the checkpoint that is on its way is finished."""
+    progress, scaler = loop.progress, loop.setup.scaler
+    overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
+    if overflowed and not scaler.enabled:
+        finish_last_save(loop)
+        ranks = mesh.ranks_where(loop.mesh, not bool(step.own_nll.isfinite()))
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        return (
+            f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
+            f"applied; {diagnosed(loop)}{grew(loop)}"
+        )
+    if overflowed and scaler.state_dict()["scale"] < 1:
+        finish_last_save(loop)
+        return (
+            f"the fp16 loss scale fell below 1 at step {progress.step}: these gradients do not fit "
+            f"fp16; {diagnosed(loop)}"
+        )
+    if progress.consecutive_skips > limit:
+        finish_last_save(loop)
+        return (
+            f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
+            f"{progress.step} ({WHAT[code]}); train.max_consecutive_skips={limit}"
+        )
+    return ""
+
+
+def finish_last_save(loop: Loop) -> None:
+    """Finish the checkpoint that is on its way, before the run fails."""
+    try:
+        finish_saving(loop)
+    except (OSError, TrainingFailed) as error:  # what is wrong with the step comes first
+        loop.out.console.line(f"WARNING: {error}")
+
+
+def grew(loop: Loop) -> str:
+    """Return a hint, where the losses of the rows had been on their way up."""
+    rows = loop.out.rows.rows if loop.out.rows is not None else []
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    if len(losses) < 2 and loop.progress.step < 100:  # too soon for rows to tell
+        return (
+            "; if the steps are too large, a smaller optimizer.lr or a longer "
+            "schedule.warmup_steps helps"
+        )
+    if not losses or losses[-1] < min(losses) + 1:
+        return ""
+    return (
+        f"; the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller "
+        "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
+    )
+
+
+def diagnosed(loop: Loop) -> str:
+    """Return where the last step went wrong, from a second pass over it; for a run that ends."""
+    try:
+        window = next(read_ahead(loop.setup, loop.progress.step - 1))
+        return first_bad(loop.setup, window)
+    except Exception as error:  # it only explains
+        return f"where is not known: {error!r}"
+
+
+def note(loop: Loop, seen: Seen) -> None:
+    """Keep what is measured of the last step; its figures are on the host now."""
+    progress, outliers = loop.progress, loop.setup.outliers
+    if seen.code in (OUTLIER, SKIPPED_OUTLIER):
+        assert outliers.limits is not None
+        progress.outlier_count += 1
+        progress.outlier_steps = [*progress.outlier_steps, progress.step][-OUTLIERS_KEPT:]
+        skipped = "; its update was skipped" if seen.code == SKIPPED_OUTLIER else ""
+        why = describe(outliers.limits, seen.loss, seen.grad_norm)
+        loop.out.console.line(f"step {progress.step:,} is an outlier: {why}{skipped}")
+    if seen.code in (OK, OUTLIER, SKIPPED_OUTLIER):
+        outliers.add(seen.loss, seen.grad_norm)
+        if seen.small is not None:
+            loop.measured.noise.add(*seen.small, seen.grad_norm**2, seen.target_tokens)
+    if seen.code in (OK, OUTLIER):
+        loop.measured.norms.add(seen.grad_norm, seen.clipped)

@@ -1,0 +1,36 @@
+"""The windows of a run that this rank trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmexp.assembly.assemble import Parts
+from llmexp.data.reader import Cut, Order, Window, read_windows
+from llmexp.train.step import Setup
+
+
+def order_of(parts: Parts) -> Order:
+    """Return the order in which a run reads its training data."""
+    run, config = parts.run, parts.config
+    return Order(
+        parts.corpus.train,
+        run.sequence_length,
+        run.real_batch_size,
+        run.total_sequences,
+        config.train.seed,
+        config.data.get("shuffle", True),
+        config.data.get("ignore_id"),
+    )
+
+
+def read_ahead(setup: Setup, start_step: int) -> Iterator[Window]:
+    """Yield this rank's windows from `start_step` on, read ahead in the background."""
+    run, joined = setup.parts.run, setup.mesh
+    return read_windows(
+        order_of(setup.parts),
+        Cut(run.micro_batch_size, joined.dp_rank, joined.dp_size),
+        start_step,
+        run.max_steps,
+        digest=setup.parts.config.train.data_digest,
+        pin_memory=joined.device.type == "cuda",
+    )
