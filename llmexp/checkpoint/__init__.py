@@ -1,5 +1,6 @@
 """Write and read checkpoints. They hold no pickle and fit any layout of ranks. In reading order:
 
-saving    a snapshot, one file a rank, then the commit: manifest, rename; `Writer`, the thread
+pieces    the tensors of a model and its optimizers, and the boxes of them that a rank holds
 loading   the format; the newest whole checkpoint; parameters and optimizer state from its files
+saving    a snapshot, one file a rank, then the commit: manifest, rename; `Writer`, the thread
 """

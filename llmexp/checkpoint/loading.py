@@ -10,7 +10,7 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
 Where tensors are sharded, every rank writes the pieces that it holds
 (model-00002-of-00004.safetensors). A piece is a box of a full tensor; the header of its file tells
 the full shape and the box's offset, so a reader takes from each file what lies in its own boxes,
-whatever the layouts of saving and loading. The writing half is saving.py.
+whatever the layouts of saving and loading. saving.py writes them.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
+
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
 FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
 # What a parameter group says about kernels belongs to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
-
-Shape = tuple[int, ...]
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -79,69 +79,6 @@ class Loaded:
     state: dict[str, Any]
     model: dict[str, list[Stored]]
     optimizer: dict[str, list[Stored]]
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its
-    first name.
-
-    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state
-    dict never.
-    """
-    distinct: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {name: t for name, t in state.items() if distinct.setdefault(id(t), name) == name}
-
-
-def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
-    """Return the clean name of each tensor by its id(). Raises ValueError for optimizers of other
-    tensors."""
-    names = {id(t): name for name, t in named_tensors(model).items()}
-    for number, optimizer in enumerate(optimizers):
-        if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"optimizer {number} holds parameters that are not in the model's state dict"
-            )
-    return names
-
-
-def box(tensor: Tensor) -> tuple[Tensor, Shape, Shape]:
-    """Return this rank's part of a tensor, sharing its memory, and the part's offset and size in
-    the full tensor.
-
-    Raises ValueError for a DTensor whose part is not the box that its placements say.
-    """
-    offset, size = [0] * tensor.ndim, list(tensor.shape)
-    if not is_dtensor(tensor):
-        return tensor.detach(), tuple(offset), tuple(size)
-    sharded: Any = tensor.detach()
-    mesh = sharded.device_mesh
-    cuts = zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True)
-    # torch cuts a dimension mesh axis by mesh axis, from left to right; but FSDP, whose axis comes
-    # first, cuts what tensor parallelism has left. Its placement then has a split factor, and the
-    # cut is in truth the last one.
-    for placement, ranks, coordinate in sorted(
-        cuts, key=lambda cut: hasattr(cut[0], "split_factor")
-    ):
-        if placement.is_replicate():
-            continue
-        length = size[placement.dim]
-        chunk = -(-length // ranks)  # as torch.chunk: the last parts may be smaller or empty
-        start = min(chunk * coordinate, length)
-        offset[placement.dim] += start
-        size[placement.dim] = min(chunk, length - start)
-    local = sharded.to_local()
-    if tuple(local.shape) != tuple(size):
-        raise ValueError(
-            f"a part of shape {tuple(local.shape)} where {sharded.placements} gives {tuple(size)}"
-        )
-    return local, tuple(offset), tuple(size)
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Told by an attribute: importing the class costs the start of every run half a second or
-    more."""
-    return hasattr(tensor, "device_mesh")
 
 
 def steps(root: Path) -> list[Path]:
@@ -349,27 +286,26 @@ def _refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
 def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
     """Fill this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files
     open."""
-    local, offset, size = box(target)
+    own = piece_of(target)
     for piece in pieces:
-        low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
-        ends = zip(offset, size, piece.offset, piece.size, strict=True)
+        low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]
+        ends = zip(own.offset, own.local.shape, piece.offset, piece.size, strict=True)
         high = [min(a + n, b + m) for a, n, b, m in ends]
         if any(a >= b for a, b in zip(low, high, strict=True)):
             continue
         here, there = (
             tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-            for start in (offset, piece.offset)
+            for start in (own.offset, piece.offset)
         )
         try:
             if piece.file not in opened:
                 opened[piece.file] = safe_open(piece.file, framework="pt")
             file = opened[piece.file]
-            part = (
-                file.get_slice(name)[there] if there else file.get_tensor(name)
-            )  # a 0-dim tensor has no slices
+            # a 0-dim tensor has no slices
+            part = file.get_slice(name)[there] if there else file.get_tensor(name)
         except Exception as error:
             raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
-        local[here].copy_(part)
+        own.local[here].copy_(part)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

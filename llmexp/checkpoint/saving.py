@@ -1,7 +1,7 @@
 """Saving: every rank takes a snapshot and writes its files, then rank 0 commits them as one
 checkpoint.
 
-The format is in llmexp/checkpoint.py. Nothing here waits for another rank: that all have written
+The format is in loading.py. Nothing here waits for another rank: that all have written
 before `commit` is the caller's business.
 """
 
@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy as copying
-import functools
-import hashlib
 import json
-import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,27 +29,29 @@ from llmexp.checkpoint.loading import (
     MANIFEST,
     NOT_RESTORED,
     STATE,
-    Shape,
-    box,
     fingerprint,
+    steps,
+)
+from llmexp.checkpoint.pieces import (
+    Piece,
     is_dtensor,
+    is_writer,
     named_tensors,
     names_by_id,
-    steps,
+    piece_of,
+    weighted_sum,
 )
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one rank writes: by file and tensor name the local part, the full shape, the part's
-    offset."""
+    """What one rank writes: its pieces by file and tensor name."""
 
     rank: int
     world: int
-    files: dict[str, dict[str, tuple[Tensor, Shape, Shape]]]
-    optimizers: list[
-        dict[str, Any]
-    ]  # parameter groups and states that are no tensors, for state.pt
+    files: dict[str, dict[str, Piece]]
+    # parameter groups and states that are no tensors, for state.pt
+    optimizers: list[dict[str, Any]]
 
 
 def snapshot(
@@ -65,41 +63,40 @@ def snapshot(
     on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
     the model does not have.
     """
-    tensors = {"model": named_tensors(model), "optimizer": dict[str, Tensor]()}
     names = names_by_id(model, optimizers)
+    states: dict[str, Tensor] = {}
     described: list[dict[str, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        groups = [
-            {k: copying.deepcopy(v) for k, v in group.items() if k not in NOT_RESTORED}
-            | {"params": [names[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            kept = {k: copying.deepcopy(v) for k, v in group.items() if k not in NOT_RESTORED}
+            groups.append(kept | {"params": [names[id(p)] for p in group["params"]]})
         plain: dict[str, dict[str, Any]] = {}
-        for parameter, states in optimizer.state.items():
+        for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
-            plain[name] = {
-                k: copying.deepcopy(v) for k, v in states.items() if not isinstance(v, Tensor)
-            }
-            tensors["optimizer"] |= {
-                f"{number}/{name}/{k}": v for k, v in states.items() if isinstance(v, Tensor)
-            }
+            plain[name] = {}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    states[f"{number}/{name}/{key}"] = value
+                else:
+                    plain[name][key] = copying.deepcopy(value)
         described.append({"groups": groups, "state": plain})
 
+    tensors = {"model": named_tensors(model), "optimizer": states}
     spread = world > 1 and any(is_dtensor(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
-    files: dict[str, dict[str, tuple[Tensor, Shape, Shape]]] = {}
+    files: dict[str, dict[str, Piece]] = {}
     for kind, named in tensors.items():
-        own = files.setdefault(f"{kind}{suffix}.safetensors", {})
-        for name, tensor in named.items():
-            if _is_writer(tensor, rank):
-                local, offset, _ = box(tensor)
-                if local.numel() or not tensor.numel():  # of an uneven cut some ranks hold nothing
-                    own[name] = (_to_host(local) if copy else local, tuple(tensor.shape), offset)
+        own = {name: piece_of(t) for name, t in named.items() if is_writer(t, rank)}
+        # of an uneven cut some ranks hold nothing
+        own = {name: p for name, p in own.items() if p.local.numel() or 0 in p.shape}
+        if copy:
+            own = {name: replace(p, local=_to_host(p.local)) for name, p in own.items()}
+        if own or rank == 0:
+            files[f"{kind}{suffix}.safetensors"] = own
     if copy and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return Pieces(
-        rank, world, {name: own for name, own in files.items() if own or rank == 0}, described
-    )
+    return Pieces(rank, world, files, described)
 
 
 def _to_host(local: Tensor) -> Tensor:
@@ -130,15 +127,11 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
         written: dict[str, Any] = {}
         for name, own in pieces.files.items():
             boxes = {
-                key: {
-                    "shape": shape,
-                    "offset": offset,
-                    "dtype": str(local.dtype).removeprefix("torch."),
-                }
-                for key, (local, shape, offset) in own.items()
+                key: {"shape": p.shape, "offset": p.offset, "dtype": p.dtype}
+                for key, p in own.items()
             }
             save_file(
-                {key: local.contiguous() for key, (local, _, _) in own.items()},
+                {key: p.local.contiguous() for key, p in own.items()},
                 temporary / name,
                 metadata={"format": "pt", "step": str(step), "pieces": json.dumps(boxes)},
             )
@@ -146,57 +139,6 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
             written[name] = fingerprint(temporary / name) | {"sum": sums[name].result()}
             _sync(temporary / name)
         _write_json(temporary / _note(pieces.rank), written)
-
-
-def weighted_sum(pieces: dict[str, tuple[Tensor, Shape, Shape]]) -> int:
-    """Return the pieces' part of the digest of a state: the sum of all parts modulo 2**64 is the
-    digest.
-
-    Every 4-byte word of a tensor (the whole element where it is smaller) is multiplied by an odd
-    weight of its place in the full tensor; the sum over a tensor by one of its name, dtype and
-    shape. So the digest is the same however the tensors are cut over ranks, and one changed word
-    always changes it. It finds accidents, not forgeries.
-    """
-    total = 0
-    for name, (local, shape, offset) in pieces.items():
-        words = local.detach().contiguous()
-        if not words.numel():
-            continue
-        if words.ndim == 0:
-            words, offset = words[None], (0,)
-        size = words.element_size()
-        words = words.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.uint8)
-        start = (*offset[:-1], offset[-1] * max(1, size // 4))
-        found, most = (
-            0,
-            2**15 if words.device.type == "cpu" else 2**22,
-        )  # words at a time: a CPU's cache, or 64 MiB of a GPU
-        rows = max(1, most // math.prod(words.shape[1:]))
-        for first in range(0, len(words), rows):
-            found += _box_sum(words[first : first + rows], (start[0] + first, *start[1:]))
-        key = f"{name} {str(local.dtype).removeprefix('torch.')} {tuple(shape)}"
-        weight = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") | 1
-        total += weight * (found + (not any(offset)))  # a tensor of zeros counts too
-    return total % 2**64
-
-
-def _box_sum(words: Tensor, offset: Shape) -> int:
-    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo
-    2**64."""
-    for dim in reversed(range(words.ndim)):
-        words = (words * _weights(dim, offset[dim], words.shape[dim]).to(words.device)).sum(-1)
-    return int(words) % 2**64
-
-
-@functools.lru_cache(maxsize=4)
-def _weights(dim: int, start: int, count: int) -> Tensor:
-    """Return odd int64 weights of the places start, start + 1, ... of a dimension (splitmix64,
-    Steele et al. 2014)."""
-    x = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))
 
 
 def _order_header(path: Path) -> None:
@@ -232,33 +174,14 @@ def commit(
     """
     final, temporary = root / f"step_{step:08d}", _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        files: dict[str, Any] = {}
-        for rank in range(pieces.world):
-            note = temporary / _note(rank)
-            files |= json.loads(note.read_text(encoding="utf-8"))
-            note.unlink()
-        digest = {"model": 0, "optimizer": 0}
-        for name, expected in files.items():
-            kind = "model" if name.startswith("model") else "optimizer"
-            digest[kind] = (digest[kind] + expected.pop("sum")) % 2**64
-            if (temporary / name).stat().st_size != expected["size"]:
-                raise OSError(
-                    f"{temporary / name} does not have the size that its rank has written"
-                )
+        files, digests = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         _sync(temporary / STATE)
-        digests = {kind: f"{total:016x}" for kind, total in digest.items()}
-        about = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            **meta,
-            "digest": digests,
-            "files": files,
-        }
-        _write_json(temporary / MANIFEST, about)
+        about = {"format_version": FORMAT_VERSION, "step": step, **meta}
+        _write_json(temporary / MANIFEST, about | {"digest": digests, "files": files})
         _sync(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
@@ -269,11 +192,33 @@ def commit(
     shutil.rmtree(old, ignore_errors=True)
     known = sorted({*whole, step})
     if keep is not None and len(known) >= keep:
-        for found in [p for p in steps(root) if int(p.name[5:]) < known[-keep]]:
+        _remove_before(root, known[-keep])
+    return final
+
+
+def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fingerprints of the files that all ranks have written, and the digests of what is
+    in them, from the ranks' notes."""
+    files: dict[str, Any] = {}
+    for rank in range(world):
+        note = temporary / _note(rank)
+        files |= json.loads(note.read_text(encoding="utf-8"))
+        note.unlink()
+    digests = {"model": 0, "optimizer": 0}
+    for name, expected in files.items():
+        kind = "model" if name.startswith("model") else "optimizer"
+        digests[kind] = (digests[kind] + expected.pop("sum")) % 2**64
+        if (temporary / name).stat().st_size != expected["size"]:
+            raise OSError(f"{temporary / name} does not have the size that its rank has written")
+    return files, {kind: f"{total:016x}" for kind, total in digests.items()}
+
+
+def _remove_before(root: Path, step: int) -> None:
+    for found in steps(root):
+        if int(found.name[5:]) < step:
             with contextlib.suppress(OSError):
                 (found / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(found)
-    return final
 
 
 def clean(root: Path) -> None:
@@ -314,22 +259,6 @@ class Writer:
         error, self._thread, self._error = self._error, None, None
         if error is not None:
             raise error
-
-
-def _is_writer(tensor: Tensor, rank: int) -> bool:
-    """Return whether this rank, of those that hold the same piece, is the one that writes it.
-
-    FSDP shards what tensor parallelism leaves whole over a part of the ranks, once in each such
-    part: the part with rank 0 writes. Rank 0 also writes what is not sharded at all.
-    """
-    if not is_dtensor(tensor):
-        return rank == 0
-    sharded: Any = tensor
-    mesh = sharded.device_mesh
-    axes = zip(sharded.placements, mesh.get_coordinate(), strict=True)
-    return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool(
-        (mesh.mesh == 0).any()
-    )
 
 
 @contextlib.contextmanager

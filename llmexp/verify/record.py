@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp import fileio, mesh, rundir
-from llmexp.checkpoint import loading
+from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.config import Config
 from llmexp.train.diagnose import tensors_in
 
@@ -74,9 +74,7 @@ def record(event: str, context: Any) -> None:
 def entered(event: str, context: Any) -> None:
     """Act as the last hook: record what the user's own left of the parameters."""
     if event == "step_start" and os.environ.get(MODULES):
-        _recorder().entered = {
-            n: digest(t) for n, t in loading.named_tensors(context.model).items()
-        }
+        _recorder().entered = {n: digest(t) for n, t in named_tensors(context.model).items()}
 
 
 def read(run: Path) -> Records:
@@ -228,8 +226,8 @@ class _Recorder:
         for name, module in model.named_modules():
             module.register_forward_pre_hook(going_in(name), with_kwargs=True)
             module.register_forward_hook(coming_out(name))
-        names = loading.names_by_id(model, optimizers)
-        for name, tensor in loading.named_tensors(model).items():
+        names = names_by_id(model, optimizers)
+        for name, tensor in named_tensors(model).items():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(left(name))
 
@@ -263,9 +261,9 @@ def kernel(optimizer: Optimizer) -> str:
 
 def _tensors(context: Any) -> dict[str, dict[str, str]]:
     """Digest of parameters and buffers, and of the optimizers' state, by name."""
-    names = loading.names_by_id(context.model, context.optimizers)
+    names = names_by_id(context.model, context.optimizers)
     return {
-        "parameters": {name: digest(t) for name, t in loading.named_tensors(context.model).items()},
+        "parameters": {name: digest(t) for name, t in named_tensors(context.model).items()},
         "optimizer": {
             f"{number}/{names[id(p)]}/{key}": digest(value)
             for number, optimizer in enumerate(context.optimizers)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from llmexp.checkpoint import saving
+from llmexp.checkpoint.pieces import piece_of
 
 
 def pieces() -> saving.Pieces:
@@ -28,9 +29,7 @@ def pieces() -> saving.Pieces:
         for k in ("exp_avg", "exp_avg_sq")
     }
     files = {"model.safetensors": named, "optimizer.safetensors": moments}
-    held = {
-        n: {k: (t, tuple(t.shape), (0,) * t.ndim) for k, t in of.items()} for n, of in files.items()
-    }
+    held = {n: {k: piece_of(t) for k, t in of.items()} for n, of in files.items()}
     return saving.Pieces(0, 1, held, [])
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from llmexp.checkpoint import loading, saving
+from llmexp.checkpoint.pieces import Piece, is_dtensor, named_tensors, piece_of, weighted_sum
 from tests.conftest import ROOT, environment
 
 MODEL = "model.safetensors"
@@ -38,10 +39,10 @@ class Tied(nn.Module):
 
 def save(root, step, keep=2, model=None, optimizers=(), rank=0, world=1, copy=False, whole=()):
     """One process's whole save."""
-    pieces = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
-    saving.write(root, step, pieces)
+    held = saving.snapshot(model or Tied(), list(optimizers), rank, world, copy)
+    saving.write(root, step, held)
     return saving.commit(
-        root, step, pieces, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole
+        root, step, held, {"progress": {"step": step}}, {"tokens_seen": 1}, keep, whole
     )
 
 
@@ -64,9 +65,7 @@ def test_a_tied_parameter_is_saved_once_and_comes_back(tmp_path):
 
 
 def sums(tensors: dict[str, Tensor]) -> int:
-    return saving.weighted_sum(
-        {name: (t, tuple(t.shape), (0,) * t.ndim) for name, t in tensors.items()}
-    )
+    return weighted_sum({name: piece_of(t) for name, t in tensors.items()})
 
 
 KINDS = (
@@ -100,7 +99,7 @@ def test_the_digest_is_the_same_however_a_tensor_is_cut_and_sees_one_changed_bit
         moved = tuple(o + at * (d == dim) for d, o in enumerate(offset))
         parts += [(ends[0], offset), (ends[1], moved)]
     expected = sums({"a": whole})
-    total = sum(saving.weighted_sum({"a": (part, tuple(shape), offset)}) for part, offset in parts)
+    total = sum(weighted_sum({"a": Piece(part, tuple(shape), offset)}) for part, offset in parts)
     assert total % 2**64 == expected
     assert sums({"b": whole}) != expected
     if dtype != torch.float32:
@@ -497,7 +496,7 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
 
     model, mesh = Odd(), meshes.get(layout)
     with torch.no_grad():
-        for name, t in loading.named_tensors(model).items():
+        for name, t in named_tensors(model).items():
             t.copy_(value_of(name, tuple(t.shape), seed))
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model, process_group=mesh).module
@@ -516,13 +515,13 @@ def build(layout: str, meshes: dict, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if loading.is_dtensor(tensor) else tensor).detach()
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """All tensors, gathered by torch, are what the seed says; states are laid out as their
     parameters."""
-    tensors = loading.named_tensors(model)
+    tensors = named_tensors(model)
     assert set(tensors) == {*(n for n, _ in Odd().named_parameters()), "table"}
     for name, t in tensors.items():
         assert torch.equal(full(t), value_of(name, tuple(t.shape), seed)), name
@@ -646,8 +645,7 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
     ranks, number = LAYOUTS[layout], list(LAYOUTS).index(layout) + 1
     path = saved_by_all / layout / "step_00000005"
     expected = {
-        name: value_of(name, tuple(t.shape), number)
-        for name, t in loading.named_tensors(Odd()).items()
+        name: value_of(name, tuple(t.shape), number) for name, t in named_tensors(Odd()).items()
     }
     expected |= {
         f"0/{name}/{k}": v
@@ -691,8 +689,7 @@ def test_each_element_is_written_once_and_no_rank_writes_more_than_its_share(sav
 def test_the_digest_is_of_the_state_and_not_of_its_layout(saved_by_all, layout):
     number = list(LAYOUTS).index(layout) + 1
     model = {
-        name: value_of(name, tuple(t.shape), number)
-        for name, t in loading.named_tensors(Odd()).items()
+        name: value_of(name, tuple(t.shape), number) for name, t in named_tensors(Odd()).items()
     }
     optimizer = {
         f"0/{name}/{k}": v
