@@ -50,7 +50,6 @@ FIRST = [
 MOST_LINES = {
     "llmexp.assembly.assemble": 427,
     "llmexp.mesh.agent": 363,
-    "llmexp.models.loss": 386,
     "llmexp.run": 532,
     "llmexp.sweep.slurm": 415,
     "llmexp.verify.geometry": 408,
@@ -60,7 +59,6 @@ LONG = {
     "llmexp.cli.resume.resume": 61,
     "llmexp.cli.verify.run": 78,
     "llmexp.mesh.agent.launch_ranks": 97,
-    "llmexp.models.loss._chunked_nll": 103,
     "llmexp.run.solve": 64,
     "llmexp.sweep.launchers.execute": 111,
     "llmexp.sweep.local.run_all": 62,

@@ -1,8 +1,10 @@
 """The models, written for one device, and the end of the loss. In reading order:
 
 gpt2, llama  the two families
+common       what both share: initial values, logits, FLOPs
 checks       checks of their arguments
-loss         `WindowLoss`: hidden states and targets -> summed cross-entropy, without whole logits
+loss         `WindowLoss`: token ids and targets -> summed cross-entropy
+chunked      its kernel for large vocabularies, which never holds all logits
 recompute    activation checkpointing
 memory       what a forward pass keeps, counted
 sampling     text, token by token

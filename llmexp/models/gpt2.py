@@ -6,15 +6,12 @@ width, v vocabulary.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
-
-INIT_STD = 0.02
+from llmexp.models.common import FLOPS_FORMULA, flops_per_token, init_weights, logits
 
 
 class Attention(nn.Module):
@@ -80,7 +77,8 @@ class GPT2(nn.Module):
     Raises ValueError for sizes that do not fit together.
     """
 
-    flops_formula = "6 x matmul parameters + 12 x layers x length x width"
+    flops_formula = FLOPS_FORMULA
+    init_weights, forward, flops_per_token = init_weights, logits, flops_per_token
 
     def __init__(
         self,
@@ -119,23 +117,6 @@ class GPT2(nn.Module):
         self.to_empty(device=device)
         self.init_weights()
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all parameters anew from the global generator (needed after `to_empty`).
-
-        Weights N(0, 0.02^2), biases 0, norms 1 and 0; the two projections of a block that end on
-        the residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper).
-        """
-        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                residual = name.endswith(("out_proj", "down_proj"))
-                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
-            if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-            if isinstance(module, nn.LayerNorm | nn.Linear):
-                nn.init.zeros_(module.bias)
-
     @property
     def head_weight(self) -> Tensor:
         """Output projection (v, d), a Parameter: the token embedding's weight."""
@@ -151,19 +132,3 @@ class GPT2(nn.Module):
         for block in self.blocks:
             h_btd = block(h_btd)
         return self.final_norm(h_btd)
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Return logits (b, t, v) of the next token."""
-        return F.linear(self.features(tokens_bt), self.head_weight)
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
-
-        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not)
-        and 12 x layers x length x width for attention, counted as the full square as is usual
-        although half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
-        """
-        linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
-        matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()
-        d_model = self.head_weight.shape[1]
-        return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * d_model

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
-
-INIT_STD = 0.02
+from llmexp.models.common import FLOPS_FORMULA, flops_per_token, init_weights, logits
 
 
 def rope_tables(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,8 @@ class Llama(nn.Module):
     together.
     """
 
-    flops_formula = "6 x matmul parameters + 12 x layers x length x width"
+    flops_formula = FLOPS_FORMULA
+    init_weights, forward, flops_per_token = init_weights, logits, flops_per_token
 
     def __init__(
         self,
@@ -176,21 +176,6 @@ class Llama(nn.Module):
         self.to_empty(device=device)
         self.init_weights()
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw all parameters anew from the global generator (needed after `to_empty`).
-
-        Weights N(0, 0.02^2), norms 1; as in GPT-2 the two projections of a block that end on the
-        residual stream are scaled by 1/sqrt(2 n_layers).
-        """
-        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                residual = name.endswith(("out_proj", "down_proj"))
-                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
-            elif isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
-
     @property
     def head_weight(self) -> Tensor:
         """Output projection (v, d), a Parameter: the token embedding's weight unless `tied_head` is
@@ -209,19 +194,3 @@ class Llama(nn.Module):
         for block in self.blocks:
             h_btd = block(h_btd, cos_tk, sin_tk)
         return self.final_norm(h_btd)
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Return logits (b, t, v) of the next token."""
-        return F.linear(self.features(tokens_bt), self.head_weight)
-
-    def flops_per_token(self, sequence_length: int) -> int:
-        """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
-
-        6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-up not) and
-        12 x layers x length x width for attention, counted as the full square as is usual although
-        half of it is masked (PaLM, Chowdhery et al. 2022, appendix B).
-        """
-        linears = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)]
-        matmul_parameters = sum(m.weight.numel() for m in linears) + self.head_weight.numel()
-        d_model = self.head_weight.shape[1]
-        return 6 * matmul_parameters + 12 * len(self.blocks) * sequence_length * d_model

@@ -183,9 +183,7 @@ def stepped(case: Case, *, planned: bool) -> dict[str, Any]:
         "parameters": storage_bytes(s.parameters),
         "gradients": storage_bytes([p.grad for p in s.parameters]),
         "optimizer": storage_bytes(states),
-        "files": {
-            name: sum(t.nbytes for t, _, _ in pieces.values()) for name, pieces in files.items()
-        },
+        "files": {name: sum(p.local.nbytes for p in own.values()) for name, own in files.items()},
         "windows": windows,
         "held": held,  # when the last micro-batch begins
     }
@@ -298,9 +296,9 @@ def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
     (Fake from the start it would take minutes: fully_shard cuts each parameter into as many parts
     as there are ranks.)
     """
-    from llmexp.models import loss
+    from llmexp.models import chunked
 
-    build, sizes = parts.build_model, loss._chunk_sizes
+    build, sizes = parts.build_model, chunked.chunk_sizes
     with contextlib.ExitStack() as stack:
 
         def build_model() -> nn.Module:
@@ -317,7 +315,7 @@ def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
 
         # As on an accelerator: hundreds of small tiles of logits would only take time.
         stack.enter_context(
-            mock.patch.object(loss, "_chunk_sizes", return_value=sizes(torch.device("cuda")))
+            mock.patch.object(chunked, "chunk_sizes", return_value=sizes(torch.device("cuda")))
         )
         # DDP compares the ranks' shapes, and a fake group brings none from the others.
         stack.enter_context(

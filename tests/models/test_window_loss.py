@@ -22,15 +22,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmexp.models import loss
+from llmexp.models import chunked
+from llmexp.models.chunked import Dtypes, VocabShard, chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
-from llmexp.models.loss import (
-    VocabShard,
-    WindowLoss,
-    chunked_cross_entropy_sum,
-    plain_cross_entropy_sum,
-)
+from llmexp.models.loss import WindowLoss, plain_cross_entropy_sum
 from llmexp.models.sampling import generate
 
 
@@ -77,7 +73,7 @@ def test_any_cut_is_exact_in_fp64(
     h, weight = leaves(n, d, v, std, torch.float64)
     targets = torch.randint(0, v, (1, n)).masked_fill(torch.rand(1, n) < masked, -100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "_chunk_sizes", lambda device: (rows, tile))
+        patch.setattr(chunked, "chunk_sizes", lambda device: (rows, tile))
         nll = chunked_cross_entropy_sum(h, weight, targets)
         (3 * nll).backward()
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
@@ -132,9 +128,9 @@ def low_precision_path(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Both ways of a CPU with 16-bit floats, whatever instructions this one has."""
     native = request.param == "native"
     monkeypatch.setattr(
-        loss,
-        "_compute_dtypes",
-        lambda h, weight: (torch.bfloat16, torch.bfloat16 if native else torch.float32),
+        chunked.Dtypes,
+        "of",
+        lambda h, weight: Dtypes(torch.bfloat16, torch.bfloat16 if native else torch.float32),
     )
     return request.param
 
@@ -271,7 +267,7 @@ class LargestTensor(TorchDispatchMode):
 def test_the_logits_are_never_whole() -> None:
     n, d, v = 1100, 4, 5000
     h, weight = leaves(n, d, v, 1.0, torch.float32)
-    rows, tile = loss._chunk_sizes(h.device)
+    rows, tile = chunk_sizes(h.device)
     with LargestTensor() as largest:
         chunked_cross_entropy_sum(h, weight, torch.randint(0, v, (1, n))).backward()
     assert largest.numel == rows * tile < n * v
@@ -403,7 +399,7 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
         return nll.detach(), *torch.autograd.grad(3 * nll, (own_h, own_weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "_chunk_sizes", lambda device: (rows, tile))
+        patch.setattr(chunked, "chunk_sizes", lambda device: (rows, tile))
         found = threads.run(work)
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
     # As in test_any_cut_is_exact_in_fp64; the ranks' sums add no more terms.

@@ -1,0 +1,306 @@
+"""The summed cross-entropy of an output head, chunk by chunk, with its gradients made on the way
+forward: without ever holding all logits.
+
+Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model
+width, v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for
+broadcasting.
+
+Rows are taken in chunks and the vocabulary in tiles. Of each tile of logits z only e = exp(z - m)
+is kept, m being the tile's row maximum. When a chunk has seen all tiles, softmax = e * c with
+c = exp(m - logsumexp) per row and tile, so that the scaling goes onto the small matrices and the
+tiles themselves need no further pass:
+    dh = sum over tiles (e @ W) * c - W[target],   dW = e^T @ (h * c) - one_hot(target)^T @ h.
+With a shard the ranks share a chunk's row maxima and sums in two reductions (MAX, then SUM) and dh
+in one at the end. Its W is then a part, of which W[target] and one_hot see only the targets that
+lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """One rank's part of an output head whose rows, the vocabulary, are split over several ranks.
+
+    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a
+    tensor in place over these ranks and return it; `gather` returns the ranks' tensors joined along
+    the last dimension.
+    """
+
+    first: int  # id of the first row of the part
+    size: int  # rows of the full vocabulary
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+
+def chunk_sizes(device: torch.device) -> tuple[int, int]:
+    """Rows per chunk, which bounds the memory for logits, and vocabulary per tile.
+
+    On a CPU a tile of logits (512 x 2048 fp32, 4 MiB) stays in the cache between its product and
+    its sums. On an accelerator large products and few launches count.
+    """
+    return (512, 2048) if device.type == "cpu" else (4096, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What the head's operands are rounded to, and what its products are computed in.
+
+    They differ on a CPU without instructions for the first: rounding the operands and multiplying
+    in fp32 gives what the instructions would, and is many times faster than torch's loops in plain
+    C++.
+    """
+
+    operand: torch.dtype
+    compute: torch.dtype
+
+    @classmethod
+    def of(cls, h_nd: Tensor, weight_vd: Tensor) -> Dtypes:
+        device_type = h_nd.device.type
+        if torch.is_autocast_enabled(device_type) and h_nd.dtype != torch.float64:
+            operand = torch.get_autocast_dtype(device_type)
+        else:
+            operand = torch.promote_types(h_nd.dtype, weight_vd.dtype)
+        if device_type == "cpu" and operand.itemsize == 2:
+            native = operand == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return cls(operand, operand if native else torch.float32)
+        return cls(operand, operand)
+
+    @property
+    def sums(self) -> torch.dtype:
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    @property
+    def scale(self) -> float:
+        """softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal
+        range."""
+        return 256.0 if self.compute == torch.float16 else 1.0
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The rows of the output head that are on this rank, in tiles."""
+
+    weight_vd: Tensor  # in the operands' dtype
+    dtypes: Dtypes
+    tile_size: int
+    shard: VocabShard | None
+
+    def starts(self) -> range:
+        return range(0, self.weight_vd.shape[0], self.tile_size)
+
+    def tile(self, start: int) -> Tensor:
+        return self.weight_vd[start : start + self.tile_size].to(self.dtypes.compute)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows, and their targets as rows of this rank's head."""
+
+    h_nd: Tensor
+    target_n1: Tensor
+    valid_n1: Tensor  # whether the row has a target
+    here_n1: Tensor  # and it is in this rank's part of the vocabulary
+
+    @classmethod
+    def of(cls, h_nd: Tensor, targets_n: Tensor, head: _Head) -> _Chunk:
+        first_id = 0 if head.shard is None else head.shard.first
+        target_n1 = targets_n[:, None]
+        valid_n1 = target_n1 != IGNORE_INDEX
+        target_n1 = target_n1 - first_id
+        here_n1 = valid_n1 & (target_n1 >= 0) & (target_n1 < head.weight_vd.shape[0])
+        # Other rows are computed with target 0 and multiplied away: their place is not known on the
+        # host.
+        return cls(
+            h_nd.to(head.dtypes.compute), target_n1.masked_fill(~here_n1, 0), valid_n1, here_n1
+        )
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """The softmax of a chunk's logits as e * c, and its summed loss."""
+
+    tiles: list[Tensor]  # e; none where no gradient is wanted
+    c_ni: Tensor
+    nll: Tensor
+
+
+def _chunked_nll(
+    h_nd: Tensor,
+    weight_vd: Tensor,
+    targets_n: Tensor,
+    needs: tuple[bool, bool],
+    dtypes: Dtypes,
+    shard: VocabShard | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`,
+    in one pass."""
+    rows_per_chunk, tile_size = chunk_sizes(h_nd.device)
+    head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
+    nll = torch.zeros((), dtype=dtypes.sums, device=h_nd.device)
+    grad_h_nd = grad_weight_vd = None
+    if needs[0]:  # contiguous, to be reduced
+        grad_h_nd = h_nd.new_zeros(h_nd.shape, dtype=dtypes.sums)
+    if needs[1]:
+        grad_weight_vd = torch.zeros_like(weight_vd, dtype=dtypes.sums)
+    h_nd = h_nd.to(dtypes.operand)
+    for first in range(0, h_nd.shape[0], rows_per_chunk):
+        rows = slice(first, first + rows_per_chunk)
+        chunk = _Chunk.of(h_nd[rows], targets_n[rows], head)
+        softmax = _softmax(chunk, head, keep=any(needs))
+        nll += softmax.nll
+        grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[rows]
+        _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, softmax, head)
+        del softmax  # its tiles would live beside those of the next chunk
+    if shard is not None and grad_h_nd is not None:
+        grad_h_nd = shard.sum(grad_h_nd)
+    return nll, grad_h_nd, grad_weight_vd
+
+
+def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
+    sum_dtype, target_n1 = head.dtypes.sums, chunk.target_n1
+    target_logit_n1 = torch.zeros_like(target_n1, dtype=sum_dtype)
+    tiles: list[Tensor] = []
+    maxima: list[Tensor] = []
+    sums: list[Tensor] = []
+    for start in head.starts():
+        z_nv = (chunk.h_nd @ head.tile(start).T).to(sum_dtype)
+        column_n1 = target_n1 - start
+        clamped_n1 = column_n1.clamp(0, z_nv.shape[1] - 1)
+        target_logit_n1 = torch.where(
+            column_n1 == clamped_n1, z_nv.gather(1, clamped_n1), target_logit_n1
+        )
+        maxima.append(z_nv.amax(1, keepdim=True))
+        e_nv = z_nv.sub_(maxima[-1]).exp_()
+        sums.append(e_nv.sum(1, keepdim=True))
+        if keep:
+            tiles.append(e_nv.to(head.dtypes.compute))
+    max_ni = torch.cat(maxima, 1)
+    max_n1 = max_ni.amax(1, keepdim=True)
+    if head.shard is not None:
+        max_n1 = head.shard.max(max_n1)
+    relative_ni = (max_ni - max_n1).exp()
+    total_n1 = (relative_ni * torch.cat(sums, 1)).sum(1, keepdim=True)
+    # Relative to the maximum, as the total is, so that a loss far below 1 keeps its digits.
+    at_target_n1 = (target_logit_n1 - max_n1).masked_fill(~chunk.here_n1, 0)
+    owners_n1 = chunk.here_n1.to(sum_dtype)
+    if head.shard is not None:
+        total_n1, at_target_n1, owners_n1 = head.shard.sum(
+            torch.stack((total_n1, at_target_n1, owners_n1))
+        )
+    # A target that is nobody's spoils the loss instead of passing unseen.
+    at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
+    nll = (total_n1.log() - at_target_n1).masked_fill(~chunk.valid_n1, 0).sum()
+    c_ni = (relative_ni / total_n1).masked_fill(~chunk.valid_n1, 0)
+    return _Softmax(tiles, c_ni, nll)
+
+
+def _add_gradients(
+    grad_h_nd: Tensor | None,
+    grad_weight_vd: Tensor | None,
+    chunk: _Chunk,
+    softmax: _Softmax,
+    head: _Head,
+) -> None:
+    """Add a chunk's part, in place, to the gradients that are wanted."""
+    dtypes, target_n = head.dtypes, chunk.target_n1[:, 0]
+    for i, (start, e_nv) in enumerate(zip(head.starts(), softmax.tiles, strict=False)):
+        c_n1 = softmax.c_ni[:, i : i + 1]
+        if grad_h_nd is not None:
+            grad_h_nd.addcmul_(_matmul(e_nv, head.tile(start), dtypes.sums), c_n1)
+        if grad_weight_vd is not None:
+            scaled_nd = (chunk.h_nd * (c_n1 * dtypes.scale)).to(dtypes.compute)
+            grad_tile_vd = grad_weight_vd[start : start + head.tile_size]
+            if dtypes.compute == dtypes.sums:
+                grad_tile_vd.addmm_(e_nv.T, scaled_nd)
+            else:
+                grad_tile_vd.add_(_matmul(e_nv.T, scaled_nd, dtypes.sums), alpha=1 / dtypes.scale)
+    if grad_h_nd is not None:
+        grad_h_nd.sub_(head.weight_vd[target_n] * chunk.here_n1)
+    if grad_weight_vd is not None:
+        rows_nd = (chunk.h_nd * chunk.here_n1).to(dtypes.sums)
+        _subtract_rows(grad_weight_vd, target_n, rows_nd)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply a @ b, with the result in `dtype`; on an accelerator never rounded to the operands'
+    dtype between."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
+def _subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:
+    """out[index] -= rows, repeated indices included, in an order that is the same each time."""
+    if out_vd.device.type == "cpu":
+        out_vd.index_add_(0, index_n, rows_nd, alpha=-1)
+    else:
+        # index_add_ would add atomically, in any order; this one sorts.
+        out_vd.index_put_((index_n,), -rows_nd, accumulate=True)
+
+
+class _ChunkedNLL(torch.autograd.Function):
+    """`_chunked_nll` as a differentiable function; its gradients are made on the way forward."""
+
+    @staticmethod
+    def forward(ctx: Any, h_nd: Tensor, weight_vd: Tensor, *arguments: Any) -> Tensor:
+        nll, *ctx.gradients = _chunked_nll(h_nd, weight_vd, *arguments)
+        ctx.dtypes = h_nd.dtype, weight_vd.dtype
+        ctx.n_arguments = len(arguments)
+        return nll
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "second backward through the same loss: its gradients were given away"
+            )
+        # In place and only once: a copy of the weight's gradient would be the largest tensor of the
+        # step.
+        scaled = [
+            None if gradient is None else gradient.mul_(grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return (*scaled, *[None] * ctx.n_arguments)
+
+
+def chunked_cross_entropy_sum(
+    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
+) -> Tensor:
+    """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64
+    in fp64).
+
+    `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum
+    nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 (on an
+    accelerator 4096) rows of logits, and does no gradient work without grad mode. The gradient can
+    be taken once, and not differentiated again.
+
+    With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with
+    the same h and targets. Each gets the whole sum and the whole gradient by h, and the gradient of
+    its own part.
+    """
+    grad_mode = torch.is_grad_enabled()
+    needs_h, needs_weight = grad_mode and h_btd.requires_grad, grad_mode and weight_vd.requires_grad
+    dtypes = Dtypes.of(h_btd, weight_vd)
+    with torch.autocast(h_btd.device.type, enabled=False):
+        return _ChunkedNLL.apply(
+            h_btd.flatten(0, -2),
+            weight_vd,
+            targets_bt.flatten(),
+            (needs_h, needs_weight),
+            dtypes,
+            shard,
+        )

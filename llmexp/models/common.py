@@ -1,0 +1,52 @@
+"""What GPT2 and Llama share: their initial values, their logits and the count of their FLOPs.
+
+A model has `blocks`, `head_weight` and `features`; these functions stand in its class as methods.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INIT_STD = 0.02
+FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x length x width"
+
+
+@torch.no_grad()
+def init_weights(model: Any) -> None:
+    """Draw all parameters anew from the global generator (needed after `to_empty`).
+
+    Weights N(0, 0.02^2), biases 0, norms 1 (and 0); the two projections of a block that end on the
+    residual stream are scaled by 1/sqrt(2 n_layers) (section 2.3 of the paper of GPT-2).
+    """
+    residual_std = INIT_STD / math.sqrt(2 * len(model.blocks))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            residual = name.endswith(("out_proj", "down_proj"))
+            nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            nn.init.ones_(module.weight)
+        if (bias := getattr(module, "bias", None)) is not None:
+            nn.init.zeros_(bias)
+
+
+def logits(model: Any, tokens_bt: Tensor) -> Tensor:
+    """Return logits (b, t, v) of the next token."""
+    return F.linear(model.features(tokens_bt), model.head_weight)
+
+
+def flops_per_token(model: Any, sequence_length: int) -> int:
+    """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
+
+    6 per matmul parameter (2 forward, 4 backward; the head once, the embedding look-ups not) and 12
+    x layers x length x width for attention, counted as the full square as is usual although half of
+    it is masked (PaLM, Chowdhery et al. 2022, appendix B).
+    """
+    linears = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    matmul_parameters = sum(m.weight.numel() for m in linears) + model.head_weight.numel()
+    d_model: int = model.head_weight.shape[1]
+    return 6 * matmul_parameters + 12 * len(model.blocks) * sequence_length * d_model
