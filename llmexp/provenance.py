@@ -1,18 +1,18 @@
 """What a run was made of, in its folder's `provenance/`: the user's code, the packages, the
 drivers.
 
-provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers, container image
+provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers,
+                    container image
 <repository>.diff   uncommitted changes; `git apply` of it on the commit gives the tree of the run
 packages.txt        name==version of each installed distribution
 
 The repositories are looked into on a thread beside the start of the run. Nothing here fails a run
 or holds it up by more than `LIMIT_S`: what could not be found out is left out, and provenance.json
 says why. Standard library only.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -20,13 +20,11 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,13 @@ MAX_DIFF = 2**20  # bytes of each repository's
 MAX_NAMES = 200  # of changed files, and of untracked ones
 DIFF = (
     "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-relative", "--src-prefix=a/",
-    "--dst-prefix=b/",
-    "--find-renames", "--unified=3", "--submodule=short", "--ignore-submodules=dirty",
+    "--dst-prefix=b/", "--find-renames", "--unified=3", "--submodule=short",
+    "--ignore-submodules=dirty",
 )  # fmt: skip
-# What a line of a diff gives to a name such as API_KEY; texts that begin as tokens of known
-# services do.
+# A value that a line of a diff gives to a name such as API_KEY; a text that begins as the tokens of
+# known services do.
 ASSIGNED = re.compile(
-    r"""(?m)^([ +-].*?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)["']?\s*[:=]\s*["']?)"""
+    r"""(?m)^([+ -].*?\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)["']?\s*[:=]\s*["']?)"""
     r"""(?!\$)[^\s"'<(\[{]{8,}(?=["']?[,;]?\s*$)"""
 )
 TOKEN = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|AKIA|xox[abp]-)[A-Za-z0-9_-]{12,}")
@@ -70,21 +68,20 @@ class Search:
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + LIMIT_S
-        self._found: Found | None = None
+        self._found = Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
         self._thread = threading.Thread(target=self._work, name="provenance", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         try:
-            # git is ended then, and what is known so far is told
-            self._found = gather(self.deadline - 0.2)
+            self._found = gather(self.deadline - 0.2)  # then there is time to keep what is known
         except Exception as error:  # such as of a folder that was removed under the command
             self._found = Found({"left_out": f"{type(error).__name__}: {error}"}, {})
 
     def result(self) -> Found:
         """Wait until the deadline at most."""
         self._thread.join(max(0.0, self.deadline - time.monotonic()))
-        return self._found or Found({"left_out": f"not found out within {LIMIT_S:g} s"}, {})
+        return self._found
 
 
 SEARCH: list[Search] = []  # one or none: a process that makes many runs looks once
@@ -108,40 +105,34 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
         _write(run_dir, drivers, resumed)
     except Exception as error:  # whatever it is, it is not worth a training run
         why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        print(
-            redacted(f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"),
-            file=sys.stderr,
-        )
+        text = f"llmexp: {run_dir / FOLDER} could not be written: {why}; the run goes on"
+        print(redacted(text), file=sys.stderr)
 
 
 def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
-    written = folders(run_dir)
-    before = read(written[-1]) if written else {}
     packages = "".join(f"{line}\n" for line in installed()).encode()
-    about = {
-        "gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "platform": platform.platform(),
-        **drivers,
-    }
+    found = begin().result()
+    files = {name: _concealed(name, diff, found.about) for name, diff in found.files.items()}
+    about: dict[str, Any] = {"platform": platform.platform(), **drivers, **found.about}
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     if container := image():
         about["container"] = container
-    found = begin().result()
-    files = {name: _concealed(name, content, found.about) for name, content in found.files.items()}
-    about = json.loads(json.dumps(concealed(about | found.about)))
-    if _essence(before) == _essence(about):
+    about = json.loads(json.dumps(concealed(about)))
+    written = folders(run_dir)
+    before = read(written[-1]) if written else {}
+    before.pop("gathered", None)
+    if about == before:
         return
-    queued = (
-        bool(before) and not resumed
-    )  # by its sweep, perhaps hours ago: what it starts with is what counts
-    path = run_dir / (f"{FOLDER}-{len(written) + 1}" if written and not queued else FOLDER)
+    path = run_dir / FOLDER  # also of a queued run: what it starts with is what counts
+    if written and (resumed or not before):
+        path = run_dir / f"{FOLDER}-{len(written) + 1}"
     path.mkdir(exist_ok=True)
     for old in path.glob("*.diff"):
         if old.name not in files:
             old.unlink()
     for name, content in {PACKAGES: packages, **files}.items():
         fileio.write_whole(path / name, content)
-    fileio.write_json(path / FILE, about)
+    fileio.write_json(path / FILE, {"gathered": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **about})
 
 
 def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
@@ -152,10 +143,10 @@ def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
     """
     text = diff.decode("utf-8", "surrogateescape")
     clean = TOKEN.sub("<redacted>", ASSIGNED.sub(r"\1<redacted>", redacted(text)))
-    if clean != text:
-        (one,) = [one for one in about["repositories"] if one.get("diff") == name]
-        note = "the diff has placeholders for the values of secrets, and may not apply"
-        one["notes"] = [*(n for n in one["notes"] if n != note), note]
+    note = "the diff has placeholders for the values of secrets, and may not apply"
+    for one in about["repositories"]:
+        if clean != text and one.get("diff") == name and note not in one["notes"]:
+            one["notes"].append(note)
     return clean.encode("utf-8", "surrogateescape")
 
 
@@ -183,10 +174,6 @@ def read_packages(path: Path) -> dict[str, str]:
     return {name: version for name, _, version in (line.partition("==") for line in lines)}
 
 
-def _essence(about: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in about.items() if key != "gathered"}
-
-
 def gather(deadline: float) -> Found:
     """Look into the repositories until the deadline (of time.monotonic)."""
     files: dict[str, bytes] = {}
@@ -195,15 +182,14 @@ def gather(deadline: float) -> Found:
         one: dict[str, Any] = {"name": root.name, "folder": str(root), "notes": []}
         about["repositories"].append(one)
         try:
-            diff = _look_into(root, one, deadline)
+            _look_into(root, one, deadline)
+            diff = _diff(root, one, deadline) if one["changed"] else b""
         except Unknown as reason:
             one["notes"].append(str(reason))
             continue
         if diff:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", root.name) or "root"
-            one["diff"] = (
-                f"{name}.diff" if f"{name}.diff" not in files else f"{name}-{len(files)}.diff"
-            )
+            one["diff"] = f"{name}-{len(files)}.diff" if f"{name}.diff" in files else f"{name}.diff"
             files[one["diff"]] = diff
     if not about["repositories"]:
         about["left_out"] = f"{Path.cwd()} is in no git repository"
@@ -214,53 +200,49 @@ def repositories() -> list[Path]:
     """Return the top folders of the repositories that the current folder and the allowed packages
     are in."""
     places = [Path.cwd()]
-    for name in filter(
-        None, (n.strip().partition(".")[0] for n in os.environ.get("LLMEXP_ALLOW", "").split(","))
-    ):
+    for package in os.environ.get("LLMEXP_ALLOW", "").split(","):
         try:
-            spec = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(package.strip().partition(".")[0])
         except (ImportError, ValueError, AttributeError):
             continue
-        origins = (
-            [spec.origin]
-            if spec and spec.origin
-            else list(spec.submodule_search_locations or [])
-            if spec
-            else []
-        )
-        places += [Path(origin).resolve() for origin in origins[:1]]
-    tops = [
-        next((p for p in (place, *place.parents) if (p / ".git").exists()), None)
-        for place in places
-    ]
-    return list(dict.fromkeys(top for top in tops if top is not None))
+        if spec is not None:
+            origins = [spec.origin] if spec.origin else spec.submodule_search_locations or []
+            places += [Path(origin).resolve() for origin in list(origins)[:1]]
+    tops: dict[Path, None] = {}
+    for place in places:
+        for folder in (place, *place.parents):
+            if (folder / ".git").exists():
+                tops[folder] = None
+                break
+    return list(tops)
 
 
-def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
-    """Fill in what is known of a repository; return its diff, where there is one to keep. Raises
-    Unknown."""
-    words = _git(root, deadline, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")[0].decode().split()
+def _look_into(root: Path, one: dict[str, Any], deadline: float) -> None:
+    """Fill in what is known of a repository. Raises Unknown."""
+    words = _git(root, deadline, "rev-parse", "HEAD", "--abbrev-ref", "HEAD").decode().split()
     one["commit"], branch = words[0], words[-1]
     one["branch"] = branch if branch != "HEAD" else None  # detached
-    status, _ = _git(
+    status = _git(
         root, deadline, "status", "--porcelain", "-z", "--no-renames", "--ignore-submodules=dirty"
     )
     entries = [os.fsdecode(entry) for entry in status.split(b"\0") if entry]
-    for key, names in (
-        ("changed", [e.strip() for e in entries if not e.startswith("??")]),
-        ("untracked", [e[3:] for e in entries if e.startswith("??")]),
-    ):
+    untracked = [entry[3:] for entry in entries if entry.startswith("??")]
+    changed = [entry.strip() for entry in entries if not entry.startswith("??")]
+    for key, names in (("changed", changed), ("untracked", untracked)):
         one[key] = names[:MAX_NAMES]
         if len(names) > MAX_NAMES:
             one["notes"].append(f"{len(names):,} {key} files, of which {MAX_NAMES} are named")
     if (root / ".gitmodules").exists():
         one["notes"].append("uncommitted changes inside submodules are left out")
-    if not one["changed"]:
-        return b""
-    diff, digest = _git(root, deadline, *DIFF, "--binary", one["commit"], "--", limit=MAX_DIFF)
-    one["diff_sha256"] = digest
+
+
+def _diff(root: Path, one: dict[str, Any], deadline: float) -> bytes:
+    """Return the uncommitted changes, without binary files where they are too large. Raises
+    Unknown."""
+    diff = _git(root, deadline, *DIFF, "--binary", one["commit"], "--")
+    one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
     if len(diff) > MAX_DIFF:
-        diff, _ = _git(root, deadline, *DIFF, one["commit"], "--", limit=MAX_DIFF)
+        diff = _git(root, deadline, *DIFF, one["commit"], "--")
         if len(diff) > MAX_DIFF:
             raise Unknown(f"the diff is left out: it is larger than {MAX_DIFF:,} bytes")
         one["notes"].append(
@@ -269,53 +251,28 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> bytes:
     return diff
 
 
-def _git(root: Path, deadline: float, *arguments: str, limit: int = 2**22) -> tuple[bytes, str]:
-    """Return a git command's output, cut soon after `limit` bytes, and the sha256 of all of it.
-    Raises Unknown."""
+def _git(root: Path, deadline: float, *arguments: str) -> bytes:
+    """Return a git command's output. Raises Unknown."""
     what = f"git {arguments[0]}"
     # A file system monitor is a program of the repository's; locks would be in the way of the
     # user's own git.
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=true", *arguments]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {
-        "GIT_OPTIONAL_LOCKS": "0"
-    }
-    with tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command, cwd=root, env=env | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
-                process_group=0,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
-        except OSError as error:
-            raise Unknown(f"{what}: {error.strerror} (is git installed?)") from None
-        late = threading.Timer(max(0.0, deadline - time.monotonic()), _kill, (process.pid,))
-        late.start()
-        digest, kept = hashlib.sha256(), bytearray()
-        with process:
-            for chunk in _chunks(process.stdout):
-                digest.update(chunk)
-                if len(kept) <= limit:
-                    kept += chunk
-        late.cancel()
-        if process.returncode < 0:
-            raise Unknown(f"{what}: did not end within {LIMIT_S:g} s")
-        if process.returncode:
-            errors.seek(0)
-            said = errors.read(400).decode(errors="replace").strip().splitlines() or [
-                "no reason given"
-            ]
-            raise Unknown(redacted(f"{what}: {said[0]}"))
-    return bytes(kept), digest.hexdigest()
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _chunks(stream: Any) -> Iterator[bytes]:
-    while chunk := stream.read(2**16):
-        yield chunk
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    left = max(0.0, deadline - time.monotonic())
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=env, timeout=left, process_group=0, stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise Unknown(f"{what}: {error.strerror} (is git installed?)") from None
+    except subprocess.TimeoutExpired:
+        raise Unknown(f"{what}: did not end within {LIMIT_S:g} s") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise Unknown(redacted(f"{what}: {lines[0] if lines else 'no reason given'}"))
+    return done.stdout
 
 
 def installed() -> list[str]:
@@ -335,13 +292,8 @@ def image() -> str | None:
     for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if value := os.environ.get(name):
             return value
-    try:
-        told = re.search(
-            r'^image="(.+)"', Path("/run/.containerenv").read_text(encoding="utf-8"), re.M
-        )
-    except (OSError, ValueError):
-        told = None
-    if told:
+    podman = fileio.tail(Path("/run/.containerenv"), 2**16).decode(errors="replace")
+    if told := re.search(r'^image="(.+)"', podman, re.M):
         return told[1]
     build = os.environ.get("NVIDIA_BUILD_ID")
     return f"of NVIDIA's build {build}" if build else None

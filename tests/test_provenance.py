@@ -204,7 +204,7 @@ def test_a_git_that_hangs_is_ended_and_what_was_known_is_kept(
 ):
     tools, real = tmp_path / "tools", shutil.which("git")
     tools.mkdir()
-    hang = f'for a in "$@"; do [ "$a" = {command} ] && sleep 600; done'
+    hang = f'for a in "$@"; do [ "$a" = {command} ] && exec sleep 600; done'
     (tools / "git").write_text(f'#!/bin/sh\n{hang}\nexec {real} "$@"\n')
     (tools / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
