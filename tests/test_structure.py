@@ -48,7 +48,6 @@ FIRST = [
 
 # Larger than they should be; the numbers only go down.
 MOST_LINES = {
-    "llmexp.assembly.assemble": 427,
     "llmexp.mesh.agent": 363,
     "llmexp.run": 532,
     "llmexp.sweep.slurm": 415,

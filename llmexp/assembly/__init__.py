@@ -1,7 +1,9 @@
 """Build the parts of a run from its config, and check them. In reading order:
 
-assemble  config -> `Parts`: every check and every fact, then the solved `Run`
-parts     tokenizer, data, model and optimizers, each checked when it is built
-targets   `_target_`: from a dotted name to a function, if its package is allowed
-trial     one forward pass of a user's own model, before anything is written
+assemble   config -> `Parts`: every check and every fact, then the solved `Run`
+placement  device, ranks and arithmetic
+parts      tokenizer, data, model and optimizers, each checked when it is built
+targets    `_target_`: from a dotted name to a function, if its package is allowed
+fitting    which larger micro-batch would fit into memory
+trial      one forward pass of a user's own model, before anything is written
 """

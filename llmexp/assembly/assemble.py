@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import mesh, precision, schedule
+from llmexp import schedule
 from llmexp.assembly.parts import (
     DATA_COMMON,
     Shared,
@@ -31,33 +29,30 @@ from llmexp.assembly.parts import (
     label_of,
     place_of,
 )
+from llmexp.assembly.placement import (
+    Placement,
+    check_parallel,
+    placed,
+    solved_parallelism,
+    threads_per_rank,
+)
 from llmexp.assembly.targets import bind, hook
 from llmexp.assembly.trial import try_model
 from llmexp.compare.throughput import single_rank_rate
-from llmexp.config import Batch, Config, ConfigError, Parallelism, plain, refuse
-from llmexp.data.files import cpu_count
+from llmexp.config import Batch, Config, ConfigError, plain, refuse
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
-from llmexp.models.memory import saved_bytes
-from llmexp.models.recompute import blocks_of
 from llmexp.redact import redacted
 from llmexp.run import (
     Facts,
-    Layout,
     Run,
     check_model,
-    check_split,
     solve,
     solve_batch,
-    solve_layout,
     solve_rates,
 )
-
-# Of memory: what backward passes need beside what forward passes keep, and the share that may be
-# planned with.
-TEMPORARY, ROOM = 1.25, 0.8
 
 
 @dataclass(frozen=True)
@@ -78,43 +73,6 @@ class Parts:
     user: dict[str, Any]  # the section user
 
 
-def resolve_device(kind: str) -> torch.device:
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise refuse("train.device", kind, "no CUDA device is visible", "cpu")
-    return torch.device(
-        "cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu"
-    )
-
-
-def resolve_layout(config: Config, device: torch.device) -> Layout:
-    """Return where the ranks stand. Raises ConfigError for more than the devices there are and for
-    what does not divide."""
-    wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
-    there = torch.cuda.device_count() if device.type == "cuda" else None
-    ranks = wanted or (1 if kind == "single" else there) or 1
-    if there is not None and ranks > there:
-        raise refuse(
-            "parallelism.nproc_per_node",
-            ranks,
-            f"there are {there} CUDA devices on this host",
-            there,
-        )
-    if config.parallelism.backend == "nccl" and device.type != "cuda":
-        raise refuse(
-            "parallelism.backend",
-            "nccl",
-            f"needs CUDA devices; this run computes on {device.type}",
-            "gloo",
-        )
-    layout = solve_layout(config.parallelism, ranks)
-    if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        try:
-            mesh.check_loopback()
-        except ValueError as error:
-            raise refuse("parallelism.nproc_per_node", ranks, str(error)) from None
-    return layout
-
-
 def assemble(
     config: Config, *, write: bool, shared: Shared | None = None, tried: bool = False
 ) -> Parts:
@@ -124,70 +82,62 @@ def assemble(
     model of the user's has had its trial pass before the run's folder was made. Raises ConfigError.
     """
     saved, config, once = config, filled(config), (shared or Shared()).once
-    device = resolve_device(config.train.device)
-    layout = resolve_layout(config, device)
-    batch = solve_batch(config.batch, layout.dp_size)
+    place = placed(config)
+    batch = solve_batch(config.batch, place.layout.dp_size)
+    length = batch.sequence_length
     assert batch.real_batch_size is not None
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
-    chosen = _precision(config, device)
-    _check_compiler(config, device)
 
-    tokenizer, model_config = once(
+    tokenizer, model_section = once(
         "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
     )
-    make_model = functools.partial(
-        build_model, bind("model", model_config, {}), model_config, chosen[0], config.train
-    )
+    config = dataclasses.replace(config, model=model_section)
+    bound = bind("model", config.model, {})
+    make_model = functools.partial(build_model, bound, config.model, place.precision, config.train)
     make_optimizers = functools.partial(build_optimizers, optimizer)
-    loss = _on_meta(once, [model_config, chosen[0]], optimizer, make_model, make_optimizers)
-    _check_parallel(config, layout, model_config, loss)
+    deciding = [config.model, place.precision]
+    loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
+    check_parallel(config, place.layout, loss)
     # Before the data are prepared for nothing.
-    positions, vocab_size = (
-        getattr(loss.model, key, None) for key in ("max_position_embeddings", "vocab_size")
-    )
-    check_model(batch.sequence_length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
-    if _own(model_config) and not tried:
-        sizes = (
-            batch.sequence_length,
-            tokenizer.n_vocab,
-            model_config.get("vocab_size") or vocab_size,
-        )
+    positions = getattr(loss.model, "max_position_embeddings", None)
+    vocab_size = getattr(loss.model, "vocab_size", None)
+    check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
+    if _own(config.model) and not tried:
+        target = str(config.model["_target_"])
+        sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
         meta = shared is not None or not write  # a process that trains nothing
-        trial = functools.partial(
-            try_model, str(model_config["_target_"]), loss.model, make_model, *sizes, device, meta
+        once(
+            "trial",
+            [*deciding, _own(optimizer), *sizes],
+            lambda: try_model(target, loss.model, make_model, *sizes, place.device, meta),
         )
-        once("trial", [model_config, chosen[0], _own(optimizer), *sizes], trial)
     ids = vocab_size or tokenizer.n_vocab
-    deciding = [config.data, config.tokenizer, ids, batch.sequence_length, write]
-    corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write))
+    of_data = [config.data, config.tokenizer, ids, length, write]
+    corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
 
     software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    facts = _facts(config, layout, device, chosen, loss, model_config, tokenizer, corpus, rates)
+    facts = _facts(config, place, loss, tokenizer, corpus, rates)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), *software)
-    rate_factor = _rate_factor(config.schedule, run.max_steps)
-    solved = _solved(saved, config, model_config, optimizer, batch, chosen[0], layout)
+    solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
-        solved, _completed(solved, run), device, chosen[0], tokenizer, corpus, make_model,
-        make_optimizers, rate_factor,
-        hooks, config.user,
-    )  # fmt: skip
+        config=solved,
+        run=_completed(solved, run),
+        device=place.device,
+        precision=place.precision,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        build_model=make_model,
+        build_optimizers=make_optimizers,
+        rate_factor=_rate_factor(config.schedule, run.max_steps),
+        hooks=hooks,
+        user=config.user,
+    )
 
 
 def _own(section: dict[str, Any]) -> dict[str, Any] | None:
     """Return the section where it names a function of the user's, None where it is one of ours."""
     return None if str(section.get("_target_")).startswith("llmexp.") else section
-
-
-def _check_compiler(config: Config, device: torch.device) -> None:
-    if (
-        config.train.compile
-        and device.type == "cpu"
-        and not (shutil.which("g++") or shutil.which("clang++"))
-    ):
-        raise refuse(
-            "train.compile", True, "compiling for the CPU needs a C++ compiler (g++)", "false"
-        )
 
 
 def _on_meta(
@@ -211,30 +161,27 @@ def _on_meta(
 
 def _facts(
     config: Config,
-    layout: Layout,
-    device: torch.device,
-    chosen: tuple[str, str],
+    place: Placement,
     loss: WindowLoss,
-    model_config: dict[str, Any],
     tokenizer: Tokenizer,
     corpus: Corpus,
     rates: str | None,
 ) -> Facts:
-    """Return what the run is solved from. `chosen`: the precision, and why."""
-    model, kernel, tp = loss.model, loss.loss_kernel(device), layout.tensor_parallel_size
+    """Return what the run is solved from."""
+    model, kernel = loss.model, loss.loss_kernel(place.device)
+    tp = place.layout.tensor_parallel_size
     if tp > 1:
-        kernel = (
-            f"chunked(vocab={model.head_weight.shape[0] // tp} of {model.head_weight.shape[0]})"
-        )
+        rows = model.head_weight.shape[0]
+        kernel = f"chunked(vocab={rows // tp} of {rows})"
     flops = getattr(model, "flops_per_token", None)
     return Facts(
         parallelism=config.parallelism.kind,
-        layout=layout,
-        threads_per_rank=threads_per_rank(layout.nproc_per_node),
+        layout=place.layout,
+        threads_per_rank=threads_per_rank(place.layout.nproc_per_node),
         train_tokens=len(corpus.train),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=redacted(corpus.description),
-        model=redacted(label_of(model_config)),
+        model=redacted(label_of(config.model)),
         parameters=sum(p.numel() for p in model.parameters()),
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
         flops_per_token=flops(config.batch.sequence_length) if flops else None,
@@ -243,10 +190,10 @@ def _facts(
         tokenizer=redacted(tokenizer.name),
         tokenizer_vocab_size=tokenizer.n_vocab,
         vocab_size=getattr(model, "vocab_size", None),
-        device=device.type,
-        device_name=hardware.device_name(device),
-        precision=chosen[0],
-        precision_reason=chosen[1],
+        device=place.device.type,
+        device_name=hardware.device_name(place.device),
+        precision=place.precision,
+        precision_reason=place.reason,
         rates=rates,
     )
 
@@ -265,40 +212,34 @@ def _rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], flo
     """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
     knobs."""
     factor = bind("schedule", section, {})
-
-    def rate_factor(update: int) -> float:
-        found: float = factor(update, max_steps)
-        return found
-
     for update in (0, max_steps - 1):
-        if not isinstance(found := rate_factor(update), (int, float)):
+        if not isinstance(found := factor(update, max_steps), (int, float)):
             text = (
                 f"returned {found!r} for update {update}; the factor on the base rate, a "
-                "number, is needed"
+                f"number, is needed{place_of(section, 'schedule')}"
             )
-            raise refuse(
-                "schedule._target_", section["_target_"], f"{text}{place_of(section, 'schedule')}"
-            )
-    return rate_factor
+            raise refuse("schedule._target_", section["_target_"], text)
+    return lambda update: float(factor(update, max_steps))
 
 
 def _solved(
-    saved: Config, config: Config, model: dict[str, Any], optimizer: dict[str, Any], batch: Batch,
-    kind: str,
-    layout: Layout,
-) -> Config:  # fmt: skip
+    saved: Config, config: Config, optimizer: dict[str, Any], batch: Batch, place: Placement
+) -> Config:
     """Return the config `saved` with every derived value written back. `config` is the same one,
     filled."""
-    vocabulary = {k: v for k, v in model.items() if k == "vocab_size" and saved.model[k] is None}
+    model, data = dict(saved.model), dict(saved.data)
+    if model.get("vocab_size", 0) is None:
+        model["vocab_size"] = config.model["vocab_size"]
+    data |= {key: config.data[key] for key in DATA_COMMON if key in config.data}
+    rates = {key: rate for key, rate in optimizer.items() if rate != config.optimizer[key]}
     return dataclasses.replace(
         saved,
-        model=saved.model | vocabulary,
-        data=saved.data | {key: config.data[key] for key in DATA_COMMON if key in config.data},
-        optimizer=saved.optimizer
-        | {k: v for k, v in optimizer.items() if v != config.optimizer[k]},
+        model=model,
+        data=data,
+        optimizer=saved.optimizer | rates,
         batch=batch,
-        precision=dataclasses.replace(config.precision, kind=kind),
-        parallelism=solved_parallelism(config.parallelism, layout),
+        precision=dataclasses.replace(config.precision, kind=place.precision),
+        parallelism=solved_parallelism(config.parallelism, place.layout),
     )
 
 
@@ -317,49 +258,6 @@ def _completed(config: Config, run: Run) -> Run:
     return dataclasses.replace(run, facts=facts)
 
 
-def larger_micro_batch(parts: Parts) -> str | None:
-    """In words, with its figures: the largest micro-batch that would do with less accumulation and
-    surely fits into memory, by an upper estimate. None without accumulation, where none fits, and
-    where memory is not known."""
-    run, there = parts.run, hardware.memory_bytes(parts.device)
-    if run.gradient_accumulation_steps == 1 or there is None:
-        return None
-    with torch.device("meta"):
-        model = parts.build_model()
-    saved = saved_bytes(
-        model, run.sequence_length, whole_logits=not run.facts.loss_kernel.startswith("chunked")
-    )
-    if not saved:
-        return None
-    # weight, gradient and two moments
-    held = 4 * precision.parameter_dtype(parts.precision).itemsize
-    ranks = 1 if parts.device.type == "cuda" else run.facts.layout.nproc_per_node
-    cuts = [
-        n
-        for n in range(1, run.gradient_accumulation_steps)
-        if run.gradient_accumulation_steps % n == 0
-    ]
-    for accumulation in cuts:
-        micro = run.micro_batch_size * run.gradient_accumulation_steps // accumulation
-        needed = ranks * (held * run.facts.parameters + TEMPORARY * micro * saved)
-        if needed > ROOM * there:
-            continue
-        share = (
-            f"{held} bytes x {run.facts.parameters:,} parameters + {TEMPORARY} x {micro} x "
-            f"{saved / 2**20:,.1f} MiB"
-        )
-        times = f" x {ranks} ranks" if ranks > 1 else ""
-        cut = (
-            f"gradient_accumulation_steps {accumulation}" if accumulation > 1 else "no accumulation"
-        )
-        return (
-            f"batch.micro_batch_size={micro} with {cut} computes the same, but for rounding and "
-            f"the random numbers of dropout, and fits: at most about {needed / 2**30:,.3g} of "
-            f"{there / 2**30:,.3g} GiB ({share} that the forward pass of a sequence keeps{times})"
-        )
-    return None
-
-
 def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
     """Return the facts with the rate that one rank had at the same work; with a warning where it
     was not measured."""
@@ -376,51 +274,3 @@ def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
     return dataclasses.replace(
         facts, single_rank_rate=rate, warnings=(*facts.warnings, text) if why else facts.warnings
     )
-
-
-def threads_per_rank(ranks: int) -> int:
-    """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
-
-
-def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
-    """With what was null and has a meaning written back."""
-    return dataclasses.replace(
-        p,
-        nproc_per_node=layout.nproc_per_node,
-        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
-        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
-    )
-
-
-def _check_parallel(
-    config: Config, layout: Layout, model_config: dict[str, Any], loss: WindowLoss
-) -> None:
-    """Refuse a model or an optimizer that the ranks cannot share. Raises ConfigError."""
-    p, tp = config.parallelism, layout.tensor_parallel_size
-    if p.activation_checkpointing != "none" and not blocks_of(loss.model):
-        text = "computes blocks again, and the model has no list of them named `blocks`"
-        raise refuse(
-            "parallelism.activation_checkpointing", p.activation_checkpointing, text, "none"
-        )
-    if tp == 1:
-        return
-    check_split(model_config, tp)
-    if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
-        text = f"there is no plan for splitting the layers of {model_config['_target_']} over ranks"
-        raise refuse("parallelism", p.kind, text, "fsdp")
-    target = str(config.optimizer.get("_target_"))
-    if not target.startswith("llmexp."):
-        text = (
-            f"{target} is not known to take the mix of split and whole parameters of "
-            f"parallelism={p.kind}"
-        )
-        raise refuse("optimizer._target_", target, text, "llmexp.optim.adamw")
-
-
-def _precision(config: Config, device: torch.device) -> tuple[str, str]:
-    try:
-        return precision.choose(config.precision.kind, device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

@@ -37,7 +37,8 @@ def plan(arguments: list[str]) -> int:
             return plan_sweep(points, [*refused, *same], settings, arguments)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
     rundir.check_writable(wanted)
-    from llmexp.assembly.assemble import assemble, larger_micro_batch
+    from llmexp.assembly.assemble import assemble
+    from llmexp.assembly.fitting import larger_micro_batch
     from llmexp.metrics.console import banner
 
     parts = assemble(config, write=False)

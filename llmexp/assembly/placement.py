@@ -1,0 +1,118 @@
+"""Where a run computes: device, ranks and arithmetic, checked against what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from llmexp import mesh, precision
+from llmexp.config import Config, ConfigError, Parallelism, refuse
+from llmexp.data.files import cpu_count
+from llmexp.models.loss import WindowLoss
+from llmexp.models.recompute import blocks_of
+from llmexp.run import Layout, check_split, solve_layout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`reason`: why this precision."""
+
+    device: torch.device
+    layout: Layout
+    precision: str
+    reason: str
+
+
+def placed(config: Config) -> Placement:
+    """Return where a run computes. Raises ConfigError for what is not there."""
+    device = _device(config.train.device)
+    layout = _layout(config, device)
+    try:
+        kind, reason = precision.choose(config.precision.kind, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if config.train.compile and device.type == "cpu" and not compiler:
+        text = "compiling for the CPU needs a C++ compiler (g++)"
+        raise refuse("train.compile", True, text, "false")
+    return Placement(device, layout, kind, reason)
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise refuse("train.device", kind, "no CUDA device is visible", "cpu")
+    return torch.device(
+        "cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu"
+    )
+
+
+def _layout(config: Config, device: torch.device) -> Layout:
+    """Return where the ranks stand. Raises ConfigError for more than the devices there are and for
+    what does not divide."""
+    wanted, kind = config.parallelism.nproc_per_node, config.parallelism.kind
+    there = torch.cuda.device_count() if device.type == "cuda" else None
+    ranks = wanted or (1 if kind == "single" else there) or 1
+    if there is not None and ranks > there:
+        raise refuse(
+            "parallelism.nproc_per_node",
+            ranks,
+            f"there are {there} CUDA devices on this host",
+            there,
+        )
+    if config.parallelism.backend == "nccl" and device.type != "cuda":
+        raise refuse(
+            "parallelism.backend",
+            "nccl",
+            f"needs CUDA devices; this run computes on {device.type}",
+            "gloo",
+        )
+    layout = solve_layout(config.parallelism, ranks)
+    if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        try:
+            mesh.check_loopback()
+        except ValueError as error:
+            raise refuse("parallelism.nproc_per_node", ranks, str(error)) from None
+    return layout
+
+
+def threads_per_rank(ranks: int) -> int:
+    """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
+
+
+def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
+    """With what was null and has a meaning written back."""
+    return dataclasses.replace(
+        p,
+        nproc_per_node=layout.nproc_per_node,
+        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
+        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
+    )
+
+
+def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
+    """Refuse a model or an optimizer that the ranks cannot share. Raises ConfigError."""
+    p, tp = config.parallelism, layout.tensor_parallel_size
+    if p.activation_checkpointing != "none" and not blocks_of(loss.model):
+        text = "computes blocks again, and the model has no list of them named `blocks`"
+        raise refuse(
+            "parallelism.activation_checkpointing", p.activation_checkpointing, text, "none"
+        )
+    if tp == 1:
+        return
+    check_split(config.model, tp)
+    if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
+        text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
+        raise refuse("parallelism", p.kind, text, "fsdp")
+    target = str(config.optimizer.get("_target_"))
+    if not target.startswith("llmexp."):
+        text = (
+            f"{target} is not known to take the mix of split and whole parameters of "
+            f"parallelism={p.kind}"
+        )
+        raise refuse("optimizer._target_", target, text, "llmexp.optim.adamw")
