@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from llmexp.compare.statistics import (
     Difference,
+    autocorrelated,
     mean_interval,
     paired_seeds,
     seeds_needed,
     series_difference,
     t_quantile,
     unpaired_seeds,
+    welch,
 )
 from tests.compare.synthetic import ar1
 
@@ -62,22 +64,39 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
     assert mean_interval([2.5]) == (2.5, None)
 
 
-def few(count: int, draws: int) -> bool:
+INVERSE = np.linspace(1, 1e-3, 200)  # of degrees of freedom
+
+
+def halves(error: np.ndarray, df: np.ndarray) -> np.ndarray:
+    """The half widths of 95 % intervals: t between exact quantiles, to about 1e-3."""
+    exact = [t_quantile(0.975, 1 / x) for x in INVERSE]
+    return error * np.interp(-1 / np.asarray(df), -INVERSE, exact)
+
+
+def few(alarms: np.ndarray) -> bool:
     """Whether so many false alarms agree with a rate of at most 5 %: three standard deviations of a
     binomial count."""
-    return count <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)
+    draws = len(alarms)
+    return alarms.sum() <= 0.05 * draws + 3 * math.sqrt(draws * 0.05 * 0.95)
 
 
 @pytest.mark.parametrize("n", [20, 40, 100, 450])
 @pytest.mark.parametrize("r", [0.0, 0.3, 0.6, 0.8, 0.9])
 def test_a_series_without_a_difference_is_rarely_called_one(n, r):
-    found = [series_difference(d) for d in ar1(np.random.default_rng([2, n]), n, r, 2000)]
-    assert few(sum(d is not None and d.real for d in found), 2000)
-
-
-def test_short_series_that_resemble_themselves_get_no_interval():
-    found = [series_difference(d) for d in ar1(np.random.default_rng(6), 20, 0.8, 500)]
-    assert sum(d is None for d in found) > 400
+    series = ar1(np.random.default_rng([2, n]), n, r, 2000)
+    mean, error, independent = autocorrelated(series)
+    told = independent >= 4
+    found = np.abs(mean[told]) > halves(error[told], independent[told] - 1)
+    assert few(np.concatenate([found, np.zeros(np.sum(~told), bool)]))
+    if (n, r) == (20, 0.8):
+        assert np.mean(~told) > 0.8  # short ones that resemble themselves get no interval
+    for k in range(3):
+        d = series_difference(series[k])
+        assert (d is not None) == told[k]
+        if d is not None:
+            half = halves(error[k], independent[k] - 1)
+            assert d.mean == pytest.approx(mean[k], rel=1e-9)
+            assert d.half == pytest.approx(float(half), rel=2e-3)
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
@@ -88,31 +107,29 @@ def test_seeds_without_a_difference_are_rarely_called_one(seeds, spread):
     rng = np.random.default_rng([7, seeds])
     a, b = rng.standard_normal((2, 2000, seeds)) * np.array([1.0, spread])[:, None, None]
     common = 3 * rng.standard_normal((2000, seeds))
-    assert few(sum(paired_seeds(list(d)).real for d in (b + common) - (a + common)), 2000)
+    assert few(np.array([paired_seeds(list(d)).real for d in (b + common) - (a + common)]))
     if seeds > 2:
-        assert few(
-            sum(unpaired_seeds(list(x), list(y)).real for x, y in zip(a, b, strict=True)), 2000
-        )
+        difference, error, df = welch(a, b)
+        assert few(np.abs(difference) > halves(error, df))
 
 
 def test_a_known_difference_is_found():
     # The mean of 450 values of AR(1), r = 0.5, deviation 1 has the standard error sqrt(3/450) =
     # 0.082. A difference of 5 of these is beyond an interval of at most 1.5 x 1.98 of them in over
     # 97 % of cases.
-    rng = np.random.default_rng(4)
-    found = [series_difference(d + 0.41) for d in ar1(rng, 450, 0.5, 300)]
-    assert sum(d.real and d.mean > 0 for d in found) > 0.93 * 300
-    assert np.mean([d.mean for d in found]) == pytest.approx(0.41, abs=4 * 0.082 / math.sqrt(300))
+    mean, error, independent = autocorrelated(ar1(np.random.default_rng(4), 450, 0.5, 300) + 0.41)
+    half = halves(error, independent - 1)
+    assert np.mean(mean > half) > 0.93
+    assert np.mean(mean) == pytest.approx(0.41, abs=4 * 0.082 / math.sqrt(300))
     # The interval is at least that of the true correlation, 1.98 standard errors, and not twice as
     # wide.
-    assert 1.98 * 0.082 < np.mean([d.half for d in found]) < 1.5 * 1.98 * 0.082
+    assert 1.98 * 0.082 < np.mean(half) < 1.5 * 1.98 * 0.082
 
 
 def test_too_little_to_say_anything_and_gaps():
     assert series_difference(np.ones(19)) is None
     d = series_difference(np.where(np.arange(100) % 2, np.nan, 1.0))
-    assert d.mean == 1.0
-    assert d.half == 0.0
+    assert (d.mean, d.half) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
