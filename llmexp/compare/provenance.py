@@ -3,15 +3,21 @@ drivers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmexp import provenance
-from llmexp.compare.records import Record
+from llmexp.compare.records import Record, as_dict
 from llmexp.redact import clean
 
 NAMED = 3  # runs, packages
+_MACHINE = {
+    "driver": "NVIDIA driver",
+    "cuda": "CUDA version",
+    "cudnn": "cuDNN version",
+    "container": "container",
+}
 
 
 def differences(records: Sequence[Record]) -> tuple[str, ...]:
@@ -20,59 +26,37 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
 
     What a run was resumed with counts as its last one: a change in between has a line of its own.
     """
-    found = [(r.name, provenance.folders(r.path)) for r in records]
-    known = [(name, provenance.read(where[-1])) for name, where in found if where]
+    found = {r.name: folders for r in records if (folders := provenance.folders(r.path))}
+    known = {name: provenance.read(folders[-1]) for name, folders in found.items()}
     lines = _code(known)
-    lines += _packages([(name, where[-1]) for name, where in found if where], dict(known))
-    for key, title in (
-        ("driver", "NVIDIA driver"),
-        ("cuda", "CUDA version"),
-        ("cudnn", "cuDNN version"),
-        ("container", "container"),
-    ):
-        lines += _differing(f"The {title} differs", [(run, about.get(key)) for run, about in known])
-    if resumed := [name for name, where in found if len(where) > 1]:
+    if len({about.get("packages_sha256") for about in known.values()}) > 1:
+        lists = [provenance.read_packages(folders[-1]) for folders in found.values()]
+        lines += _packages(lists)
+    for key, title in _MACHINE.items():
+        lines += _differing(f"The {title}", {run: about.get(key) for run, about in known.items()})
+    if resumed := [name for name, folders in found.items() if len(folders) > 1]:
         lines.append(
             f"Resumed with other code, packages or drivers than begun with: {_some(resumed)}."
         )
     return tuple(clean(line) for line in lines)
 
 
-def _code(known: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    lines: list[str] = []
-    for repository in dict.fromkeys(name for _, about in known for name in _repositories(about)):
-        having = [
-            (run, one) for run, about in known if (one := _repositories(about).get(repository))
-        ]
-        commits = _differing(
-            f"The commit of {repository} differs", [(run, _commit(one)) for run, one in having]
-        )
-        lines += commits
-        if not commits:  # of one commit
-            states = {_changes(one) for _, one in having}
-            if len(states) > 1:
-                some = [
-                    next(run for run, one in having if _changes(one) == state)
-                    for state in sorted(states)
-                ]
-                lines.append(
-                    f"The uncommitted changes to {repository} differ: see provenance/ of "
-                    f"{_some(some)}."
-                )
+def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
+    repositories: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # of each run, by name
+    for run, about in known.items():
+        found = about.get("repositories")
+        for one in map(as_dict, found if isinstance(found, list) else ()):
+            repositories[str(one.get("name"))][run] = one
+    lines = []
+    for name, having in repositories.items():
+        commits = {run: str(one.get("commit") or "")[:10] for run, one in having.items()}
+        differing = _differing(f"The commit of {name}", commits)
+        changes = {_changes(one): run for run, one in reversed(having.items())}
+        lines += differing
+        if len(changes) > 1 and not differing:  # of one commit
+            some = _some([changes[state] for state in sorted(changes)])
+            lines.append(f"The uncommitted changes to {name} differ: see provenance/ of {some}.")
     return lines
-
-
-def _repositories(about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found = about.get("repositories")
-    return (
-        {str(one.get("name")): one for one in found if isinstance(one, dict)}
-        if isinstance(found, list)
-        else {}
-    )
-
-
-def _commit(one: dict[str, Any]) -> str | None:
-    return str(one["commit"])[:10] if one.get("commit") else None
 
 
 def _changes(one: dict[str, Any]) -> str:
@@ -81,30 +65,25 @@ def _changes(one: dict[str, Any]) -> str:
     return str(one.get("diff_sha256") or sorted(map(str, one.get("changed") or [])))
 
 
-def _packages(places: Sequence[tuple[str, Path]], known: dict[str, dict[str, Any]]) -> list[str]:
-    if len({known[name].get("packages_sha256") for name, _ in places}) < 2:
-        return []
-    lists = {name: provenance.read_packages(path) for name, path in places}
-    names = dict.fromkeys(package for versions in lists.values() for package in versions)
-    differing = [p for p in names if len({versions.get(p) for versions in lists.values()}) > 1]
-    if not differing:
-        return []
-    told = [
-        f"{package} {' or '.join(sorted({v.get(package) or 'none' for v in lists.values()}))}"
-        for package in differing
-    ]
-    return [f"The packages differ: {_some(told)}."]
+def _packages(lists: Sequence[dict[str, str]]) -> list[str]:
+    told = []
+    for package in dict.fromkeys(name for versions in lists for name in versions):
+        versions = {versions.get(package) or "none" for versions in lists}
+        if len(versions) > 1:
+            told.append(f"{package} {' or '.join(sorted(versions))}")
+    return [f"The packages differ: {_some(told)}."] if told else []
 
 
-def _differing(title: str, values: Sequence[tuple[str, Any]]) -> list[str]:
+def _differing(what: str, values: Mapping[str, Any]) -> list[str]:
     """Return a line with the runs of each value, where there are several values."""
-    groups: dict[str, list[str]] = {}
-    for run, value in values:
-        if value is not None:
-            groups.setdefault(str(value), []).append(run)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for run, value in values.items():
+        if value:
+            groups[str(value)].append(run)
     if len(groups) < 2:
         return []
-    return [f"{title}: {'; '.join(f'{text} in {_some(runs)}' for text, runs in groups.items())}."]
+    parts = [f"{text} in {_some(runs)}" for text, runs in groups.items()]
+    return [f"{what} differs: {'; '.join(parts)}."]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmexp.compare.figures import difference, figure
-from llmexp.compare.records import TWIN, Column, Comparison, Entry
+from llmexp.compare.records import TWIN, Comparison, Entry
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
 
@@ -29,46 +29,34 @@ _STYLES = {
     "undecided": "yellow",
 }
 _MOST = 40  # characters of a name
-# Where they fit.
+# Shown first, where they fit; then the others.
 _FIRST = (
-    "val/loss",
-    "final val/loss",
-    "train/loss",
-    "tokens_per_sec",
-    "peak_memory_gib",
-    "train_time",
-)
+    "val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib", "train_time",
+)  # fmt: skip
 
 
 def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
     """Print the result in a line, the table and the notes, at any width; with `why`, what they rest
     on."""
+    c = comparison
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
-    if comparison.headline:
-        console.print(Text(comparison.headline, style="bold"))
-    columns = _fitting(comparison, console.width)
+    if c.headline:
+        console.print(Text(c.headline, style="bold"))
     table = Table(
         box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
     )
+    columns = _fitting(c, console.width)
     for head, *cells in columns:
-        words = not any(any(ch.isdigit() for ch in cell) for cell in cells) or head == ""
-        table.add_column(
-            Text(head, style="dim"),
-            justify="left" if words else "right",
-            no_wrap=True,
-            vertical="bottom",
-        )
-    for i, entry in enumerate(comparison.entries, 1):
-        style = _STYLES.get(entry.standing.mark, "")
-        table.add_row(
-            *(Text(column[i], style=style if column[0] == "" else "") for column in columns)
-        )
+        numbers = head and any(ch.isdigit() for cell in cells for ch in cell)
+        justify: Any = "right" if numbers else "left"
+        table.add_column(Text(head, style="dim"), justify=justify, no_wrap=True, vertical="bottom")
+    styles = [_STYLES.get(e.standing.mark, "") for e in c.entries]
+    for i, style in enumerate(styles, 1):
+        table.add_row(*(Text(cells[i], style="" if cells[0] else style) for cells in columns))
     console.print(table)
-    for line in comparison.notes:
+    for line in (*c.notes, *(c.why if why else ())):
         console.print(Text(line))
-    for line in comparison.why if why else ():
-        console.print(Text(line))
-    for entry in comparison.entries if why else ():
+    for entry in c.entries if why else ():
         if entry.note:
             console.print(Text(f"{entry.label or entry.name}: {entry.note}", style="dim"))
 
@@ -83,24 +71,24 @@ def lines(comparison: Comparison, width: int) -> list[str]:
 def _fitting(c: Comparison, width: int) -> list[list[str]]:
     """Return the columns that fit, each as its head and cells: settings, mark and metric always,
     then the others."""
-    names = _names(c)
-    figures = {column.key: _figure_column(c, column) for column in c.columns}
+    figures = {}
+    for column in c.columns:
+        head = "\n".join(textwrap.wrap(column.title, 14))
+        figures[column.key] = [head, *(figure(e, column) for e in c.entries)]
     metric = [figures.pop(c.metric)] if c.metric in figures else []
+    names = _names(c)
     kept = [*names, ["", *(_mark(e) for e in c.entries)], *metric]
     if not c.metric.endswith("bits_per_byte"):
         figures.pop("val/bits_per_byte", None)  # a multiple of the loss
-    wanted = [["difference", *(difference(e) for e in c.entries)]]
-    wanted += [
-        figures[key]
-        for key in sorted(figures, key=lambda k: _FIRST.index(k) if k in _FIRST else len(_FIRST))
-    ]
+    first = [figures.pop(key) for key in _FIRST if key in figures]
+    differences = ["difference", *(difference(e) for e in c.entries)]
     room = width - sum(map(_width, kept))
-    known = [column[1:] for column in metric]  # what the metric says already is no news
-    for column in wanted:
-        news = len(set(column[1:])) > 1 and column[1:] not in known
-        if news and room >= _width(column):
-            room -= _width(column)
-            kept.append(column)
+    for cells in (differences, *first, *figures.values()):
+        # What the metric says already is no news.
+        news = len(set(cells[1:])) > 1 and all(cells[1:] != known[1:] for known in metric)
+        if news and room >= _width(cells):
+            room -= _width(cells)
+            kept.append(cells)
     if room < 0:  # a very narrow terminal: the names give way
         spare = max(6, _width(names[0]) - 2 + room)
         names[0][:] = [_cut(cell, spare) for cell in names[0]]
@@ -110,15 +98,13 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
 def _names(c: Comparison) -> list[list[str]]:
     """Return a column for each key that varies, under its short name; else, or where these do not
     tell the entries apart, one with their names."""
-    rows = [tuple(_setting(e, key) for key in c.factors) for e in c.entries]
-    if (
-        not 0 < len(c.factors) <= 4
-        or len(set(rows)) < len(rows)
-        or any(e.label == e.name for e in c.entries)
-    ):
-        return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
     short = short_keys(c.factors)
-    return [[short[key], *column] for key, *column in zip(c.factors, *rows, strict=True)]
+    columns = [[short[key], *(_setting(e, key) for e in c.entries)] for key in c.factors]
+    rows = list(zip(*columns, strict=True))[1:]
+    named = any(e.label == e.name for e in c.entries)
+    if named or not 0 < len(columns) <= 4 or len(set(rows)) < len(rows):
+        return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
+    return columns
 
 
 def _setting(entry: Entry, key: str) -> str:
@@ -127,8 +113,8 @@ def _setting(entry: Entry, key: str) -> str:
 
 
 def _mark(entry: Entry) -> str:
-    unfinished = entry.state if len(entry.runs) == 1 and entry.state != "finished" else ""
-    return entry.standing.mark or unfinished
+    unfinished = len(entry.runs) == 1 and entry.state != "finished"
+    return entry.standing.mark or (entry.state if unfinished else "")
 
 
 def _width(column: list[str]) -> int:
@@ -139,55 +125,45 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _cell(value: Any, most: int = 24) -> str:
-    return _cut(setting(value), most)
-
-
-def _figure_column(c: Comparison, column: Column) -> list[str]:
-    return [
-        "\n".join(textwrap.wrap(column.title, 14)),
-        *(figure(entry, column) for entry in c.entries),
-    ]
+def _cell(value: Any) -> str:
+    return _cut(setting(value), 24)
 
 
 def to_json(c: Comparison) -> str:
     """Strict JSON: {"runs": [{name, path, state, keys that differ, figures, ...}], "sentences":
     [...], ...}."""
     # Every run has every key, null where it has no such figure or setting.
-    figures = list(
-        dict.fromkeys(
-            [*(col.key for col in c.columns), *(key for e in c.entries for key in e.figures)]
-        )
-    )
+    named = [column.key for column in c.columns]
+    figures = dict.fromkeys([*named, *(key for e in c.entries for key in e.figures)])
     settings = [key for key in c.differing if any(key in e.values for e in c.entries)]
     runs = []
     for e in c.entries:
         row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
         row |= {key: _strict(e.values.get(key)) for key in settings}
-        row |= {key: e.figures.get(key) for key in figures}
-        row["paths"] = [str(r.path) for r in e.runs]
-        row["intervals"] = {key: list(interval) for key, interval in e.intervals.items()}
-        row["note"] = e.note or None
+        row |= figures | e.figures
         row |= {
+            "paths": [str(r.path) for r in e.runs],
+            "intervals": {key: list(interval) for key, interval in e.intervals.items()},
+            "note": e.note or None,
             "label": e.label,
             "mark": e.standing.mark or None,
             "difference": e.standing.difference,
+            "half": e.standing.half,
+            "basis": e.standing.basis or None,
         }
-        row |= {"half": e.standing.half, "basis": e.standing.basis or None}
         runs.append(row)
-    answer: dict[str, Any] = {"headline": c.headline, "notes": list(c.notes), "why": list(c.why)}
     whole = {
-        **answer,
+        "headline": c.headline,
+        "notes": c.notes,
+        "why": c.why,
         "runs": runs,
-        "sentences": list(c.sentences),
-        "problems": list(c.problems),
+        "sentences": c.sentences,
+        "problems": c.problems,
         "metric": c.metric,
-    }
-    whole |= {
         "align": c.align,
         "align_at": c.align_at,
         "batch": c.batch,
-        "differing": list(c.differing),
+        "differing": c.differing,
     }
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 
@@ -202,44 +178,37 @@ def to_csv(c: Comparison) -> str:
     """Return a row an entry, figures in full; the ends of intervals follow their figure where there
     are some."""
     keys: list[str] = []
-    for column in c.columns:
-        bounds = any(column.key in e.intervals for e in c.entries)
-        keys += [column.key, *([f"{column.key} low", f"{column.key} high"] if bounds else [])]
+    for key in (column.key for column in c.columns):
+        keys.append(key)
+        if any(key in e.intervals for e in c.entries):
+            keys += [f"{key} low", f"{key} high"]
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["name", "path", "state", *c.differing, *keys, "note"])
+    heads = ["name", "path", "state", *c.differing, *keys, "note"]
+    writer = csv.DictWriter(out, heads, "", "ignore", lineterminator="\n")
+    writer.writeheader()
     for e in c.entries:
-        ends = {
-            f"{k} {end}": v
-            for k, pair in e.intervals.items()
-            for end, v in zip(("low", "high"), pair, strict=True)
-        }
-        known = {**e.figures, **ends}
-        settings = [
-            str(v) if type(v := e.values.get(k, "")) is float else _cell(v, 400)
-            for k in c.differing
-        ]
-        writer.writerow(
-            [e.name, e.runs[0].path, e.state, *settings, *(known.get(k, "") for k in keys), e.note]
-        )
+        row: dict[str, Any] = {key: _in_full(value) for key, value in e.values.items()}
+        row |= {"name": e.name, "path": e.runs[0].path, "state": e.state, "note": e.note}
+        for key, (low, high) in e.intervals.items():
+            row |= {f"{key} low": low, f"{key} high": high}
+        writer.writerow(row | e.figures)
     return out.getvalue()
+
+
+def _in_full(value: Any) -> str:
+    return str(value) if type(value) is float else _cut(setting(value), 400)
 
 
 def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
     heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
-    rows = [
-        [
-            e.name,
-            _mark(e),
-            difference(e),
-            *(_cell(e.values[k]) if k in e.values else "" for k in c.differing),
-        ]
-        + [figure(e, column) for column in c.columns]
-        for e in c.entries
-    ]
     rules = ["---"] * (3 + len(c.differing)) + ["---:"] * len(c.columns)
-    lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (heads, rules, *rows)]
+    rows = [heads, rules]
+    for e in c.entries:
+        settings = [_cell(e.values.get(key, "")) for key in c.differing]
+        figures = [figure(e, column) for column in c.columns]
+        rows.append([e.name, _mark(e), difference(e), *settings, *figures])
+    lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
     said = [f"- {_escaped(s)}" for s in (*c.notes, *c.why)]
     return "\n".join([_escaped(c.headline), "", *lines, "", *said]) + "\n"
 
