@@ -51,12 +51,9 @@ MOST_LINES = {
     "llmexp.mesh.agent": 363,
     "llmexp.run": 532,
     "llmexp.sweep.slurm": 415,
-    "llmexp.verify.geometry": 408,
-    "llmexp.verify.resume": 442,
 }
 LONG = {
     "llmexp.cli.resume.resume": 61,
-    "llmexp.cli.verify.run": 78,
     "llmexp.mesh.agent.launch_ranks": 97,
     "llmexp.run.solve": 64,
     "llmexp.sweep.launchers.execute": 111,

@@ -3,6 +3,7 @@ what it found."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,27 @@ def run(arguments: list[str]) -> int:
     if what in ("-h", "--help") or {"-h", "--help"} & set(rest):
         usage()
         return PASS
+    args = parse(what, rest)
+    with app.hydra_app(args.config_dir) as hydra:
+        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
+        if multirun:
+            raise ConfigError("verify: takes one config, not a sweep; leave out -m")
+        origin.refuse_unused(args.overrides, multirun)
+        config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+    environment.refuse_secrets(args.overrides, "the command line")
+    rundir.check_writable(wanted)
+    fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
+    # runs of another verification would be gone on with
+    if fixed and wanted.is_dir() and any(wanted.iterdir()):
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: is not empty; choose a new folder, for example {wanted}-2"
+        )
+    made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
+    return prove(Proof(what, rundir.claim(wanted, fixed), config, made_of))
+
+
+def parse(what: str, rest: list[str]) -> argparse.Namespace:
+    """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
     if what not in WHAT:
         raise ConfigError(
             f"verify {what}: there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}"
@@ -54,37 +77,36 @@ def run(arguments: list[str]) -> int:
             f"{flag}: has no meaning for verify data, which reads all data; llmexp verify data "
             "data=text"
         )
-    with app.hydra_app(args.config_dir) as hydra:
-        cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
-        if multirun:
-            raise ConfigError("verify: takes one config, not a sweep; leave out -m")
-        origin.refuse_unused(args.overrides, multirun)
-        config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
-    environment.refuse_secrets(args.overrides, "the command line")
-    rundir.check_writable(wanted)
-    fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
-    if (
-        fixed and wanted.is_dir() and any(wanted.iterdir())
-    ):  # runs of another verification would be gone on with
-        raise ConfigError(
-            f"hydra.run.dir={wanted}: is not empty; choose a new folder, for example {wanted}-2"
-        )
-    path = rundir.claim(wanted, fixed)
-    said(
-        f"verify {what}: {WHAT[what]}; {'its record is' if what == 'data' else 'its runs are'} in "
-        f"{path}"
-    )
-    proof = importlib.import_module(f"llmexp.verify.{what}")
-    began = time.monotonic()
-    made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
+    return args
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is to be proven, of which config, and where its record goes."""
+
+    what: str
+    path: Path
+    config: Config
+    made_of: dict[str, Any]  # overrides, steps and shrink, as they were given
+    began: float = field(default_factory=time.monotonic)
+
+
+def prove(proof: Proof) -> int:
+    """Make the proof, print and record what it finds; return the exit code.
+
+    Raises ConfigError, which is recorded too, where it cannot be made.
+    """
+    what = proof.what
+    its = "its record is" if what == "data" else "its runs are"
+    said(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
+    module = importlib.import_module(f"llmexp.verify.{what}")
+    steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
-        checks: list[Check] = proof.verify(config, path, steps=args.steps, shrink=args.shrink)
-        return report(what, path, config, checks, time.monotonic() - began, made_of)
+        return report(proof, module.verify(proof.config, proof.path, steps=steps, shrink=shrink))
     except BrokenPipeError:  # nobody reads what is printed; an OSError like the following
         raise
-    except (
-        Exception
-    ) as error:  # also of the files that it reads and writes, and of a model of the user's own
+    # also of the files that it reads and writes, and of a model of the user's own
+    except Exception as error:
         words = str(error)
         if not isinstance(error, (ConfigError, OSError)):
             at = traceback.extract_tb(error.__traceback__)[-1]
@@ -94,64 +116,36 @@ def run(arguments: list[str]) -> int:
             )
         words = redacted(words)
         with contextlib.suppress(OSError):  # the disk may be what failed
-            record(
-                what,
-                path,
-                config,
-                time.monotonic() - began,
-                made_of,
-                passed=None,
-                error=words,
-                checks=[],
-            )
+            record(proof, None, [], words)
         raise ConfigError(words) from error
     except KeyboardInterrupt:
         print("llmexp: stopped; nothing is proven", file=sys.stderr)
         raise
 
 
-def report(
-    what: str,
-    path: Path,
-    config: Config,
-    checks: Sequence[Check],
-    seconds: float,
-    made_of: dict[str, Any],
-) -> int:
+def report(proof: Proof, checks: Sequence[Check]) -> int:
     """Print the checks, a line each, and the verdict; write verify.json. Returns the exit code."""
-    passed = (
-        bool(checks)
-        and all(c.passed is not False for c in checks)
-        and any(c.passed for c in checks)
-    )
+    failed = sum(c.passed is False for c in checks)
+    left = sum(c.passed is None for c in checks)
+    passed = not failed and any(c.passed for c in checks)
     for check in checks:
         mark = {True: "PASS", False: "FAIL", None: "-   "}[check.passed]
         limit = "" if check.limit is None else f" (allowed: {_figure(check.limit)})"
         found = "" if check.found is None else f": {_figure(check.found)}{limit}"
         note = f"; {check.note}" if check.note else ""
         said(redacted(f"{mark}  {check.what}{found}{note}"), "      ")
-    failed = sum(c.passed is False for c in checks)
-    left = sum(c.passed is None for c in checks)
     unseen = f", {left} could not be looked at here" if left else ""
     said(
-        f"{'PASS' if passed else 'FAIL'}: {what}, {failed} of {len(checks)} checks failed{unseen}, "
-        f"{seconds:.0f} s"
+        f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks "
+        f"failed{unseen}, {time.monotonic() - proof.began:.0f} s"
     )
-    record(what, path, config, seconds, made_of, passed=passed, error=None, checks=checks)
-    print(f"record  {path / RECORD}", flush=True)
+    record(proof, passed, checks)
+    print(f"record  {proof.path / RECORD}", flush=True)
     return PASS if passed else FAIL
 
 
 def record(
-    what: str,
-    path: Path,
-    config: Config,
-    seconds: float,
-    made_of: dict[str, Any],
-    *,
-    passed: bool | None,
-    error: str | None,
-    checks: Sequence[Check],
+    proof: Proof, passed: bool | None, checks: Sequence[Check], error: str | None = None
 ) -> None:
     """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
     because of `error`."""
@@ -159,28 +153,24 @@ def record(
 
     found = {
         "format": 1,
-        "verify": what,
+        "verify": proof.what,
         "passed": passed,
         "error": error,
-        "seconds": seconds,
-        **made_of,
-        "config": plain(config),
+        "seconds": time.monotonic() - proof.began,
+        **proof.made_of,
+        "config": plain(proof.config),
         "llmexp": __version__,
         "versions": versions(),
         "commit": commit(),
         "checks": [_strict(dataclasses.asdict(c)) for c in checks],
     }
-    fileio.write_json(path / RECORD, concealed(found))
+    fileio.write_json(proof.path / RECORD, concealed(found))
 
 
 def _figure(value: float | int | str) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else value
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _strict(check: dict[str, Any]) -> dict[str, Any]:

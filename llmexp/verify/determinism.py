@@ -10,7 +10,7 @@ from typing import Any
 from llmexp.config import Config, ConfigError
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
-from llmexp.verify.resume import columns, watched
+from llmexp.verify.pair import Pair
 
 STEPS, LOOK_STEPS = 8, 2
 Events = list[list[str]]  # [module, "in" or "out", digest]
@@ -25,20 +25,17 @@ def verify(
     first, second = path / "first", path / "second"
     for run in (first, second):
         print(f"the {run.name} run of {plan.train.max_steps} steps", flush=True)
-        runs.train(run, plan, **record.environment(run, modules=modules))
-    checks = compare(first, second)
+        runs.train_recorded(run, plan, modules=modules)
+    pair = Pair.of(first, second)
+    checks = compare(pair)
     if any(check.passed is False for check in checks):
-        note = first_difference(
-            record.read(first), record.read(second), runs.rows(first), runs.rows(second)
-        )
+        note = first_difference(pair)
         print(
             f"a run of {LOOK_STEPS} steps that asks torch for what is not deterministic", flush=True
         )
         look = path / "look"
         try:
-            runs.train(
-                look, _plan(config, LOOK_STEPS, shrink), **record.environment(look, warned=True)
-            )
+            runs.train_recorded(look, _plan(config, LOOK_STEPS, shrink), warned=True)
             likely = suspects(record.read(look))
         except ConfigError as error:  # such as of an operation that refuses; what was found stands
             likely = str(error)
@@ -47,62 +44,44 @@ def verify(
 
 
 def _plan(config: Config, steps: int, shrink: bool) -> Config:
-    return watched(config, steps, shrink, checkpoint={"every": None, "save_initial": False})
+    saves = {"every": None, "save_initial": False}
+    return runs.watched(config, steps, shrink, checkpoint=saves)
 
 
-def compare(first: Path, second: Path) -> list[Check]:
+def compare(pair: Pair) -> list[Check]:
     """Return everything that two recorded runs computed, bit by bit."""
-    seen, rows = (record.read(first), record.read(second)), (runs.rows(first), runs.rows(second))
-    passes = lists_differ(*seen, "events")
-    without = "not looked into: train.compile=true; the update is looked at as a whole"
+    passes = equal(
+        "inputs and outputs of each module, each rank", *(found := pair.differences("events"))
+    )
+    if not found[1]:
+        without = "not looked into: train.compile=true; the update is looked at as a whole"
+        passes = Check("inputs and outputs of each module", None, note=without)
     return [
-        equal("the data of each step", *columns(*rows, "data_digest", "target_tokens")),
-        equal("inputs and outputs of each module, each rank", *passes)
-        if passes[1]
-        else Check("inputs and outputs of each module", None, note=without),
-        equal(
-            "gradients that the optimizer gets, each rank", *record.differences(*seen, "reduced")
-        ),
-        equal("parameters after each step, each rank", *record.differences(*seen, "parameters")),
-        equal("moments after each step, each rank", *record.differences(*seen, "optimizer")),
-        equal("RNG after each step, each rank", *record.differences(*seen, "rng")),
-        equal("metrics rows, but for times and memory", *columns(*rows)),
+        pair.figures("the data of each step", "data_digest", "target_tokens"),
+        passes,
+        pair.recorded("gradients that the optimizer gets, each rank", "reduced"),
+        pair.recorded("parameters after each step, each rank", "parameters"),
+        pair.recorded("moments after each step, each rank", "optimizer"),
+        pair.recorded("RNG after each step, each rank", "rng"),
+        pair.figures("metrics rows, but for times and memory"),
     ]
-
-
-def lists_differ(a: record.Records, b: record.Records, part: str) -> tuple[list[str], int]:
-    """As record.differences, for a part that is a list in order: its entries, the first one
-    first."""
-    differing, count = [], 0
-    for step, rank, one, other in record.in_order(a, b):
-        ours, theirs = one.get(part, []), other.get(part, [])
-        count += max(len(ours), len(theirs))
-        longer = max(ours, theirs, key=len)
-        differing += [
-            f"step {step}, rank {rank}, {' '.join(longer[at][:-1])}" for at in places(ours, theirs)
-        ]
-    return differing, count
 
 
 def places(ours: Events, theirs: Events) -> Iterator[int]:
     """Yield where two lists differ."""
-    return (
-        at for at in range(max(len(ours), len(theirs))) if ours[at : at + 1] != theirs[at : at + 1]
-    )
+    for at in range(max(len(ours), len(theirs))):
+        if ours[at : at + 1] != theirs[at : at + 1]:
+            yield at
 
 
-def first_difference(
-    a: record.Records, b: record.Records, rows_a: list[dict[str, Any]], rows_b: list[dict[str, Any]]
-) -> str:
+def first_difference(pair: Pair) -> str:
     """In words: the first step in which two runs differ, and what in it differs first, in the order
     in which a step computes: data, forward, loss, backward, reduction, update, RNG."""
-    start = next(
-        (one for step, _, one, _ in record.in_order(a, b) if step == 0 and "modules" in one), {}
-    )
+    start = next((one for step, _, one, _ in pair.steps() if step == 0 and "modules" in one), {})
     classes, optimizers = start.get("modules", {}), start.get("optimizers", [])
-    by_step = [{row["step"]: row for row in rows} for rows in (rows_a, rows_b)]
+    by_step = [{row["step"]: row for row in rows} for rows in pair.rows]
     found: list[tuple[int, int, int, str]] = []  # (step, stage, rank, text)
-    for step, rank, one, other in record.in_order(a, b):
+    for step, rank, one, other in pair.steps():
         here, there = (rows.get(step, {}) for rows in by_step)
         for stage, text in enumerate(_stages(one, other, here, there, classes, optimizers)):
             if text:
@@ -216,9 +195,8 @@ def owner(parameter: str, classes: dict[str, str]) -> str:
 
 def suspects(records: record.Records) -> str:
     """Return the operations that torch itself knows to have no deterministic implementation."""
-    names = sorted(
-        {name for _, _, one, _ in record.in_order(records, {}) for name in one.get("warned", [])}
-    )
+    rows = [row for by_step in records.values() for row in by_step.values()]
+    names = sorted({name for row in rows for name in row.get("warned", [])})
     if not names:
         return "torch knows of no operation in this run without a deterministic implementation"
     return f"without a deterministic implementation, by torch's own account: {', '.join(names)}"

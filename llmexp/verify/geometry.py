@@ -22,9 +22,8 @@ from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError, fill
-from llmexp.verify.checks import Check, at_most, equal, said
+from llmexp.verify.checks import Check, said
 from llmexp.verify.reference import (
-    Errors,
     Followed,
     Roundoff,
     draws_random_numbers,
@@ -33,15 +32,11 @@ from llmexp.verify.reference import (
     read_windows,
 )
 from llmexp.verify.runs import rows, shrunk, train, trial
+from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, derived, judge, off_from
 
 STEPS = 4
 # of the run that accumulates most: with one sequence each a large batch would take for ever
 MOST_MICRO_BATCHES = 64
-# Roundings that are drawn for a tolerance. Of 2 x STEPS deviations the largest is rarely below one
-# standard deviation; a run's own, at most as large in the mean, stays within four of them but once
-# in 16,000 times.
-SAMPLES, MARGIN = 2, 4.0
-MEANINGLESS = 0.5  # a relative error that a wrong run may have too
 
 
 @dataclass(frozen=True)
@@ -71,22 +66,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     real = real_batch(own.run.real_batch_size)
     tail = real // 2 - 1  # so the second half of the ranks has no rows in it
     length = own.run.sequence_length
-    planned = trial(
-        config,
-        steps,
-        batch={"micro_batch_size": real, "gradient_accumulation_steps": 1, "real_batch_size": real},
-        train={
-            "max_steps": None,
-            "max_tokens": ((steps - 1) * real + tail) * length,
-            "tail": "keep",
-            "eval_tokens": length,
-        },
-        precision={
-            "init_scale": min(config.precision.init_scale, 1024.0)
-        },  # a skipped overflow would prove nothing
-        metrics={"outlier_sigma": None, "skip_outliers": False},
-        parallelism=ONE_RANK,
-    )
+    planned = plan(config, steps, real, tail)
     parts = assemble(in_precision(planned, "fp64", own.precision), write=True)
     windows = read_windows(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
@@ -104,8 +84,12 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
             train(run_folder(path, kind, cut), run)
 
     start = read_parameters(parts, run_folder(path, "fp64", cuts[0]), 0)
+
+    def reference(off: Roundoff | None = None) -> Followed:
+        return follow(parts, model_at(parts, start), windows, ignore_id, off)
+
     print("the reference", flush=True)
-    want = follow(parts, model_at(parts, start), windows, ignore_id)
+    want = reference()
     trained = [name for name, p in start.named_parameters() if p.requires_grad]
     for kind in kinds:
         found = [look(parts, run_folder(path, kind, cut), start, want) for cut in cuts]
@@ -113,12 +97,30 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
             sizes = errors(kind, real * length)
             said(f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference")
-            limits = derived(
-                parts, start, windows, ignore_id, want, sizes, FLOOR if kind == "fp64" else NO_FLOOR
-            )
+            limits = derived(reference, want, start, sizes, FLOOR if kind == "fp64" else NO_FLOOR)
         for cut, off in zip(cuts, found, strict=True):
             checks += judge(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))
     return checks + left_out
+
+
+def plan(config: Config, steps: int, real: int, tail: int) -> Config:
+    """Return the config as a run of one batch a step, of which the last has `tail` sequences."""
+    length = config.batch.sequence_length
+    return trial(
+        config,
+        steps,
+        batch={"micro_batch_size": real, "gradient_accumulation_steps": 1, "real_batch_size": real},
+        train={
+            "max_steps": None,
+            "max_tokens": ((steps - 1) * real + tail) * length,
+            "tail": "keep",
+            "eval_tokens": length,
+        },
+        # a skipped overflow would prove nothing
+        precision={"init_scale": min(config.precision.init_scale, 1024.0)},
+        metrics={"outlier_sigma": None, "skip_outliers": False},
+        parallelism=ONE_RANK,
+    )
 
 
 def in_precision(config: Config, kind: str, own: str) -> Config:
@@ -258,69 +260,6 @@ def model_at(parts: Parts, start: nn.Module) -> nn.Module:
     return model.to(parts.device).train()
 
 
-@dataclass(frozen=True)
-class Off:
-    """How far a run is from the reference: relative errors, of the parameters relative to the
-    distance moved."""
-
-    loss: float
-    norm: float  # the larger of before and after clipping
-    parameters: float
-    differing: tuple[str, ...] = ()  # what has to be the same and is not
-    note: str = ""
-
-    def beyond(self, limits: Off) -> bool:
-        return not (
-            self.loss <= limits.loss
-            and self.norm <= limits.norm
-            and self.parameters <= limits.parameters
-        )
-
-
-# In float64 nothing below these is told apart: about 1e4 unit roundoffs, room for long sums in
-# another order.
-FLOOR, NO_FLOOR = Off(1e-12, 1e-12, 1e-11), Off(0.0, 0.0, 0.0)
-
-
-def derived(
-    parts: Parts,
-    start: nn.Module,
-    windows: Sequence[Tensor],
-    ignore_id: int | None,
-    want: Followed,
-    sizes: Errors,
-    least: Off,
-) -> Off:
-    """Return what rounding may do: MARGIN times how far it takes the reference itself, the most of
-    SAMPLES tries."""
-    tries = []
-    for number in range(SAMPLES):
-        off = follow(
-            parts, model_at(parts, start), windows, ignore_id, Roundoff(sizes, 10 * number)
-        )
-        tries.append(off_from(want, off.losses, off.norms, off.norms_post_clip, off.end, start))
-    return Off(
-        max(least.loss, MARGIN * max(t.loss for t in tries)),
-        max(least.norm, MARGIN * max(t.norm for t in tries)),
-        max(least.parameters, MARGIN * max(t.parameters for t in tries)),
-        note="derived" if least == NO_FLOOR else "the larger one of derived and a floor",
-    )
-
-
-def off_from(
-    want: Followed,
-    losses: Sequence[float | None],
-    norms: Sequence[float | None],
-    norms_post_clip: Sequence[float | None],
-    end: dict[str, Any] | None,
-    start: nn.Module,
-) -> Off:
-    norm = max(off_by(norms, want.norms), off_by(norms_post_clip, want.norms_post_clip))
-    return Off(
-        off_by(losses, want.losses), norm, moved_off(start, end, want.end) if end else math.inf
-    )
-
-
 def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
     """Return one run beside the reference."""
     steps, found = range(1, len(want.counts) + 1), {r["step"]: r for r in rows(path)}
@@ -331,77 +270,14 @@ def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
     differing = [f"step {step} is not planned" for step in sorted(found.keys() - set(steps))]
     differing += [f"step {step} is missing" for step in steps if step not in found]
     for key, wanted in (("target_tokens", want.counts), ("lr", want.rates)):
-        differing += [
-            f"{key} of step {step}: {has} for {should}"
-            for step, has, should in zip(steps, column(key), wanted, strict=True)
-            if has is None or not math.isclose(has, should, rel_tol=1e-14)
-        ]
+        for step, has, should in zip(steps, column(key), wanted, strict=True):
+            if has is None or not math.isclose(has, should, rel_tol=1e-14):
+                differing.append(f"{key} of step {step}: {has} for {should}")
     first = dict(read_parameters(parts, path, 0).named_parameters())
-    differing += [
-        f"first value of {name}"
-        for name, p in start.named_parameters()
-        if p.requires_grad and not torch.equal(p, first[name])
-    ]
-    saved = (path / rundir.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir()
-    end = dict(read_parameters(parts, path, len(want.counts)).named_parameters()) if saved else None
-    off = off_from(
-        want, column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"), end, start
-    )
-    return dataclasses.replace(off, differing=tuple(differing))
-
-
-def judge(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
-    """Return the checks of one run."""
-    return [
-        equal(f"{name}: steps, target counts, rates, first parameters", off.differing, compared),
-        _within(f"{name}: loss, relative error", off.loss, limits.loss, limits.note),
-        _within(
-            f"{name}: gradient norm, before and after clipping", off.norm, limits.norm, limits.note
-        ),
-        _within(
-            f"{name}: parameters, of the distance moved",
-            off.parameters,
-            limits.parameters,
-            limits.note,
-        ),
-    ]
-
-
-def _within(what: str, found: float, limit: float, note: str) -> Check:
-    """Return a limit as large as the thing itself is kept by whatever is computed, and proves
-    nothing."""
-    if math.isfinite(limit) and limit < MEANINGLESS:
-        return at_most(what, found, limit, note)
-    why = (
-        "rounding alone moves the reference this far, or it does not move at all, so nothing can "
-        "be told from it"
-    )
-    return Check(what, None, found, limit, "; ".join(filter(None, (note, why))))
-
-
-def off_by(found: Sequence[float | None], want: Sequence[float | None]) -> float:
-    """Return the largest relative error; infinite where only one of the two has a figure, or a
-    figure is not finite."""
-    worst = 0.0
-    for a, b in zip(found, want, strict=True):
-        if a is None and b is None:
-            continue
-        if a is None or b is None or not math.isfinite(a) or not math.isfinite(b):
-            return math.inf
-        if a != b:
-            worst = max(worst, abs(a - b) / abs(b) if b else math.inf)
-    return worst
-
-
-def moved_off(start: nn.Module, found: dict[str, Any], want: dict[str, Tensor]) -> float:
-    """||found - want|| / ||start - want|| over all trained parameters."""
-    with torch.no_grad():
-        trained = [(name, p) for name, p in start.named_parameters() if p.requires_grad]
-        error = math.fsum(float((found[name] - want[name]).square().sum()) for name, _ in trained)
-        moved = math.fsum(float((p - want[name]).square().sum()) for name, p in trained)
-    if not moved:
-        return math.inf if error else 0.0
-    off = math.sqrt(error / moved)
-    return (
-        off if math.isfinite(off) else math.inf
-    )  # nan is less than nothing, so the largest of several would miss it
+    for name, p in start.named_parameters():
+        if p.requires_grad and not torch.equal(p, first[name]):
+            differing.append(f"first value of {name}")
+    run = Followed(column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"))
+    if (path / rundir.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir():
+        run.end = dict(read_parameters(parts, path, len(want.counts)).named_parameters())
+    return dataclasses.replace(off_from(want, run, start), differing=tuple(differing))

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -90,33 +90,6 @@ def read(run: Path) -> Records:
 def starts(run: Path) -> list[int]:
     """Return the step at which each process of rank 0 began."""
     return [row["step"] for row in rundir.read_rows(run / "verify" / STARTS)]
-
-
-def in_order(a: Records, b: Records) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
-    """Yield (step, rank, record of the one run, record of the other), step by step; an empty one
-    where there is none."""
-    keys = {
-        (step, rank) for records in (a, b) for rank, by_step in records.items() for step in by_step
-    }
-    for step, rank in sorted(keys):
-        yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
-
-
-def differences(a: Records, b: Records, part: str) -> tuple[list[str], int]:
-    """Return the entries of a part ("parameters", "optimizer", "reduced", "rng") that differ,
-    earliest first, of how many."""
-    differing, count = [], 0
-    for step, rank, one, other in in_order(a, b):
-        if part not in one and part not in other:  # step 0 has some parts only
-            continue
-        names = list(dict.fromkeys([*one.get(part, {}), *other.get(part, {})]))
-        count += len(names)
-        differing += [
-            f"step {step}, rank {rank}, {name}"
-            for name in names
-            if one.get(part, {}).get(name) != other.get(part, {}).get(name)
-        ]
-    return differing, count
 
 
 def digest(value: Any) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 
 from llmexp import rundir
 from llmexp.child import DONE, hand_over, signals_passed_on, start_worker
-from llmexp.config import Config, ConfigError, plain
+from llmexp.config import Config, ConfigError, plain, refuse
+from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
+EVAL_SEQUENCES = 16  # of a run that is watched
 OUTPUT = "output.log"  # in the run folder's parent: what the workers printed
 
 
@@ -40,12 +42,24 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     changed: dict[str, Any] = {}
     for name in quiet.keys() | sections.keys():
         values, section = quiet.get(name, {}) | sections.get(name, {}), getattr(config, name)
-        changed[name] = (
-            section | values
-            if isinstance(section, dict)
-            else dataclasses.replace(section, **values)
-        )
+        if isinstance(section, dict):
+            changed[name] = section | values
+        else:
+            changed[name] = dataclasses.replace(section, **values)
     return dataclasses.replace(config, **changed)
+
+
+def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
+    """Return the config as a trial run with the recorder and a short evaluation. Raises ConfigError
+    for several hosts."""
+    hosts = config.parallelism.nnodes
+    if hosts > 1:
+        raise refuse("parallelism.nnodes", hosts, "a verification runs on this host alone", 1)
+    if shrink:
+        config = shrunk(config)
+    most = EVAL_SEQUENCES * config.batch.sequence_length
+    short = {"train": {"eval_tokens": min(config.train.eval_tokens or most, most)}}
+    return record.recorded(trial(config, steps, **short, **sections))
 
 
 def shrunk(config: Config) -> Config:
@@ -107,6 +121,13 @@ def train(path: Path, config: Config, **env: str) -> None:
         raise ConfigError(
             f"{path}: this run of the verification ended with exit code {code}: {words}{hint}"
         )
+
+
+def train_recorded(
+    path: Path, config: Config, *, modules: bool = False, warned: bool = False
+) -> None:
+    """Train a watched run, which records what its ranks compute."""
+    train(path, config, **record.environment(path, modules=modules, warned=warned))
 
 
 def last_words(path: Path) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llmexp import rundir
 from llmexp.convert import build
 from llmexp.verify import determinism, record, runs
+from llmexp.verify.pair import Pair
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 4
@@ -113,11 +114,10 @@ def again(
     ).items():
         monkeypatch.setenv(name, value)
     first, other = proof.folder / "first", tmp_path / "other"
-    runs.train(other, config, **record.environment(other, modules=True))
-    assert failed(determinism.compare(first, other))
-    return determinism.first_difference(
-        record.read(first), record.read(other), runs.rows(first), runs.rows(other)
-    )
+    runs.train_recorded(other, config, modules=True)
+    pair = Pair.of(first, other)
+    assert failed(determinism.compare(pair))
+    return determinism.first_difference(pair)
 
 
 def test_a_module_with_noise_is_named_with_its_step(proof, tmp_path, monkeypatch):
@@ -147,9 +147,9 @@ def changed(proof: Result, tmp_path: Path, change) -> tuple[list[Any], str]:
     a, b = record.read(first), record.read(other)
     change(b[0])
     rows = runs.rows(first)
-    return [
-        record.differences(a, b, part) for part in ("reduced", "parameters", "optimizer", "rng")
-    ], (determinism.first_difference(a, b, rows, rows))
+    pair = Pair((a, b), (rows, rows))
+    counts = [pair.differences(part) for part in ("reduced", "parameters", "optimizer", "rng")]
+    return counts, determinism.first_difference(pair)
 
 
 @pytest.mark.parametrize("kept", [0, 1])

@@ -25,9 +25,10 @@ from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
-from llmexp.verify.geometry import FLOOR, Off, judge, masked_id, moved_off, off_by, real_batch
+from llmexp.verify.geometry import masked_id, real_batch
 from llmexp.verify.reference import Roundoff, draws_random_numbers, errors, follow, read_windows
 from llmexp.verify.runs import shrunk, trial
+from llmexp.verify.tolerance import FLOOR, Off, judge, moved_off, off_by
 from tests import reference
 from tests.conftest import TINY, Result, llmexp
 

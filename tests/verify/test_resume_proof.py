@@ -25,7 +25,9 @@ from llmexp.assembly.targets import locate
 from llmexp.checkpoint import loading
 from llmexp.config import ConfigError
 from llmexp.convert import build
-from llmexp.verify import record, resume, runs
+from llmexp.verify import kills, record, resume, runs
+from llmexp.verify.kills import Kill
+from llmexp.verify.pair import Pair
 from tests.conftest import ROOT, TINY, Result, environment, llmexp
 
 STEPS = 6
@@ -168,7 +170,7 @@ def test_what_a_resume_loses_is_found(proof, tmp_path, monkeypatch, lost):
         PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", LLMEXP_ALLOW="plant"
     ).items():
         monkeypatch.setenv(name, value)
-    runs.train(path, config, **record.environment(path))
+    runs.train_recorded(path, config)
     found = failed(resume.compare(proof.folder / "unbroken", path))
     assert f"first: step {first}, rank 0" in found["parameters after each step, each rank"], found
     assert {"parameters at the end", "metrics rows, but for times and memory"} <= found.keys()
@@ -243,7 +245,7 @@ ROW = st.fixed_dictionaries(
 def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
     a = [{"step": n, **row, "step_time": 1.0} for n, row in enumerate(rows, 1)]
     b = [{**row, "step_time": 2.0} for row in a]
-    assert resume.columns(a, b) == (
+    assert Pair(({}, {}), (a, b)).columns() == (
         [],
         4 * len(rows),
     )  # step and three figures a row; times are no difference
@@ -254,8 +256,8 @@ def test_any_figure_that_is_changed_or_lost_is_named(rows, data):
         del b[at][key]
     else:
         b[at][key] = "another"
-    assert resume.columns(a, b) == ([f"step {at + 1}, {key}"], 4 * len(rows))
-    assert resume.columns(a, b, "none of these") == ([], 0)
+    assert Pair(({}, {}), (a, b)).columns() == ([f"step {at + 1}, {key}"], 4 * len(rows))
+    assert Pair(({}, {}), (a, b)).columns("none of these") == ([], 0)
 
 
 def test_a_digest_is_one_of_bits():
@@ -275,9 +277,9 @@ def test_a_digest_is_one_of_bits():
 
 def test_a_kill_that_missed_its_save_is_no_hit():
     missed, hit, step = (
-        resume.Kill("save", 4, None),
-        resume.Kill("save", 4, 3),
-        resume.Kill("step", 2, None),
+        Kill("save", 4, None),
+        Kill("save", 4, 3),
+        Kill("step", 2, None),
     )
     assert [k.hit for k in (missed, hit, step)] == [False, True, True]
     assert [str(k) for k in (missed, hit)] == [
@@ -291,7 +293,7 @@ def test_a_kill_that_missed_its_save_is_no_hit():
     assert unseen([hit, step], ("step", "rank", "save")) == ["no kill of this kind: rank"]
 
 
-def unseen(kills: list[resume.Kill], wanted: tuple[str, ...]) -> list[str]:
+def unseen(kills: list[Kill], wanted: tuple[str, ...]) -> list[str]:
     return [c.what for c in resume.hits(kills, wanted, []) if c.passed is None]
 
 
@@ -299,10 +301,10 @@ def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
     """Runs that nobody touched, or that began anew each time, are equal whatever a resume loses."""
     wanted = ("step", "rank", "save")
     what = "resumed from its newest checkpoint, one after step 0"
-    resumed = resume.Kill("step", 5, None, saved=3, starts=2)
+    resumed = Kill("step", 5, None, saved=3, starts=2)
     assert failed(resume.hits([], wanted, [1])).keys() == {"killed with SIGKILL"}
-    first = resume.Kill("step", 1, None, starts=1)
-    anew = failed(resume.hits([first, resume.Kill("save", 1, 1, starts=2)], wanted, [1, 1, 1]))
+    first = Kill("step", 1, None, starts=1)
+    anew = failed(resume.hits([first, Kill("save", 1, 1, starts=2)], wanted, [1, 1, 1]))
     assert anew.keys() == {what}
     assert "it began anew each time" in anew[what]
     assert failed(resume.hits([first, resumed], wanted, [1, 1, 4])) == {}
@@ -313,8 +315,7 @@ def test_without_a_kill_a_resume_or_the_end_of_the_others_it_fails():
     ):  # the checkpoint of step 3 was there, and was not taken
         assert failed(resume.hits([first, resumed], wanted, starts)).keys() == {what}
     lone = [
-        resume.Kill("rank", 6, None, rank=1, alone=alone, saved=3, starts=1)
-        for alone in (True, False)
+        Kill("rank", 6, None, rank=1, alone=alone, saved=3, starts=1) for alone in (True, False)
     ]
     assert failed(resume.hits(lone[:1], wanted, [1, 4])) == {}
     assert failed(resume.hits([*lone, resumed], wanted, [1, 4, 4])).keys() == {
@@ -329,9 +330,9 @@ def test_ctrl_c_is_not_lost_in_a_kill(tmp_path):
     )
 
     def strike() -> None:
-        with resume._nothing_left(process):
+        with kills._nothing_left(process):
             os.kill(os.getpid(), signal.SIGINT)
-            resume._kill_all(process, [process.pid])
+            kills._kill_all(process, [process.pid])
 
     with pytest.raises(KeyboardInterrupt):
         strike()

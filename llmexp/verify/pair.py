@@ -1,0 +1,86 @@
+"""Two recorded runs, compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp.metrics.keys import TIMINGS
+from llmexp.verify import record, runs
+from llmexp.verify.checks import Check, equal
+
+Found = tuple[list[str], int]  # what differs, of how many
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two runs have recorded, and their rows."""
+
+    records: tuple[record.Records, record.Records]
+    rows: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+    @classmethod
+    def of(cls, first: Path, second: Path) -> Pair:
+        return cls((record.read(first), record.read(second)), (runs.rows(first), runs.rows(second)))
+
+    def steps(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, Any]]]:
+        """Yield (step, rank, record of the one run, record of the other), step by step; an empty
+        one where there is none."""
+        a, b = self.records
+        keys = {
+            (step, rank) for side in (a, b) for rank, by_step in side.items() for step in by_step
+        }
+        for step, rank in sorted(keys):
+            yield step, rank, a.get(rank, {}).get(step, {}), b.get(rank, {}).get(step, {})
+
+    def differences(self, part: str) -> Found:
+        """Return the recorded entries of a part, such as "parameters", that differ, earliest first,
+        of how many."""
+        differing, count = [], 0
+        for step, rank, one, other in self.steps():
+            ours, theirs = _entries(one.get(part, {})), _entries(other.get(part, {}))
+            names, of = unequal(ours, theirs)
+            count += of
+            differing += [f"step {step}, rank {rank}, {name}" for _, name in names]
+        return differing, count
+
+    def columns(self, *keys: str) -> Found:
+        """Return the figures that differ between the rows, by step: these `keys`, or all but those
+        that say something about the machine."""
+        first, second = (_figures(rows, keys) for rows in self.rows)
+        return unequal(first, second)
+
+    def recorded(self, what: str, part: str) -> Check:
+        return equal(what, *self.differences(part))
+
+    def figures(self, what: str, *keys: str) -> Check:
+        return equal(what, *self.columns(*keys))
+
+
+def _entries(part: Any) -> dict[tuple[int, str], str]:
+    """Return the digests of a recorded part by place and name; the place counts in a list alone."""
+    if isinstance(part, dict):
+        return {(0, name): digest for name, digest in part.items()}
+    return {(place, " ".join(names)): digest for place, (*names, digest) in enumerate(part)}
+
+
+def _figures(rows: list[dict[str, Any]], keys: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for row in rows:
+        for key, value in row.items():
+            if key in keys if keys else key not in TIMINGS:
+                # The digits of a float give it back exactly.
+                found[f"step {row['step']}, {key}"] = repr(value)
+    return found
+
+
+def unequal(a: dict[Any, str], b: dict[Any, str]) -> tuple[list[Any], int]:
+    """Return the keys with values that differ, or that only one of them has, of how many."""
+    keys = list(dict.fromkeys([*a, *b]))
+    return [key for key in keys if a.get(key) != b.get(key)], len(keys)
+
+
+def joined(*found: Found) -> Found:
+    return [name for names, _ in found for name in names], sum(count for _, count in found)
