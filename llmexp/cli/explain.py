@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,33 +151,27 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
     numbers = parts.run.as_dict()
-    d = DERIVED.get(name)
-    if d is None or key.partition(".")[0] not in (key, "batch", "parallelism", "train"):
-        value = flatten(plain(parts.config)).get(key)
-        if key.startswith("optimizer.") and numbers["rates"]:
-            return {
-                "value": value,
-                "derived": value,
-                "formula": numbers["rates"],
-                "from": list(DERIVED["rates"].sources),
-            }
-        return (
-            {"value": value, "derived": value} if value not in (None, "auto") else {"value": value}
-        )
-    fitting = {
-        k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in numbers.items() if v is not None
-    }
-    formula = (
-        d.formula.format_map(fitting)
-        if all(w in fitting for w in re.findall(r"{(\w+)}", d.formula))
-        else ""
-    )
-    return {
-        "value": numbers[name],
-        "derived": numbers[name],
-        "formula": formula,
-        "from": list(d.sources),
-    }
+    of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
+    if name in DERIVED and of_the_run:
+        formula = filled(DERIVED[name].formula, numbers)
+        value, sources = numbers[name], DERIVED[name].sources
+        return {"value": value, "derived": value, "formula": formula, "from": list(sources)}
+    value = flatten(plain(parts.config)).get(key)
+    if key.startswith("optimizer.") and numbers["rates"]:
+        sources = DERIVED["rates"].sources
+        formula = numbers["rates"]
+        return {"value": value, "derived": value, "formula": formula, "from": list(sources)}
+    return {"value": value} if value in (None, "auto") else {"value": value, "derived": value}
+
+
+def filled(formula: str, numbers: dict[str, Any]) -> str:
+    """Return a formula with the numbers of a run; empty where one of them is not known."""
+    words = re.findall(r"{(\w+)}", formula)
+    if any(numbers.get(word) is None for word in words):
+        return ""
+    values = {word: numbers[word] for word in words}
+    shown_as = {k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in values.items()}
+    return formula.format_map(shown_as)
 
 
 def group(
@@ -227,14 +221,11 @@ def meaning(key: str, every: list[Layer]) -> str:
 def comment(layer: Layer, key: str) -> str:
     """Return the comment beside a key in its file."""
     file = Path(layer.source)
-    file = (
-        conf_dir().parent / file
-        if layer.source.startswith("conf/") and not file.is_file()
-        else file
-    )
-    name = re.escape(key.rpartition(".")[2])
+    if layer.source.startswith("conf/") and not file.is_file():
+        file = conf_dir().parent / file
     if not file.is_file():
         return ""
+    name = re.escape(key.rpartition(".")[2])
     found = re.search(rf"^\s*{name}:[^#\n]*#\s*(.+)$", file.read_text(encoding="utf-8"), re.M)
     return found[1].strip() if found else ""
 
@@ -251,7 +242,7 @@ def changes(key: str) -> str:
 
 
 def where_it_acts(key: str) -> str:
-    """Beside which values of other knobs a knob does anything."""
+    """Return beside which values of other knobs a knob does anything."""
     acts = ACTS[key]
     where = " or ".join(acts.keys)
     if not acts.values:
@@ -262,53 +253,40 @@ def where_it_acts(key: str) -> str:
 def written(found: dict[str, Any]) -> list[str]:
     """Return the lines of one screen."""
     lines = [f"{found['key']} = {text(found['value'])}"]
+    for name, words in told(found):
+        wrapped = textwrap.wrap(words, WIDTH - 13, break_on_hyphens=False)
+        lines += [f"  {'' if n else name:<10} {line}" for n, line in enumerate(wrapped)]
+    for knob in found.get("knobs", ()):
+        setting = f"  {knob['key']} = {text(knob['value'])}"
+        line = f"{setting:<38} {knob['meaning']}".rstrip()
+        lines.append(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
+    return lines
 
-    def say(name: str, words: str) -> None:
-        wrapped = textwrap.wrap(words, WIDTH - 13, break_on_hyphens=False) or [""]
-        lines.extend(f"  {name if n == 0 else '':<10} {line}" for n, line in enumerate(wrapped))
 
-    if found.get("meaning"):
-        say("meaning", found["meaning"])
-    if "chosen_by" in found:
-        say("chosen by", found["chosen_by"])
-        say("options", ", ".join(found["options"]))
-        for knob in found["knobs"]:
-            row = f"  {knob['key']} = {text(knob['value'])}"
-            lines.append(
-                textwrap.shorten(f"{row:<38} {knob['meaning']}".replace(" ", "\0"), 10**6).replace(
-                    "\0", " "
-                )
-            )
-        return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
+def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the words of each line; without words there is none."""
+    yield "meaning", found.get("meaning", "")
+    yield "chosen by", found.get("chosen_by", "")
+    yield "options", ", ".join(found.get("options", ()))
     history = found.get("history", [])
     if history:
-        say("set by", history[-1]["from"])
-        if history[-1]["value"] != found["value"] and "derived" not in found:
-            say(
-                "becomes",
-                f"{text(history[-1]['value'])} there, {text(found['value'])} once the command line "
-                "is read",
-            )
+        last = history[-1]
+        yield "set by", last["from"]
+        if last["value"] != found["value"] and "derived" not in found:
+            now = f"{text(found['value'])} once the command line is read"
+            yield "becomes", f"{text(last['value'])} there, {now}"
         for earlier in reversed(history[:-1]):
-            say("replaced", f"{text(earlier['value'])} from {earlier['from']}")
+            yield "replaced", f"{text(earlier['value'])} from {earlier['from']}"
     elif "history" in found:
-        say("set by", "nobody: it is left at its default, as it does nothing here")
-    if "swept" in found:
-        say("swept", str(found["swept"]))
+        yield "set by", "nobody: it is left at its default, as it does nothing here"
+    yield "swept", str(found.get("swept", ""))
     if "derived" in found:
-        open_ = f"{text(found['derived'])}: " if history else ""
-        say("derived", f"{open_}{found.get('formula') or 'worked out when a run starts'}")
-        if found.get("from"):
-            say("from", ", ".join(found["from"]))
-    if "unsolved" in found:
-        say("unsolved", found["unsolved"])
-    if "acts" in found:
-        say("acts", found["acts"])
-    if "affects" in found:
-        say("affects", found["affects"])
-    if found.get("used_by"):
-        say("used by", ", ".join(found["used_by"]))
-    return lines
+        value = f"{text(found['derived'])}: " if history else ""
+        yield "derived", f"{value}{found.get('formula') or 'worked out when a run starts'}"
+    yield "from", ", ".join(found.get("from", ()))
+    for name in ("unsolved", "acts", "affects"):
+        yield name, found.get(name, "")
+    yield "used by", ", ".join(found.get("used_by", ()))
 
 
 def text(value: Any) -> str:
