@@ -22,8 +22,37 @@ _PICTURES = {"html": ".html", "png": ".png"}
 def run(arguments: list[str]) -> int:
     """Exit code 0, or 2 where there was nothing to show. Raises ConfigError."""
     args = _arguments(arguments)
-    paths = list(args.paths)
-    wanted: dict[str, str] = {}
+    paths, wanted = _targets(args)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
+    comparison = compare(
+        paths or ["outputs"],
+        align=args.align,
+        sort=args.sort,
+        whole="html" in wanted,
+        negligible=args.negligible,
+    )
+    for problem in comparison.problems:
+        print(f"llmexp: {problem}", file=sys.stderr)
+    if not comparison.entries:
+        print(
+            "llmexp: there is no run to show; for example llmexp compare outputs/default",
+            file=sys.stderr,
+        )
+        return REFUSED
+    for name, target in wanted.items():
+        _write(name, target, comparison)
+    if "-" not in wanted.values():
+        from llmexp.compare.table import show
+
+        show(comparison, sys.stdout, width=columns(), why=args.why)
+    return DONE
+
+
+def _targets(args: Any) -> tuple[list[str], dict[str, str]]:
+    """Return the paths to compare, and where each format goes, - for standard output. Raises
+    ConfigError."""
+    paths, wanted = list(args.paths), {}
     for name, suffix in (_TEXTS | _PICTURES).items():
         target = getattr(args, name)
         if target is None:
@@ -45,39 +74,20 @@ def run(arguments: list[str]) -> int:
             "only one of --json, --csv and --markdown can go to standard output; name a file for "
             "others"
         )
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
-    comparison = compare(
-        paths or ["outputs"],
-        align=args.align,
-        sort=args.sort,
-        whole="html" in wanted,
-        negligible=args.negligible,
-    )
-    for problem in comparison.problems:
-        print(f"llmexp: {problem}", file=sys.stderr)
-    if not comparison.entries:
-        print(
-            "llmexp: there is no run to show; for example llmexp compare outputs/default",
-            file=sys.stderr,
-        )
-        return REFUSED
-    for name, target in wanted.items():
-        if name == "png":
-            from llmexp.compare.picture import write_png
+    return paths, wanted
 
-            write_png(comparison, Path(target))
-        elif target == "-":
-            print(_text(name, comparison), end="")
-        else:
-            fileio.write_whole(Path(target), _text(name, comparison))
-        if target != "-":
-            print(f"llmexp: wrote {target}", file=sys.stderr)
-    if "-" not in wanted.values():
-        from llmexp.compare.table import show
 
-        show(comparison, sys.stdout, width=columns(), why=args.why)
-    return DONE
+def _write(name: str, target: str, comparison: Any) -> None:
+    if target == "-":
+        print(_text(name, comparison), end="")
+        return
+    if name == "png":
+        from llmexp.compare.picture import write_png
+
+        write_png(comparison, Path(target))
+    else:
+        fileio.write_whole(Path(target), _text(name, comparison))
+    print(f"llmexp: wrote {target}", file=sys.stderr)
 
 
 def _text(name: str, comparison: Any) -> str:
