@@ -177,12 +177,8 @@ def bus_error(path: Path, code: int) -> str:
 
 def what_is_left(path: Path) -> str:
     """Return the newest checkpoint of a run that failed, and the way to go on."""
-    saved = sorted(
-        p.parent.name
-        for p in (path / rundir.CHECKPOINTS).glob("step_*/manifest.json")
-        if p.parent.name[5:].isdigit()
-    )
-    intact = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+    step = rundir.saved_step(path)
+    intact = "no checkpoint yet" if step is None else f"the last checkpoint is step_{step:08d}"
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         hosts = rundir.read_config(path)["parallelism"]["nnodes"]

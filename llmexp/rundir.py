@@ -234,6 +234,13 @@ def _overwrite(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
+def saved_step(path: Path) -> int | None:
+    """Return the step of the newest checkpoint of a run."""
+    manifests = (path / CHECKPOINTS).glob("step_*/manifest.json")
+    names = [manifest.parent.name.removeprefix("step_") for manifest in manifests]
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
 def how_to_resume(path: Path) -> str:
     """Return the command that goes on with the run, for the clipboard."""
     return f"llmexp resume {shlex.quote(str(path))}{allowed_again()}"

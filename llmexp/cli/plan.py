@@ -8,7 +8,7 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.config import ConfigError
 from llmexp.run import banner_sections
-from llmexp.sweep.points import duplicates, expand, is_grid, load_points
+from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
 
 def plan(arguments: list[str]) -> int:
@@ -32,8 +32,7 @@ def plan(arguments: list[str]) -> int:
             settings, where = settings_of(cfg)
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
-            same = duplicates(points, [p.identity for p in points])
-            points = [p for p in points if p.name not in {s.name for s in same}]
+            points, same = split_duplicates(points, lambda point: point.identity)
             return plan_sweep(points, [*refused, *same], settings, arguments)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
     rundir.check_writable(wanted)

@@ -14,15 +14,14 @@ from llmexp import child, rundir
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, environment, hints, origin
 from llmexp.compose.command_line import recordable
-from llmexp.config import ConfigError, nearest, plain
+from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
 from llmexp.run import cut_anew, solve_layout
 from llmexp.sweep import ledger
 
 
 def resume(arguments: list[str]) -> int:
-    """`llmexp resume RUN_DIR [key=value ...]`: goes on with a run, or with a sweep, in its
-    folder."""
+    """Go on with a run, or with a sweep, in its folder: `llmexp resume RUN_DIR [key=value ...]`."""
     parser = argparse.ArgumentParser(
         prog="llmexp resume",
         description="Go on with a run in its folder, from its newest whole checkpoint; or with a "
@@ -43,54 +42,69 @@ def resume(arguments: list[str]) -> int:
     command_line.check_overrides(args.overrides)
     path = args.run_dir
     rundir.check_plain(path)
-    if not rundir.is_run(path) and ledger.is_sweep(path):
+    if rundir.is_run(path):
+        return resume_run(path, args.overrides)
+    if ledger.is_sweep(path):
         arguments = recordable(ledger.read(path).arguments)
-        return train.train(
-            ["-m", *arguments, *args.overrides, f"sweep.resume={app.quoted(str(path))}"]
-        )
-    if not rundir.is_run(path) and ledger.runs_in(path):
+        here = f"sweep.resume={app.quoted(str(path))}"
+        return train.train(["-m", *arguments, *args.overrides, here])
+    if ledger.runs_in(path):
         raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.ANEW}{path}")
+    return resume_run(path, args.overrides)  # it says what is missing
+
+
+def resume_run(path: Path, overrides: Sequence[str]) -> int:
+    """Go on with a run in its folder; return the exit code. Raises ConfigError."""
     tree, recorded = plain(rundir.built_config(path)), rundir.read_run(path)
-    micro, accum = "batch.micro_batch_size", "batch.gradient_accumulation_steps"
-    given = [o.partition("=")[0] for o in args.overrides]
-    tree["train"]["stop_step"] = None  # it has been there
-    if {micro, accum} & set(given):  # the real batch stays, and its cut is solved anew
-        tree["batch"][(micro if accum in given else accum).removeprefix("batch.")] = None
     if rundir.read_status(path).get("state") == "finished":
-        if args.overrides:
+        if overrides:
+            words = " ".join(overrides)
             raise ConfigError(
-                f"{path}: this run is finished, so {' '.join(args.overrides)} would change "
-                f"nothing; for another run: llmexp train ... {' '.join(args.overrides)}"
+                f"{path}: this run is finished, so {words} would change nothing; for another run: "
+                f"llmexp train ... {words}"
             )
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
-    change(tree, args.overrides, path, recorded.get("parallelism"))
+    given = [o.partition("=")[0] for o in overrides]
+    tree["train"]["stop_step"] = None  # it has been there
+    micro, accum = "micro_batch_size", "gradient_accumulation_steps"
+    cut = [key for key in (micro, accum) if f"batch.{key}" in given]
+    if cut:  # the real batch stays, and its cut is solved anew
+        tree["batch"][micro if accum in cut else accum] = None
+    change(tree, overrides, path, recorded.get("parallelism"))
     for line in environment.fill_tracker(tree):
         child.say(line)
     environment.refuse_secrets(tree)
     config = build(tree)
     origin.refuse_given(config, given)
-    if not {micro, accum} & set(given):
+    refuse_past(config.train.profile_start, path, given)
+    if not cut:
         ranks = config.parallelism.nproc_per_node
         dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
         config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
-    config = dataclasses.replace(
-        config, checkpoint=dataclasses.replace(config.checkpoint, resume="must")
-    )
+    checkpoint = dataclasses.replace(config.checkpoint, resume="must")
+    config = dataclasses.replace(config, checkpoint=checkpoint)
     request = {"config": plain(config), "folder": str(path), "fixed": True}
-    return worker.Worker().run(
-        request | {k: recorded.get(k) for k in ("overrides", "label", "group", "swept")}
-    )[0]
+    request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
+    return worker.Worker().run(request)[0]
+
+
+def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:
+    """Raise ConfigError for a trace of steps that the run has behind it."""
+    step = rundir.saved_step(path)
+    key = "train.profile_start"
+    if key in given and first is not None and step is not None and first <= step:
+        text = f"is not after the checkpoint that the run goes on from, which is of step {step}"
+        raise refuse(key, first, text, step + 1)
 
 
 def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: str | None) -> None:
     """Put overrides into the config of the run in `path`, which ran with the parallelism `before`.
     Raises ConfigError."""
+    kinds = ("parallelism", "parallelism.kind")
     parsed = map(OverridesParser.create().parse_override, overrides)
-    kind_first = sorted(
-        parsed, key=lambda o: o.key_or_group not in ("parallelism", "parallelism.kind")
-    )
-    for override in kind_first:  # then its sizes
+    # the kind first, then its sizes
+    for override in sorted(parsed, key=lambda o: o.key_or_group not in kinds):
         key = override.key_or_group
         *parents, name = key.split(".")
         node: Any = tree
@@ -105,16 +119,14 @@ def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: s
             raise ConfigError(
                 f"{override.input_line}: several values are a sweep; a run is resumed with one"
             )
-        if key in (
-            "parallelism",
-            "parallelism.kind",
-        ):  # sizes of the old layout mean nothing in the new one
-            tree["parallelism"] |= {
-                "kind": override.value(),
-                "tensor_parallel_size": None,
-                "replicate_size": None,
-            }
-            if "single" in (override.value(), before):
-                tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}
+        if key not in kinds:
+            node[name] = override.value()
             continue
-        node[name] = override.value()
+        # sizes of the old layout mean nothing in the new one
+        tree["parallelism"] |= {
+            "kind": override.value(),
+            "tensor_parallel_size": None,
+            "replicate_size": None,
+        }
+        if "single" in (override.value(), before):
+            tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}

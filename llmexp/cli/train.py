@@ -77,7 +77,7 @@ def train(arguments: list[str]) -> int:
         running, worker = worker, None
         code, path = running.run(request | {"queue": args.queue})
         if args.queue and code == 0 and path is not None:
-            from llmexp.sweep.slurm import how_to_start
+            from llmexp.cli.queue import how_to_start
 
             say(how_to_start(path, config))
         return code

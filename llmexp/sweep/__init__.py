@@ -1,21 +1,23 @@
 """Run a sweep: many points, one folder, one record. In reading order:
 
-main            from the points to the answer and the exit code
+main            from the points to the exit code
 settings        the section `sweep`: how points are run
 points          compose, check and name the points and their folders
 composing       compose each point; what points share once
 checker, check  assemble the points and make their folders, in another process
 ledger          sweep.json
-matching        which points an existing sweep has already
 planning        the table of `plan -m`
 budget_warning  points whose losses will not compare
-current         what all parts know of the running sweep
+current         what all parts share of the running sweep
+batch           check a batch of points, and give them their places in the ledger
+matching        which points an existing sweep has already
 running         run the points, rungs of halving, retries
-launchers       local, Slurm or Ray
+launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each
-slurm           jobs, and what runs inside a job
+slurm           jobs: slurm_submit makes them, slurm_job is what runs inside
 ray             tasks of a Ray cluster
 search          points that Optuna chooses
 twins           the leading setting once more, for the floor of rounding
+answer          the answer of the sweep
 show, progress  the live table
 """

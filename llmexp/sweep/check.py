@@ -4,6 +4,7 @@ sweep/checker.py."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import ConfigError, plain
 from llmexp.convert import build
 from llmexp.redact import redacted
-from llmexp.sweep.ledger import identity
+from llmexp.sweep.ledger import Facts, identity
 from llmexp.train import folder
 
 
@@ -31,13 +32,9 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
             with rundir.locked(path):
                 folder.record(path, parts, request, "queued")
     run = parts.run
-    return {
-        "solved": identity(plain(parts.config)),  # also what was null
-        "max_steps": run.max_steps,
-        "max_tokens": run.max_tokens,
-        "ranks": run.facts.layout.nproc_per_node,
-        "devices": torch.cuda.device_count() if run.facts.device == "cuda" else 0,
-    }
+    devices = torch.cuda.device_count() if run.facts.device == "cuda" else 0
+    solved, ranks = identity(plain(parts.config)), run.facts.layout.nproc_per_node
+    return dataclasses.asdict(Facts(solved, run.max_steps, run.max_tokens, ranks, devices))
 
 
 def serve() -> None:

@@ -4,6 +4,7 @@ this one."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 from llmexp.child import start
 from llmexp.config import ConfigError
-from llmexp.sweep.points import Point
+from llmexp.sweep.ledger import Facts
+from llmexp.sweep.points import Point, Refused
 from llmexp.sweep.progress import counted
 
 
@@ -34,20 +36,31 @@ class Checker:
                 assert stream is not None
                 stream.close()
 
-    def ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-        """Return an answer for each point: {"refused": reason}, or what is known of its run.
-        `purpose` check prepares the data, which the runs need anyway; queue also makes the folders
-        of the runs. Raises ConfigError."""
+    def check(self, points: Sequence[Point]) -> tuple[list[Point], list[Refused]]:
+        """Return the points that can run, with what is known of their runs, and the others. Data
+        are prepared, which the runs need anyway. Raises ConfigError."""
+        able: list[Point] = []
+        refused: list[Refused] = []
+        for point, found in zip(points, self._ask("check", points), strict=True):
+            if "refused" in found:
+                refused.append(point.refused(found["refused"]))
+            else:
+                able.append(dataclasses.replace(point, checked=Facts(**found)))
+        return able, refused
+
+    def queue(self, points: Sequence[Point]) -> list[str]:
+        """Make the folders of the points' runs; return for each why that failed, or the empty
+        text. Raises ConfigError."""
+        return [found.get("refused", "") for found in self._ask("queue", points)]
+
+    def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
+        question = json.dumps({purpose: [point.request() for point in points]})
         found = []
         with contextlib.suppress(BrokenPipeError):
-            print(
-                json.dumps({purpose: [p.request() for p in points]}),
-                file=self._child.stdin,
-                flush=True,
-            )
-            for _ in counted({"check": "checking", "queue": "queueing"}[purpose], points):
+            print(question, file=self._child.stdin, flush=True)
+            for _ in counted(f"{purpose}ing", points):
                 if line := self._child.stdout.readline():
                     found.append(json.loads(line))
         if len(found) < len(points):

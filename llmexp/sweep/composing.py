@@ -61,31 +61,22 @@ class Composer:
 
     def _plain(self, parsed: Sequence[Override]) -> list[Override]:
         """Return the overrides that do no more than put a value in the place of another one."""
-        keys = [o.key_or_group for o in parsed if not self._is_group(o.key_or_group)]
-        found = []
-        for o in parsed:
-            key, value = o.key_or_group, o.value()
-            scalar = value is None or isinstance(value, (bool, int, float, str))
-            fixed = not (isinstance(value, str) and "$" in value)
-            named = (
-                o.type == OverrideType.CHANGE
-                and o.package is None
-                and re.fullmatch(r"\w+(\.\w+)*", key)
-            )
-            alone = (
-                sum(f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.") for k in keys)
-                == 1
-            )
-            if (
-                scalar
-                and fixed
-                and named
-                and alone
-                and not o.is_hydra_override()
-                and not self._is_group(key)
-            ):
-                found.append(o)
-        return found
+        keys = [f"{o.key_or_group}." for o in parsed if not self._is_group(o.key_or_group)]
+        return [o for o in parsed if self._puts_a_value(o) and self._stands_alone(o, keys)]
+
+    def _puts_a_value(self, o: Override) -> bool:
+        if o.type != OverrideType.CHANGE or o.package is not None or o.is_hydra_override():
+            return False
+        value, key = o.value(), o.key_or_group
+        if isinstance(value, str) and "$" in value:
+            return False
+        scalar = value is None or isinstance(value, (bool, int, float, str))
+        return scalar and re.fullmatch(r"\w+(\.\w+)*", key) is not None and not self._is_group(key)
+
+    def _stands_alone(self, o: Override, keys: Sequence[str]) -> bool:
+        """Return whether no other override is for the same key, a section of it or one in it."""
+        own = f"{o.key_or_group}."
+        return sum(key.startswith(own) or own.startswith(key) for key in keys) == 1
 
     def _is_group(self, key: str) -> bool:
         if key not in self._groups:

@@ -1,17 +1,18 @@
-"""What all parts of a running sweep know of it."""
+"""What all parts of a running sweep share."""
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
+from llmexp.child import PASSED_ON, handling
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.ledger import Ledger
-from llmexp.sweep.local import Stopped
+from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.settings import Sweep
 
 
@@ -20,33 +21,49 @@ class Current:
     """The sweep of this process."""
 
     settings: Sweep
-    where: Path
-    fixed: bool  # the user named the folder
-    name: str
-    launcher: str  # local | slurm | ray
     cfg: DictConfig
     arguments: list[str]  # of its command line
+    where: Path
+    fixed: bool  # the user named the folder
+    grid: bool  # all points are known beforehand
+    launcher: str  # local | slurm | ray
     checker: Checker
     stack: contextlib.ExitStack
-    ledger: Ledger | None = None  # once the first points have passed their checks
-    # what the checker knows of a run, by its folder
-    knobs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    stop: Stopped = field(default_factory=Stopped)
+    opened: Ledger | None = None  # once the first points have passed their checks
+    signals: list[int] = field(default_factory=list)  # that asked this process to stop
     halted: bool = False  # by sweep.stop_on_failure
-    grid: bool = True  # all points are known beforehand
-    # folders of points whose failure was told in full
-    reasons: set[str] = field(default_factory=set)
+    # folders of points whose failure was reported in full
+    reported: set[str] = field(default_factory=set)
+
+    @property
+    def ledger(self) -> Ledger:
+        assert self.opened is not None
+        return self.opened
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.signals)
 
     @property
     def over(self) -> bool:
         """Return whether nothing more is started."""
-        return self.stop.requested or self.halted
+        return self.stopped or self.halted
 
+    @contextlib.contextmanager
+    def signals_noted(self) -> Iterator[None]:
+        """Note signals for a while; the launcher passes them on (`launchers.drive`)."""
+        note = lambda number, frame: self.signals.append(number)  # noqa: E731
+        with handling(PASSED_ON, note, stay=lambda: self.stopped):
+            yield
 
-class PointFailed(RuntimeError):
-    """What a sweeper gets for the value of a point that failed."""
+    def began(self, entry: Entry) -> None:
+        """Record that a point's run has begun."""
+        attempts = entry.attempts + 1
+        self.ledger.update(
+            entry, state="running", attempts=attempts, started=time.time(), ended=None
+        )
 
-
-CURRENT: list[
-    Current
-] = []  # one or none: Hydra makes the launchers, which get nothing else from here
+    def ended(self, entry: Entry) -> None:
+        """Record what became of a point's run, which may halt the sweep."""
+        self.ledger.look(entry)
+        self.halted |= self.settings.stop_on_failure and entry.state == "failed"

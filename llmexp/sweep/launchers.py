@@ -1,30 +1,46 @@
 """Run the points of a sweep where its launcher says: on this machine, as Slurm jobs, or as tasks of
-Ray."""
+Ray. One loop drives them all."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp import rundir
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
 from llmexp.config import ConfigError
 from llmexp.labels import plural
-from llmexp.sweep import ray, slurm
+from llmexp.sweep import ray, slurm, slurm_submit
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Entry, Ledger
-from llmexp.sweep.local import Job, run_all, visible_devices
-from llmexp.sweep.points import Point
-from llmexp.sweep.show import Display, name_of
+from llmexp.sweep.local import Local
+from llmexp.sweep.matching import Task
+from llmexp.sweep.show import Display
 
 PLUGINS = "hydra_plugins.llmexp."
 NAMES = {"LocalLauncher": "local", "SlurmLauncher": "slurm", "RayLauncher": "ray"}
+KNOBS: dict[str, Any] = {"slurm": slurm_submit, "ray": ray}  # modules with `Knobs` and `check`
+
+
+class Launcher(Protocol):
+    """A place where points run."""
+
+    pause_s: float  # between two looks
+
+    def start(self, waiting: list[Task]) -> None:
+        """Start what there is room for, and take it from the list."""
+
+    def poll(self) -> bool:
+        """Record what has changed; return whether anything is left to wait for."""
+
+    def stop(self, number: int) -> int:
+        """Pass a signal on; return how many runs are under way and save a checkpoint first."""
+
+    def cancel_waiting(self) -> None:
+        """Take back what has not begun."""
 
 
 def check_launcher(cfg: DictConfig) -> str:
@@ -35,162 +51,71 @@ def check_launcher(cfg: DictConfig) -> str:
         raise ConfigError(
             f"hydra/launcher: {target} does not run here; it is one of {', '.join(NAMES.values())}"
         )
-    if name == "slurm":
-        slurm_settings(cfg)
-    if name == "ray":
-        ray_settings(cfg)
+    if name in KNOBS:
+        knobs_of(name, cfg)
     return name
 
 
-def settings_as(kind: type, cfg: DictConfig) -> Any:
-    """Return the knobs of the launcher as the dataclass `kind`. Raises ConfigError."""
+def knobs_of(name: str, cfg: DictConfig) -> Any:
+    """Return the checked knobs of the launcher. Raises ConfigError."""
+    launcher = cfg.hydra.launcher
     with user_errors():
-        given = OmegaConf.masked_copy(
-            cfg.hydra.launcher, [k for k in cfg.hydra.launcher if k != "_target_"]
-        )
-        typed = OmegaConf.create({"hydra": {"launcher": OmegaConf.structured(kind)}})
+        given = OmegaConf.masked_copy(launcher, [k for k in launcher if k != "_target_"])
+        typed = OmegaConf.create({"hydra": {"launcher": OmegaConf.structured(KNOBS[name].Knobs)}})
         OmegaConf.set_readonly(typed.hydra.launcher, False)  # as the dataclass is frozen
-        settings: Any = OmegaConf.to_object(
-            OmegaConf.merge(typed, {"hydra": {"launcher": given}}).hydra.launcher
-        )
-    refuse_secrets(dataclasses.asdict(settings), "hydra.launcher")  # the jobs' scripts are files
-    return settings
+        merged = OmegaConf.merge(typed, {"hydra": {"launcher": given}})
+        knobs: Any = OmegaConf.to_object(merged.hydra.launcher)
+    refuse_secrets(dataclasses.asdict(knobs), "hydra.launcher")  # the jobs' scripts are files
+    KNOBS[name].check(knobs)
+    return knobs
 
 
-def slurm_settings(cfg: DictConfig) -> Any:
-    settings = settings_as(slurm.Settings, cfg)
-    slurm.check(settings)
-    return settings
+def run_tasks(
+    current: Current, tasks: list[Task], at_work: list[slurm.Submitted], display: Display
+) -> None:
+    """Run the tasks where the launcher says, and wait for them and for jobs `at_work`, or until a
+    signal stops it."""
+    launcher: Launcher
+    if current.launcher == "local":
+        launcher = Local(current, tasks)
+        display.slots(launcher.slots)
+    elif current.launcher == "ray":
+        launcher = ray.Ray(current, knobs_of("ray", current.cfg), tasks)
+    else:
+        knobs = knobs_of("slurm", current.cfg)
+        launcher = slurm.Slurm(current, knobs, at_work, display.line)
+    drive(launcher, list(tasks), current, display)
 
 
-def ray_settings(cfg: DictConfig) -> Any:
-    settings = settings_as(ray.Settings, cfg)
-    ray.check(settings)
-    return settings
+def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Display) -> None:
+    """Run the waiting tasks until all have ended. No further one starts once a signal, which is
+    passed on, or a failure has ended the sweep."""
+    passed_on, cancelled, left = 0, False, True
+    while left:
+        for number in current.signals[passed_on:]:
+            saving = launcher.stop(number)
+            if saving and not passed_on:
+                verb = "saves" if saving == 1 else "save"
+                display.line(f"stopping: {saving} under way {verb} a checkpoint first")
+            passed_on += 1
+        if current.halted and not cancelled:
+            cancelled = True
+            launcher.cancel_waiting()
+        if not current.over:
+            launcher.start(waiting)
+        left = launcher.poll() or bool(waiting and not current.over)
+        display.tick()
+        time.sleep(launcher.pause_s if left else 0)
 
 
 def at_work(
-    current: Current, points: Sequence[Point], say: Callable[[str], None]
-) -> dict[Path, str]:
-    """Slurm jobs of an earlier command for these points that have not ended."""
+    current: Current, tasks: Sequence[Task], say: Callable[[str], None]
+) -> list[slurm.Submitted]:
+    """Return jobs of an earlier command for these tasks that have not ended, in Slurm."""
     if current.launcher != "slurm":
-        return {}
-    jobs = slurm.live_jobs([p.path for p in points])
+        return []
+    jobs = slurm.live_jobs(tasks)
     if jobs:
-        say(
-            f"{plural(len(jobs), 'job')} submitted before {'is' if len(jobs) == 1 else 'are'} "
-            "still there"
-        )
+        verb = "is" if len(jobs) == 1 else "are"
+        say(f"{plural(len(jobs), 'job')} submitted before {verb} still there")
     return jobs
-
-
-def execute(
-    current: Current,
-    ledger: Ledger,
-    queued: Sequence[tuple[Point, Entry]],
-    jobs: dict[Path, str],
-    display: Display,
-) -> None:
-    """Run the queued points where the launcher says, and wait for them and `jobs`, or until a
-    signal stops it."""
-    by_path = {ledger.path / e.folder: e for e in ledger.points}
-
-    def look(path: Path, alive: bool = False) -> None:
-        ledger.look(by_path[path], alive)
-
-    def begun(path: Path) -> None:
-        entry = by_path[path]
-        ledger.update(
-            entry, state="running", attempts=entry.attempts + 1, started=time.time(), ended=None
-        )
-
-    facts = current.knobs
-    todo = [
-        Job(p.path, facts[e.folder]["ranks"], cuda=facts[e.folder]["devices"] > 0)
-        for p, e in queued
-    ]
-    if current.launcher == "local":
-        s = current.settings
-        devices = visible_devices(max((facts[e.folder]["devices"] for _, e in queued), default=0))
-        display.slots(s.max_parallel or max(1, len(devices)))
-
-        run_all(
-            todo, devices, current.stop, max_parallel=s.max_parallel,
-            devices_per_run=s.devices_per_run,
-            stop_on_failure=s.stop_on_failure, silence_s=s.silence_s,
-            begun=lambda job: begun(job.path),
-            ended=lambda job: look(job.path), tick=display.tick, say=display.line,
-        )  # fmt: skip
-        return
-    if current.launcher == "ray":
-        ray.run_all(
-            todo, ray_settings(current.cfg), current.stop,
-            max_parallel=current.settings.max_parallel,
-            stop_on_failure=current.settings.stop_on_failure,
-            begun=begun, look=look, tick=display.tick, say=display.line,
-        )  # fmt: skip
-        return
-    if todo:
-        if note := slurm.fixed_here(queued[0][0].config, queued[0][0].path):
-            display.line(f"note: {note}")
-        settings = slurm_settings(current.cfg)
-        # new: jobs unpickle what is there
-        where = rundir.claim(ledger.path / "slurm", False, "hydra.sweep.dir")
-        submitted = slurm.submit(
-            [job.path for job in todo], settings, where, name=f"llmexp-{ledger.name}"
-        )
-        for path in submitted:
-            ledger.update(by_path[path], attempts=by_path[path].attempts + 1)
-        display.line(
-            f"{plural(len(submitted), 'job')} submitted; what their processes print is in {where}"
-        )
-        jobs = jobs | submitted
-
-    cancelled: dict[
-        Path, Any
-    ] = {}  # with when their runs were queued; one that begins all the same renews that
-    left = set(jobs)
-
-    def tick() -> None:
-        for path in left:  # a job runs before its run says so
-            look(path, alive=True)
-        display.tick()
-
-    def changed(path: Path, job: str, text: str, over: bool) -> None:
-        if (
-            over
-            and path in cancelled
-            and rundir.read_status(path).get("started") == cancelled[path]
-        ):
-            rundir.write_status(path, "queued", error=None, exit_code=None, ended=None)
-        if over:
-            left.discard(path)
-        look(path, alive=not over)
-        if over:
-            current.reasons.add(by_path[path].folder)
-        display.line(f"{job:<12} {name_of(by_path[path], ledger.swept)}  {text}")
-        if (
-            over
-            and by_path[path].state == "failed"
-            and current.settings.stop_on_failure
-            and not cancelled
-        ):
-            found = {p: rundir.read_status(p) for p in left}
-            cancelled.update(
-                (p, s.get("started")) for p, s in found.items() if s.get("state") == "queued"
-            )
-            slurm.cancel_pending([jobs[p] for p in cancelled])
-
-    try:
-        if current.stop.requested:  # while they were submitted
-            raise KeyboardInterrupt
-        slurm.wait(jobs, changed, display.line, tick)
-        for path in jobs:
-            look(path)
-    except KeyboardInterrupt:
-        current.stop.requested = True
-        tick()
-        whole = dict.fromkeys(job.partition("_")[0] for job in jobs.values())
-        display.line(
-            f"the jobs go on without this command; to cancel them: scancel {' '.join(whole)}"
-        )

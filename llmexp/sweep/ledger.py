@@ -1,5 +1,4 @@
-"""sweep.json, the record of a sweep: what its points are and how far each has come. Standard
-library only.
+"""sweep.json, the record of a sweep: what its points are and how far each has come.
 
 What a run's own folder says about it goes before what the ledger says: the sweep may have been
 killed, the run not.
@@ -10,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmexp import fileio, rundir
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
+from llmexp.ending import state_now
 from llmexp.knobs import essence
 
 LEDGER, FORMAT = "sweep.json", 1
@@ -46,6 +45,17 @@ class Entry:
     rung: float | None = None  # share of its steps after which successive halving left it out
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the checker knows of the run of a point."""
+
+    solved: str  # identity of the config as solved; also what was null
+    max_steps: int
+    max_tokens: int
+    ranks: int
+    devices: int  # CUDA devices of this machine; 0 for a run on the CPU
+
+
 @dataclass
 class Ledger:
     """Written whole after every change, by the process that holds the sweep's lock."""
@@ -60,6 +70,19 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     points: list[Entry] = field(default_factory=list)
+
+    def add(self, label: str, overrides: list[str], folder: str | None = None) -> Entry:
+        """Return a new point, in the folder or in one that is named by its number."""
+        number = self.next_number()
+        entry = Entry(number, label, folder or f"{number}-{label}", None, overrides)
+        self.points.append(entry)
+        return entry
+
+    def next_number(self) -> int:
+        return max((entry.number for entry in self.points), default=-1) + 1
+
+    def add_swept(self, keys: Iterable[str]) -> None:
+        self.swept = sorted({*self.swept, *keys})
 
     def save(self) -> None:
         """Raise OSError that names the file and the way to go on."""
@@ -91,21 +114,21 @@ class Ledger:
         `alive`: it is known to be there, such as from a queue."""
         path = self.path / entry.folder
         status = rundir.read_status(path) if rundir.is_run(path) else {}
-        state = status.get("state")
-        if state == "running" and not alive and not rundir.is_alive(path, status):
-            state = "preempted"  # cut: killed, or its host went down
-        if state in STATES:
-            error, started, code = (status.get(key) for key in ("error", "started", "exit_code"))
-            self.update(
-                entry,
-                state=state,
-                started=entry.started if figure(started) is None else started,
-                ended=figure(status.get("ended"))
-                if state in ("finished", "failed", "preempted")
-                else None,
-                exit_code=code if type(code) is int and abs(code) < 2**31 else None,
-                error=one_line(error) if error else None,
-            )
+        state = status.get("state") if alive else state_now(path, status)
+        if state == "cut":  # killed, or its host went down
+            state = "preempted"
+        if state not in STATES:
+            return status
+        error, started, code = (status.get(key) for key in ("error", "started", "exit_code"))
+        over = state in ("finished", "failed", "preempted")
+        self.update(
+            entry,
+            state=state,
+            started=entry.started if figure(started) is None else started,
+            ended=figure(status.get("ended")) if over else None,
+            exit_code=code if type(code) is int and abs(code) < 2**31 else None,
+            error=one_line(error) if error else None,
+        )
         return status
 
 
@@ -150,33 +173,16 @@ def read(path: Path) -> Ledger:
         raise ConfigError(
             f"{where}: format={tree.get('format')}: this version of llmexp reads format {FORMAT}"
         )
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "name": str, "group": str, "launcher": str, "arguments": list, "swept": list,
-        "created": (int, float),
-        "state": str, "points": list,
-    }  # fmt: skip
-    for key, kind in kinds.items():
-        value: Any = tree.get(key)
-        fits = isinstance(value, kind) and not isinstance(value, bool)
-        if not fits or (key == "created" and not math.isfinite(value)):
-            raise ConfigError(
-                f"{where}: {key}={_short(tree.get(key))}: is not what a ledger holds there"
-            )
-    if not FOLDER_NAME.fullmatch(tree["name"]):  # it goes into shell scripts
-        raise ConfigError(f"{where}: name={_short(tree['name'])}: is not the name of a sweep")
-    for key in ("arguments", "swept"):
-        if not all(isinstance(text, str) for text in tree[key]):
-            raise ConfigError(f"{where}: {key}={_short(tree[key])}: a list of texts is needed")
-    points = [_entry(where, i, given) for i, given in enumerate(tree["points"])]
-    for what in ("number", "folder"):
-        seen = [getattr(p, what) for p in points]
-        if twice := [v for v in seen if seen.count(v) > 1]:
-            raise ConfigError(f"{where}: two points have the {what} {_short(twice[0])}")
-    head = {
-        key: tree[key]
-        for key in ("name", "group", "launcher", "arguments", "swept", "created", "state")
-    }
-    return Ledger(path, points=points, negligible=figure(tree.get("negligible")), **head)
+    head = _fitting(Ledger, tree, f"{where}: ")
+    if not FOLDER_NAME.fullmatch(head["name"]):  # it goes into shell scripts
+        raise ConfigError(f"{where}: name={_short(head['name'])}: is not the name of a sweep")
+    points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(head.pop("points"))]
+    for key in ("number", "folder"):
+        counted = Counter(getattr(point, key) for point in points)
+        for value, count in counted.items():
+            if count > 1:
+                raise ConfigError(f"{where}: two points have the {key} {_short(value)}")
+    return Ledger(path, points=points, **head)
 
 
 def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:
@@ -186,20 +192,11 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
         told = rundir.read_run(run)
-        texts = {
-            k: [str(t) for t in v]
-            for k in ("overrides", "swept")
-            if isinstance(v := told.get(k), list)
-        }
-        entry = Entry(
-            int(number),
-            str(told.get("label") or name_of),
-            run.name,
-            None,
-            texts.get("overrides", []),
-        )
-        found.points.append(entry)
-        found.swept = sorted({*found.swept, *texts.get("swept", [])})
+        texts = {key: told.get(key) for key in ("overrides", "swept")}
+        lists = {key: list(map(str, v)) for key, v in texts.items() if isinstance(v, list)}
+        label = str(told.get("label") or name_of)
+        found.points.append(Entry(int(number), label, run.name, None, lists.get("overrides", [])))
+        found.add_swept(lists.get("swept", []))
         found.group = str(told.get("group") or found.group)
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
         raise ConfigError(
@@ -216,45 +213,49 @@ def runs_in(path: Path) -> list[Path]:
     return [p for p in path.iterdir() if re.match(r"[0-9]+-", p.name) and rundir.is_run(p)]
 
 
-def _entry(where: Path, index: int, given: Any) -> Entry:
+def _entry(at: str, given: Any) -> Entry:
     """Return a point of a ledger that may have been edited by hand. Raises ConfigError."""
-    at = f"{where}: points[{index}]"
     if not isinstance(given, dict):
         raise ConfigError(f"{at}={_short(given)}: a section of keys is needed here")
-    wanted: dict[str, Any] = {
-        "number": int, "label": str, "folder": str, "identity": (str, type(None)),
-        "overrides": list, "state": str,
-        "started": (int, float, type(None)), "ended": (int, float, type(None)), "exit_code": (int,
-        type(None)),
-        "attempts": int, "error": (str, type(None)), "rung": (int, float, type(None)),
-    }  # fmt: skip
-    values: dict[str, Any] = {}
-    for f in dataclasses.fields(Entry):
-        required = f.default is dataclasses.MISSING
-        if f.name not in given and not required:
-            continue
-        value: Any = given.get(f.name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        fits = isinstance(value, wanted[f.name]) and not isinstance(value, bool)
-        if not fits or (number and not math.isfinite(value)):
-            raise ConfigError(f"{at}.{f.name}={_short(value)}: is not what a ledger holds there")
-        values[f.name] = value
-    entry = Entry(**values)
+    entry = Entry(**_fitting(Entry, given, f"{at}."))
     if entry.state not in STATES:
         raise ConfigError(f"{at}.state={_short(entry.state)}: must be one of {', '.join(STATES)}")
     relative = Path(entry.folder)
-    if (
-        relative.is_absolute()
-        or ".." in relative.parts
-        or not relative.parts
-        or "\0" in entry.folder
-    ):
+    inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
+    if not inside or "\0" in entry.folder:
         raise ConfigError(
             f"{at}.folder={_short(entry.folder)}: must be a folder inside that of the sweep"
         )
-    if not all(isinstance(text, str) for text in entry.overrides):
-        raise ConfigError(f"{at}.overrides={_short(entry.overrides)}: a list of texts is needed")
     return entry
+
+
+def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
+    """Return the values for the fields of a dataclass. Raises ConfigError for one of another
+    kind, and for one that is missing and has no default."""
+    values = {}
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING
+        if f.name == "path" or (f.name not in given and not required):
+            continue
+        values[f.name] = given.get(f.name)
+        if not _fits(values[f.name], str(f.type)):
+            raise ConfigError(
+                f"{at}{f.name}={_short(given.get(f.name))}: is not what a ledger holds there"
+            )
+    return values
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Return whether a value of a file is of a kind, such as `int`, `float | None` or
+    `list[str]`."""
+    if value is None:
+        return "None" in kind
+    if kind.startswith("list"):
+        texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        return texts if kind == "list[str]" else isinstance(value, list)
+    if kind.startswith("str"):
+        return isinstance(value, str)
+    return figure(value) is not None and (kind.startswith("float") or isinstance(value, int))
 
 
 def _short(value: Any) -> str:

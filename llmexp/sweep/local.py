@@ -5,72 +5,90 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from llmexp import rundir
-from llmexp.child import (
-    DONE,
-    PASSED_ON,
-    PREEMPTED,
-    REFUSED,
-    handling,
-    kill_family,
-    pass_on,
-    start_worker,
-)
+from llmexp.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
 from llmexp.config import ConfigError
 from llmexp.ending import Left, conclude, how_it_left
+from llmexp.sweep.current import Current
+from llmexp.sweep.matching import Task
 
-POLL_S = 0.1
 LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes said; the console's rows are in train.log
 STDERR = "stderr.log"
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run folder to train in, on so many ranks, each with a device or only with a share of the
-    CPU's cores."""
-
-    path: Path
-    ranks: int
-    cuda: bool = False
-
-
 @dataclass
 class Active:
-    """A job under way."""
+    """A task under way."""
 
-    job: Job
+    task: Task
     process: subprocess.Popen[bytes]
     devices: list[str]
     sign: tuple[float, ...] = ()  # of life
-    sign_at: float = 0.0
+    sign_at: float = field(default_factory=time.monotonic)
     cause: str = ""  # why it was ended from here
 
 
-class Stopped:
-    """Signals to this process, passed on to the jobs under way; no further job starts."""
+class Local:
+    """Run each task as soon as its devices are free; on a CPU `sweep.max_parallel` tasks share the
+    cores."""
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.active: list[Active] = []
+    pause_s = 0.1
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        with handling(PASSED_ON, self._pass_on, stay=lambda: self.requested):
-            yield
+    def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
+        self._current, self._settings = current, current.settings
+        self._free = visible_devices(max((t.facts.devices for t in tasks), default=0))
+        self.slots = self._settings.max_parallel or len(self._free) or 1
+        self._active: list[Active] = []
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        for active in list(self.active):
-            pass_on(active.process, number)
+    def start(self, waiting: list[Task]) -> None:
+        """Start tasks in their order."""
+        while waiting and not self._current.over and len(self._active) < self.slots:
+            task = waiting[0]
+            need = (self._settings.devices_per_run or task.facts.ranks) if task.cuda else 0
+            if need > len(self._free):
+                return
+            devices, self._free = self._free[:need], self._free[need:]
+            self._begin(waiting.pop(0), devices)
+
+    def _begin(self, task: Task, devices: list[str]) -> None:
+        self._current.began(task.entry)
+        try:
+            process = start(task, devices, self.slots)
+        except (ConfigError, OSError) as error:  # something is in the place of its files
+            rundir.write_status(
+                task.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time()
+            )
+            self._free += devices
+            self._current.ended(task.entry)
+        else:
+            self._active.append(Active(task, process, devices))
+
+    def poll(self) -> bool:
+        for one in list(self._active):
+            code = one.process.poll()
+            if code is None:
+                end_if_silent(one, self._settings.silence_s)
+                continue
+            self._active.remove(one)
+            self._free += one.devices
+            settle(one.task.path, code, one.cause, stopped=self._current.stopped)
+            self._current.ended(one.task.entry)
+        return bool(self._active)
+
+    def stop(self, number: int) -> int:
+        for one in self._active:
+            pass_on(one.process, number)
+        return len(self._active)
+
+    def cancel_waiting(self) -> None:
+        pass
 
 
 def visible_devices(count: int) -> list[str]:
@@ -80,81 +98,16 @@ def visible_devices(count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def run_all(
-    jobs: Sequence[Job],
-    devices: Sequence[str],
-    stop: Stopped,
-    *,
-    max_parallel: int | None,
-    devices_per_run: int | None,
-    stop_on_failure: bool,
-    silence_s: float | None,
-    begun: Callable[[Job], None],
-    ended: Callable[[Job], None],
-    tick: Callable[[], None],
-    say: Callable[[str], None],
-) -> None:
-    """Run every job in the order given, each as soon as its devices are free, until `stop` is
-    requested.
-
-    `devices`: of this machine; empty on a CPU, where `max_parallel` jobs (default 1) share the
-    cores. `tick` is called now and then.
-    """
-    slots = max_parallel or (len(devices) or 1)
-    waiting, free, halted, told = list(jobs), list(devices), False, False
-    active = stop.active = []
-    while active or (waiting and not stop.requested and not halted):
-        while waiting and not (stop.requested or halted) and len(active) < slots:
-            need = (devices_per_run or waiting[0].ranks) if waiting[0].cuda else 0
-            if need > len(free):
-                break
-            job = waiting.pop(0)
-            taken, free = free[:need], free[need:]
-            begun(job)
-            try:
-                process = start(job, taken, slots)
-            except (ConfigError, OSError) as error:  # something is in the place of its files
-                rundir.write_status(
-                    job.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time()
-                )
-                free += taken
-                halted |= stop_on_failure
-                ended(job)
-                continue
-            active.append(Active(job, process, taken, sign_at=time.monotonic()))
-            if stop.requested:  # the signal came before this one was there to get it
-                active[-1].process.send_signal(signal.SIGTERM)
-        for one in list(active):
-            code = one.process.poll()
-            if code is None:
-                end_if_silent(one, silence_s)
-                continue
-            active.remove(one)
-            free += one.devices
-            if settle(one.job.path, code, one.cause, stopped=stop.requested) and stop_on_failure:
-                halted = True
-            ended(one.job)
-        if stop.requested and active and not told:
-            told = True
-            say(
-                f"stopping: {len(active)} under way {'saves' if len(active) == 1 else 'save'} a "
-                "checkpoint first"
-            )
-        tick()
-        time.sleep(POLL_S)
-
-
-def start(job: Job, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the job's worker. It starts its own ranks, with a port and a process group of their
+def start(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
+    """Return the task's worker. It starts its own ranks, with a port and a process group of their
     own."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    if slots > 1 and not devices:
-        env.setdefault(
-            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots // job.ranks))
-        )
-    return start_worker(str(job.path), log=job.path / STDERR, env=env)
+    elif slots > 1:
+        share = len(os.sched_getaffinity(0)) // slots // task.facts.ranks
+        env.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    return start_worker(str(task.path), log=task.path / STDERR, env=env)
 
 
 def end_if_silent(one: Active, silence_s: float | None) -> None:
@@ -162,7 +115,7 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
     now = time.monotonic()
     if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
         return
-    path = one.job.path
+    path = one.task.path
     files = (
         path / name
         for name in (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs")
@@ -175,8 +128,8 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
         kill_family(one.process.pid)  # a rank that hangs heeds nothing less
 
 
-def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
-    """Return whether the run failed; records a death that it could not record itself."""
+def settle(path: Path, code: int, cause: str, *, stopped: bool) -> None:
+    """Record how a run ended, if it could not itself."""
     left = how_it_left(code)
     if cause and left is not Left.WELL:
         left = Left.ENDED
@@ -184,7 +137,6 @@ def settle(path: Path, code: int, cause: str, *, stopped: bool) -> bool:
     if end.state == "preempted" and not (stopped or end.error or by_plan(path)):
         text = "a signal that was not for the whole sweep stopped it"
         rundir.write_status(path, "preempted", error=text)
-    return end.state == "failed"
 
 
 def by_plan(path: Path) -> bool:

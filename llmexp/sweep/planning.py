@@ -14,7 +14,7 @@ from llmexp.labels import plural
 from llmexp.redact import redacted
 from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
-from llmexp.sweep.points import Point, Refused, duplicates, reasons
+from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.progress import counted
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, table, width_of
@@ -38,9 +38,10 @@ def plan_sweep(
 ) -> int:
     """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if
     there is one."""
-    shared, solved = Shared(), list[Point]()
-    found: dict[str, tuple[Point, dict[str, str], budgets.Spent]] = {}
-    identities = []
+    shared = Shared()
+    identities: dict[str, str] = {}
+    rows: dict[str, dict[str, str]] = {}
+    spent: dict[str, budgets.Spent] = {}
     for point in counted("planning", points):
         try:
             parts = assemble(point.config, write=False, shared=shared)
@@ -48,30 +49,20 @@ def plan_sweep(
             refused.append(point.refused(str(error)))
             continue
         run = parts.run
-        sizes = (
-            run.micro_batch_size,
-            run.gradient_accumulation_steps,
-            run.dp_size,
-            run.real_batch_size,
-        )
-        counts = (run.sequence_length, run.max_steps, run.max_tokens)
-        row = dict(
-            zip(
-                COLUMNS,
-                [*(f"{n:,}" for n in (*sizes, *counts)), f"{run.max_epochs:.4g}"],
-                strict=True,
-            )
-        )
-        found[point.name] = point, row, budgets.Spent(point.values, run.max_tokens, run.max_steps)
-        solved.append(point)
-        identities.append(identity(plain(parts.config)))
-    for same in duplicates(solved, identities):
-        refused.append(same)
-        del found[same.name]
-    if found:
-        feasible, figures, spent = zip(*found.values(), strict=True)
-        print_points(feasible, figures, settings.twins)
-        warn(spent, settings, arguments)
+        figures = (
+            run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size,
+            run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens,
+        )  # fmt: skip
+        texts = [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
+        rows[point.name] = dict(zip(COLUMNS, texts, strict=True))
+        spent[point.name] = budgets.Spent(point.values, run.max_tokens, run.max_steps)
+        identities[point.name] = identity(plain(parts.config))
+    able = [point for point in points if point.name in rows]
+    able, same = split_duplicates(able, lambda point: identities[point.name])
+    refused += same
+    if able:
+        print_points(able, [rows[point.name] for point in able], settings.twins)
+        warn([spent[point.name] for point in able], settings, arguments)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0

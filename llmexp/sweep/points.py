@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.redact import redacted
 from llmexp.run import BUDGETS, budgets_in, solve_batch, solve_layout
 from llmexp.sweep.composing import Composer
-from llmexp.sweep.ledger import identity
+from llmexp.sweep.ledger import Facts, identity
 from llmexp.sweep.progress import counted
 from llmexp.sweep.settings import Sweep
 
@@ -51,18 +52,21 @@ class Point:
     label: str
     path: Path
     group: str = ""  # in the tracker
+    checked: Facts | None = None
 
     @property
     def name(self) -> str:
         return f"{self.number}-{self.label}"
 
+    @property
+    def facts(self) -> Facts:
+        """Return what the checker knows of the run, once it has been asked."""
+        assert self.checked is not None
+        return self.checked
+
     @functools.cached_property
     def identity(self) -> str:
         return identity(plain(self.config))
-
-    @property
-    def keys(self) -> list[str]:
-        return [o.partition("=")[0] for o in self.overrides]
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -87,9 +91,6 @@ class Point:
             "swept": self.swept,
         }
 
-    def renamed(self, text: str, swept: list[str]) -> Point:
-        return dataclasses.replace(self, label=text, swept=swept)
-
     def moved(self, number: int, where: Path) -> Point:
         """Return the same point under another number, in the sweep's folder `where`."""
         assert self.composer is not None
@@ -106,11 +107,13 @@ class Point:
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     """Return the swept keys with their values, in characters that neither a shell nor an override
     needs quotes for."""
-    chosen = [o for o in overrides if o.partition("=")[0] in swept]
+    given = [o.partition("=") for o in overrides]
     text = "+".join(
-        f"{o.partition('=')[0].rpartition('.')[2]}={o.partition('=')[2]}" for o in chosen
+        f"{key.rpartition('.')[2]}_{value.replace('=', '_')}"
+        for key, _, value in given
+        if key in swept
     )
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text.replace("=", "_"))[:120].strip("._-") or "point"
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:120].strip("._-") or "point"
 
 
 def load_points(
@@ -127,11 +130,10 @@ def load_points(
     Swept are the keys that differ between the points; with `fixed`, those that are not among these
     overrides.
     """
-    keys = [o.partition("=")[0] for o in job_overrides[0]] if job_overrides else []
-    values = {
-        k: {o for job in job_overrides for o in job if o.partition("=")[0] == k} for k in keys
-    }
-    swept = [k for k in keys if (values[k] - set(fixed) if fixed else len(values[k]) > 1)]
+    values: dict[str, set[str]] = {}
+    for override in itertools.chain.from_iterable(job_overrides):
+        values.setdefault(override.partition("=")[0], set()).add(override)
+    swept = [k for k, given in values.items() if (given - set(fixed) if fixed else len(given) > 1)]
     points: list[Point] = []
     refused: list[Refused] = []
     composer = Composer(loader, base)
@@ -144,13 +146,10 @@ def load_points(
             # else the devices decide, which torch counts
             if (ranks := config.parallelism.nproc_per_node) is not None:
                 solve_batch(config.batch, solve_layout(config.parallelism, ranks).dp_size)
-            point = Point(number, list(overrides), swept, composer, config, name, where).moved(
-                number, where
-            )
+            point = Point(number, list(overrides), swept, composer, config, name, where)
+            points.append(point.moved(number, where))
         except ConfigError as error:
             refused.append(Refused(number, name, list(overrides), redacted(str(error))))
-            continue
-        points.append(point)
     return points, refused
 
 
@@ -160,41 +159,38 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
     longer is that."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    fixed = [
-        o
-        for o in OverridesParser.create().parse_overrides(list(given))
-        if not o.is_sweep_override()
-    ]
-    said = {
-        f"{o.get_key_element()}={o.value()}": str(o.input_line) for o in fixed if not o.is_delete()
-    }
+    texts = {}
+    for o in OverridesParser.create().parse_overrides(list(given)):
+        if not (o.is_sweep_override() or o.is_delete()):
+            texts[f"{o.get_key_element()}={o.value()}"] = str(o.input_line)
     ours = budgets_in(given)  # they replace that of a file
     kept = [o for o in overrides if not ours or o.partition("=")[0] in ours or not budgets_in([o])]
-    return [said.get(o, o) for o in kept]
+    return [texts.get(o, o) for o in kept]
 
 
-def duplicates(points: Sequence[Point], identities: Sequence[str]) -> list[Refused]:
-    """Return the points that are another one again: the same config but for what cannot change
-    results, or the same folder."""
-    found = []
+def split_duplicates(
+    points: Sequence[Point], known_by: Callable[[Point], str]
+) -> tuple[list[Point], list[Refused]]:
+    """Return the points, and apart from them those that are another one again: the same config but
+    for what cannot change results, or the same folder."""
+    kept: list[Point] = []
+    refused: list[Refused] = []
     configs: dict[str, Point] = {}
     folders: dict[Path, Point] = {}
-    for point, known_by in zip(points, identities, strict=True):
-        if other := configs.get(known_by):
-            found.append(
-                point.refused(
-                    f"resolves to the same config as {other.name}; what differs cannot change "
-                    "results"
-                )
-            )
-        elif other := folders.get(point.path):
+    for point in points:
+        same = configs.setdefault(known_by(point), point)
+        beside = folders.setdefault(point.path, point)
+        if same is not point:
             reason = (
-                f"hydra.sweep.subdir: resolves to the same folder as {other.name}, {point.path}"
+                f"resolves to the same config as {same.name}; what differs cannot change results"
             )
-            found.append(point.refused(reason))
-        configs.setdefault(known_by, point)
-        folders.setdefault(point.path, point)
-    return found
+            refused.append(point.refused(reason))
+        elif beside is not point:
+            folder = f"resolves to the same folder as {beside.name}, {point.path}"
+            refused.append(point.refused(f"hydra.sweep.subdir: {folder}"))
+        else:
+            kept.append(point)
+    return kept, refused
 
 
 def with_devices(config: Config, settings: Sweep) -> Config:
@@ -218,14 +214,13 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     params = cfg.hydra.sweeper.get("params") or {}
     typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
     typed |= set(BUDGETS) if budgets_in(overrides) else set()
-    fixed = {
-        k: v for k, v in params.items() if str(k).lstrip("+") not in typed
-    }  # the command line replaces a file
+    # the command line replaces a file
+    fixed = [f"{k}={v}" for k, v in params.items() if str(k).lstrip("+") not in typed]
     # Those of Hydra's own are in what the points are composed from.
     overrides = [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
     with user_errors():
-        parsed = parser.parse_overrides([f"{k!s}={v}" for k, v in fixed.items()] + list(overrides))
+        parsed = parser.parse_overrides([*fixed, *overrides])
         for override in parsed:
             if override.is_sweep_override() and not override.is_discrete_sweep():
                 raise HydraException(
@@ -247,9 +242,11 @@ def no_start(refused: Sequence[Refused]) -> ConfigError:
 
 def reasons(refused: Sequence[Refused]) -> list[str]:
     """Return a line for each reason, with the first of the points that share it."""
+    names: dict[str, list[str]] = {}
+    for one in refused:
+        names.setdefault(one.reason, []).append(one.name)
     lines = []
-    for reason in dict.fromkeys(r.reason for r in refused):
-        names = [r.name for r in refused if r.reason == reason]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines.append(f"{', '.join(names[:3])}{more}: {reason}")
+    for reason, shared in names.items():
+        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+        lines.append(f"{', '.join(shared[:3])}{more}: {reason}")
     return lines

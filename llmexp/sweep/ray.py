@@ -12,7 +12,7 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,19 @@ from typing import Any
 from llmexp import rundir
 from llmexp.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 from llmexp.config import ConfigError, refuse
-from llmexp.sweep.local import STDERR, Job, Stopped, settle
+from llmexp.sweep.current import Current
+from llmexp.sweep.local import STDERR, settle
+from llmexp.sweep.matching import Task
 
-POLL_S, ORPHAN_S = 0.5, 60.0
+ORPHAN_S = 60.0  # that a run has to save and leave
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by
 # name.
+KEPT = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")  # in a task
 OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Knobs:
     """The knobs of conf/hydra/launcher/ray.yaml, where each is explained."""
 
     address: str | None
@@ -38,26 +41,23 @@ class Settings:
     init: dict[str, Any]
 
 
-def check(s: Settings) -> None:
-    """Raise ConfigError for settings that no cluster takes, or where there is no Ray."""
+def check(knobs: Knobs) -> None:
+    """Raise ConfigError for knobs that no cluster takes, or where there is no Ray."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "hydra/launcher=ray: the package ray is not installed; pip install 'llmexp[ray]'"
         )
     for key in ("cpus_per_run", "gpus_per_run"):
-        value = getattr(s, key)
+        value = getattr(knobs, key)
         if value is not None and not 0 <= value < float("inf"):
             raise refuse(f"hydra.launcher.{key}", value, "must be at least 0", 1)
 
 
 def train(path: str, environment: dict[str, str]) -> int:
-    """Return the task: trains in a run folder, or goes on there; the exit code. Ended, it lets the
-    run save."""
+    """Train in a run folder, or go on there, as a task; return the exit code. A task that is ended
+    lets the run save."""
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
-    deadline = time.monotonic() + ORPHAN_S
-    # this task was here before, and is still saving
-    while rundir.is_locked(Path(path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until_free(Path(path))  # this task was here before, and is still saving
     env = kept | environment
     child = start_worker(path, log=Path(path) / STDERR, env=env, cwd=env["PWD"])
     try:
@@ -70,130 +70,121 @@ def train(path: str, environment: dict[str, str]) -> int:
         raise
 
 
-def run_all(
-    jobs: Sequence[Job],
-    s: Settings,
-    stop: Stopped,
-    *,
-    max_parallel: int | None,
-    stop_on_failure: bool,
-    begun: Callable[[Path], None],
-    look: Callable[[Path], None],
-    tick: Callable[[], None],
-    say: Callable[[str], None],
-) -> None:
-    """Run every job as soon as the cluster has room for it, `max_parallel` of them at once, until
-    `stop` is requested.
+class Ray:
+    """Run each task as soon as the cluster has room for it, `sweep.max_parallel` of them at once.
 
-    A task whose process dies is repeated by Ray and goes on from the run's checkpoint. Raises
-    ConfigError where there is no cluster at the address.
+    A task whose process dies is repeated by Ray and goes on from the run's checkpoint.
     """
-    import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    own = {
-        "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",
-    }  # else Ray listens on the machine's outer address
-    if s.address is None:
+    pause_s = 0.2
+
+    def __init__(self, current: Current, knobs: Knobs, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError where there is no cluster at the address, or none that is large
+        enough."""
+        import ray
+
+        self._ray, self._current, self._knobs = ray, current, knobs
+        self._left: dict[Any, Task] = {}
+        self._running: set[Path] = set()
+        if not ray.is_initialized():
+            connect(ray, knobs)
+            current.stack.callback(ray.shutdown)
+        refuse_impossible(ray.nodes(), tasks, knobs)
+        kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
+        self._environment = kept | {"PWD": os.getcwd()}
+
+    def start(self, waiting: list[Task]) -> None:
+        most = self._current.settings.max_parallel or len(waiting) + len(self._left)
+        while waiting and len(self._left) < most:
+            task = waiting.pop(0)
+            cpus, gpus = needs(task, self._knobs)
+            remote = self._ray.remote(train).options(
+                num_cpus=cpus, num_gpus=gpus, name=task.path.name
+            )
+            self._left[remote.remote(str(task.path.absolute()), self._environment)] = task
+
+    def poll(self) -> bool:
+        if not self._left:
+            return False
+        handles = list(self._left)
+        done, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
+        for handle in done:
+            task = self._left.pop(handle)
+            self._running.discard(task.path)
+            finish(self._ray, handle, task.path, stopped=self._current.stopped)
+            self._current.ended(task.entry)
+        for task in self._left.values():
+            state = rundir.read_status(task.path).get("state")
+            if task.path not in self._running and state == "running":
+                self._running.add(task.path)
+                self._current.began(task.entry)
+                self._current.ledger.look(task.entry)
+        return bool(self._left)
+
+    def stop(self, number: int) -> int:
+        """End all tasks, whatever the signal is."""
+        for handle in self._left:
+            self._ray.cancel(handle)
+        return len(self._running)
+
+    def cancel_waiting(self) -> None:
+        for handle, task in self._left.items():
+            if task.path not in self._running:
+                self._ray.cancel(handle)
+
+
+def connect(ray: Any, knobs: Knobs) -> None:
+    """Connect to the cluster at the address, or start one on this machine. Raises ConfigError."""
+    given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if knobs.address is None:
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # else Ray listens on the machine's outer address
+        given |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     try:
-        ray.init(address=s.address, **(quiet | ({} if s.address else own) | s.init))
+        ray.init(address=knobs.address, **given | knobs.init)
     except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"hydra/launcher=ray: ray.init failed: {error}") from None
     finally:
-        # Ray has put its own there, which leave without a word
+        # Ray has put its own there, which end the process and report nothing
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    keep = ("LLMEXP_ALLOW", "PYTHONPATH", "TIKTOKEN_CACHE_DIR", "OMP_NUM_THREADS")
-    environment = {k: os.environ[k] for k in keep if k in os.environ}
-    environment |= {k: v for k, v in os.environ.items() if k.startswith("WANDB_")} | {
-        "PWD": os.getcwd()
-    }
-    try:
-        refuse_impossible(ray.nodes(), jobs, s)
-        waiting, left = list(jobs), dict[Any, Job]()
-        running: set[Path] = set()
-        told = False
-        while left or (waiting and not stop.requested):
-            while (
-                waiting
-                and not stop.requested
-                and (max_parallel is None or len(left) < max_parallel)
-            ):
-                job = waiting.pop(0)
-                options = {
-                    "num_cpus": job.ranks if s.cpus_per_run is None else s.cpus_per_run,
-                    "num_gpus": (job.ranks if job.cuda else 0)
-                    if s.gpus_per_run is None
-                    else s.gpus_per_run,
-                    "name": job.path.name,
-                }
-                left[
-                    ray.remote(train)
-                    .options(**options)
-                    .remote(str(job.path.absolute()), environment)
-                ] = job
-            if stop.requested and not told:
-                told = True
-                active = sum(job.path in running for job in left.values())
-                say(
-                    f"stopping: {active} under way {'saves' if active == 1 else 'save'} a "
-                    "checkpoint first"
-                )
-                for task in left:
-                    ray.cancel(task)
-            done, _ = ray.wait(list(left), num_returns=1, timeout=POLL_S)
-            for task in done:
-                job = left.pop(task)
-                failed = finish(ray, task, job.path, stopped=stop.requested)
-                look(job.path)
-                if failed and stop_on_failure:
-                    waiting.clear()
-                    for later in [t for t, j in left.items() if j.path not in running]:
-                        ray.cancel(later)
-            for job in left.values():
-                if (
-                    job.path not in running
-                    and rundir.read_status(job.path).get("state") == "running"
-                ):
-                    running.add(job.path)
-                    begun(job.path)
-                    look(job.path)
-            tick()
-    finally:
-        ray.shutdown()
 
 
-def refuse_impossible(nodes: Sequence[dict[str, Any]], jobs: Sequence[Job], s: Settings) -> None:
+def needs(task: Task, knobs: Knobs) -> tuple[float, float]:
+    """Return the CPUs and GPUs of a run."""
+    cpus = task.facts.ranks if knobs.cpus_per_run is None else knobs.cpus_per_run
+    gpus = task.facts.ranks if task.cuda else 0
+    return cpus, gpus if knobs.gpus_per_run is None else knobs.gpus_per_run
+
+
+def refuse_impossible(nodes: Sequence[dict[str, Any]], tasks: Sequence[Task], knobs: Knobs) -> None:
     """Raise ConfigError for a run that would wait for ever: it has to fit on one node."""
-    for key, given, name in (
-        ("cpus_per_run", s.cpus_per_run, "CPU"),
-        ("gpus_per_run", s.gpus_per_run, "GPU"),
-    ):
-        most = (
-            max((job.ranks for job in jobs if name == "CPU" or job.cuda), default=0)
-            if given is None
-            else given
-        )
-        largest = max(
-            (node["Resources"].get(name, 0.0) for node in nodes if node.get("Alive")), default=0.0
-        )
+    alive = [node["Resources"] for node in nodes if node.get("Alive")]
+    wanted = [needs(task, knobs) for task in tasks]
+    for i, (key, name) in enumerate((("cpus_per_run", "CPU"), ("gpus_per_run", "GPU"))):
+        most = max((each[i] for each in wanted), default=0)
+        largest = max((resources.get(name, 0.0) for resources in alive), default=0.0)
         if most > largest:
             text = f"the largest node of the cluster has {largest:g} {name}s"
             raise refuse(f"hydra.launcher.{key}", f"{most:g}", text, f"{largest:g}")
 
 
-def finish(ray: Any, task: Any, path: Path, *, stopped: bool) -> bool:
-    """Return whether the run failed; records how its task ended, where it could not itself."""
+def finish(ray: Any, handle: Any, path: Path, *, stopped: bool) -> None:
+    """Record how a task ended, where its run could not itself."""
+    code, cause = FAILED, ""
     try:
-        code = ray.get(task)
+        code = ray.get(handle)
     except ray.exceptions.TaskCancelledError:
         code, stopped = PREEMPTED, True
-        deadline = time.monotonic() + ORPHAN_S
-        while rundir.is_locked(path) and time.monotonic() < deadline:  # it saves
-            time.sleep(0.1)
+        wait_until_free(path)  # it saves
     except ray.exceptions.RayError as error:
-        return settle(path, FAILED, f"Ray: {' '.join(str(error).split())[:200]}", stopped=False)
-    return settle(path, code, "", stopped=stopped)
+        cause, stopped = f"Ray: {' '.join(str(error).split())[:200]}", False
+    settle(path, code, cause, stopped=stopped)
+
+
+def wait_until_free(path: Path) -> None:
+    """Return when nobody trains there any more, or after a while."""
+    deadline = time.monotonic() + ORPHAN_S
+    while rundir.is_locked(path) and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep: each to its end, or from rung to rung of successive halving; failed
+"""Run the points of a sweep: each to its end, or from rung to rung of successive halving; failed
 ones again."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmexp import rundir
@@ -16,7 +17,7 @@ from llmexp.labels import plural
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.matching import Task
 from llmexp.sweep.points import Point
 from llmexp.sweep.settings import Sweep
 
@@ -36,35 +37,44 @@ def rungs(settings: Sweep) -> list[float | None]:
     return [*shares, None]
 
 
-def run_rungs(current: Current, ledger: Ledger, pairs: list[tuple[Point, Entry]]) -> None:
+def run_rungs(current: Current, tasks: list[Task]) -> None:
     """Run the points to the end, or from rung to rung with the best of them."""
-    for _, entry in pairs:
+    for task in tasks:
         # who goes on follows from the losses at the rungs, whatever was interrupted
-        entry.rung = None
-    racing = pairs
+        task.entry.rung = None
+    racing = tasks
     for share in rungs(current.settings):
-        stops = {}
-        for _, entry in racing:
-            steps = current.knobs[entry.folder]["max_steps"]
-            stops[entry.folder] = None if share is None else max(1, math.ceil(share * steps))
-        run_points(current, ledger, [(p, e, stops[e.folder]) for p, e in racing])
-        if current.over or share is None:
+        if share is None:
+            run_points(current, racing)
             return
-        scores = {e.folder: score(ledger.path / e.folder, stops[e.folder]) for _, e in racing}
-        ranked = sorted(
-            (pair for pair in racing if scores[pair[1].folder] < math.inf),
-            key=lambda r: scores[r[1].folder],
-        )
-        count = max(1, math.ceil(len(ranked) * current.settings.halving_keep))
-        for _, entry in ranked[count:]:
-            if entry.state != "finished":
-                ledger.update(entry, rung=share)
-        racing = ranked[:count]
+        stops = {t.entry.folder: max(1, math.ceil(share * t.facts.max_steps)) for t in racing}
+        run_points(current, racing, stops)
+        if current.over:
+            return
+        racing = best(current, racing, stops, share)
 
 
-def score(path: Path, step: int | None) -> float:
-    """Return the loss of a run at a step, which says whether it goes on; inf for one that did not
-    come so far."""
+def best(
+    current: Current, racing: list[Task], stops: Mapping[str, int], share: float
+) -> list[Task]:
+    """Return the points that go on after a rung, those with the lowest losses; the others are out
+    at this share of their steps."""
+    folder, scores = current.ledger.path, {}
+    for task in racing:
+        name = task.entry.folder
+        scores[name] = score(folder / name, stops[name])
+    arrived = [task for task in racing if scores[task.entry.folder] < math.inf]
+    arrived.sort(key=lambda task: scores[task.entry.folder])
+    count = max(1, math.ceil(len(arrived) * current.settings.halving_keep))
+    for task in arrived[count:]:
+        if task.entry.state != "finished":
+            current.ledger.update(task.entry, rung=share)
+    return arrived[:count]
+
+
+def score(path: Path, step: int) -> float:
+    """Return the loss of a run at a step, which decides whether it goes on; inf for one that did
+    not come so far."""
     with contextlib.suppress(ConfigError):
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
@@ -73,78 +83,87 @@ def score(path: Path, step: int | None) -> float:
     return math.inf
 
 
-def reached(path: Path, step: int | None) -> bool:
-    """Return whether a run has been at the step where it has to stop; None: it has to go to its
-    end."""
-    return step is not None and score(path, step) < math.inf
+def reached(task: Task, stops: Mapping[str, int]) -> bool:
+    """Return whether a run has been at the step where it has to stop, if there is one."""
+    step = stops.get(task.entry.folder)
+    return step is not None and score(task.path, step) < math.inf
 
 
 def run_points(
-    current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]
+    current: Current, tasks: Sequence[Task], stops: Mapping[str, int] | None = None
 ) -> None:
-    """Run points up to a step (None: to the end), where they have not been there before; failed
-    ones again."""
+    """Run points to their ends, or to the steps in `stops`, by folder, where they have not been
+    there before; failed ones again."""
+    stops, ledger = stops or {}, current.ledger
     left = []
-    for point, entry, stop_step in todo:
-        state = ledger.look(entry).get("state")
-        if state != "finished" and not reached(ledger.path / entry.folder, stop_step):
-            left.append((point, entry, stop_step))
-    if 0 < len(left) < len(todo):
-        done = len(todo) - len(left)
-        say(f"{done} of {len(todo)} points {'is' if done == 1 else 'are'} there already")
+    for task in tasks:
+        state = ledger.look(task.entry).get("state")
+        if state != "finished" and not reached(task, stops):
+            left.append(task)
+    done = len(tasks) - len(left)
+    if left and done:
+        say(f"{done} of {len(tasks)} points {'is' if done == 1 else 'are'} there already")
     for attempt in range(1 + current.settings.max_retries):
         if not left or current.over:
             return
         if attempt:
-            names = ", ".join(show.name_of(e, ledger.swept) for _, e, _ in left)
+            names = ", ".join(show.name_of(task.entry, ledger.swept) for task in left)
             say(f"{plural(len(left), 'point')} failed or broke off, started again: {names}")
-        run_once(current, ledger, left)
-        left = [
-            (p, e, s) for p, e, s in left
-            if (e.state == "failed" and e.exit_code != REFUSED)
-            or (e.state == "preempted" and not reached(ledger.path / e.folder, s))
-        ]  # fmt: skip
+        run_once(current, left, stops)
+        left = [task for task in left if goes_again(task, stops)]
 
 
-def run_once(current: Current, ledger: Ledger, todo: list[tuple[Point, Entry, int | None]]) -> None:
+def goes_again(task: Task, stops: Mapping[str, int]) -> bool:
+    """Return whether a point that has ended is worth another attempt."""
+    entry = task.entry
+    if entry.state == "failed":
+        return entry.exit_code != REFUSED
+    return entry.state == "preempted" and not reached(task, stops)
+
+
+def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> None:
     """Queue the points' runs and wait until all have ended, or have been stopped."""
     # jobs of an earlier command that are not over
-    at_work = launchers.at_work(current, [p for p, _, _ in todo], say)
-    new, deadline = [], time.monotonic() + ORPHAN_S
-    for point, entry, stop_step in todo:
-        if point.path in at_work:
+    jobs = launchers.at_work(current, tasks, say)
+    busy = {job.task.path for job in jobs}
+    free, deadline = [], time.monotonic() + ORPHAN_S
+    for task in tasks:
+        if task.path in busy:
             continue
-        if not is_free(point.path, current, deadline):
-            say(
-                f"{show.name_of(entry, ledger.swept)}  left alone: another process is training "
-                "there"
-            )
-            continue
-        config = dataclasses.replace(
-            point.config, train=dataclasses.replace(point.config.train, stop_step=stop_step)
-        )
-        new.append((dataclasses.replace(point, config=config), entry))
-    queued = []
-    for (point, entry), fact in zip(
-        new, current.checker.ask("queue", [p for p, _ in new]), strict=True
-    ):
-        if "refused" in fact:
-            error = ledgers.one_line(fact["refused"])
-            ledger.update(entry, state="failed", exit_code=REFUSED, error=error)
-            say(f"{show.name_of(entry, ledger.swept)}  not started: {error}")
-            current.reasons.add(entry.folder)
+        if is_free(task.path, current, deadline):
+            free.append(task)
         else:
-            ledger.update(entry, state="queued", error=None, exit_code=None)
-            queued.append((point, entry))
+            name = show.name_of(task.entry, current.ledger.swept)
+            say(f"{name}  left alone: another process is training there")
+    queued = queue(current, free, stops)
     if current.over:
         return
-    # jobs are told of with their ids
-    with show.Display(ledger, current.launcher != "slurm", current.reasons) as display:
-        launchers.execute(current, ledger, queued, at_work, display)
+    # jobs are reported with their ids
+    with show.Display(current.ledger, current.launcher != "slurm", current.reported) as display:
+        launchers.run_tasks(current, queued, jobs, display)
         display.tick()
-    current.halted |= current.settings.stop_on_failure and any(
-        e.state == "failed" for _, e, _ in todo
-    )
+
+
+def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> list[Task]:
+    """Make the folders of the points' runs; return the points where that succeeded."""
+    ledger, queued = current.ledger, []
+    points = [with_stop(task.point, stops.get(task.entry.folder)) for task in tasks]
+    for task, refused in zip(tasks, current.checker.queue(points), strict=True):
+        if not refused:
+            ledger.update(task.entry, state="queued", error=None, exit_code=None)
+            queued.append(task)
+            continue
+        error = ledgers.one_line(refused)
+        ledger.update(task.entry, state="failed", exit_code=REFUSED, error=error)
+        say(f"{show.name_of(task.entry, ledger.swept)}  not started: {error}")
+        current.reported.add(task.entry.folder)
+        current.halted |= current.settings.stop_on_failure
+    return queued
+
+
+def with_stop(point: Point, step: int | None) -> Point:
+    train = dataclasses.replace(point.config.train, stop_step=step)
+    return dataclasses.replace(point, config=dataclasses.replace(point.config, train=train))
 
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:

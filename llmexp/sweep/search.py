@@ -2,49 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from llmexp.sweep import ledger as ledgers
+from llmexp.child import say
+from llmexp.compose.app import quoted
+from llmexp.compose.errors import user_errors
+from llmexp.compose.origin import CONFIG_NAME
+from llmexp.config import ConfigError, refuse
 from llmexp.sweep import show
-from llmexp.sweep.current import CURRENT, PointFailed
-from llmexp.sweep.main import run_batch
+from llmexp.sweep.batch import run_batch
+from llmexp.sweep.current import Current
+from llmexp.sweep.ledger import Entry, figure
 from llmexp.sweep.points import as_given, load_points
+
+# One or none: Hydra makes the launchers, which get nothing else from here.
+CURRENT: list[Current] = []
+
+
+class PointFailed(RuntimeError):
+    """What a sweeper gets for the value of a point that failed."""
+
+
+def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
+    """Let the sweeper choose points until it has enough. Raises ConfigError."""
+    if current.settings.twins:
+        sweeper = str(current.cfg.hydra.sweeper.get("_target_")).rpartition(".")[2]
+        text = (
+            f"needs a grid; {sweeper} chooses its points while it runs. Train twins of its "
+            "best point afterwards"
+        )
+        values = "0 and, with that point's values, -m train.twin=0,1"
+        raise refuse("sweep.twins", current.settings.twins, text, values)
+    if not sys.stderr.isatty():
+        # for the log of Optuna, which is coloured in files too
+        os.environ.setdefault("NO_COLOR", "1")
+    CURRENT[:] = [current]
+    here = f"hydra.sweep.dir={quoted(str(current.where))}"  # ${now:} has one value for all points
+    try:
+        with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
+            hydra.multirun(
+                CONFIG_NAME,
+                task_function=lambda _: None,
+                overrides=[*overrides, here],
+                with_log_configuration=False,
+            )
+    except PointFailed as failure:
+        say(f"the sweeper gives up for a point that failed: {failure}")
+    except ValueError:  # it finds no best one where none has come to its end
+        if current.opened is None or any(e.state == "finished" for e in current.ledger.points):
+            raise
+    finally:
+        CURRENT.clear()
+    if current.opened is None:
+        raise ConfigError("hydra/sweeper: it asked for no point")
 
 
 def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
     """Return what our Hydra launchers do: the points of one batch of a sweeper that chooses them
-    while it runs.
-
-    The value of a point is its final validation loss. Raises KeyboardInterrupt when a signal
-    stopped the sweep.
-    """
+    while it runs. Raises KeyboardInterrupt when a signal stopped the sweep."""
     (current,) = CURRENT
     given = list(current.cfg.hydra.overrides.task)
     asked = [as_given(overrides, given) for overrides in job_overrides]
     points, refused = load_points(
         loader, current.cfg, asked, first, current.settings, current.where, given
     )
-    done = run_batch(current, points, refused, again=True)
+    tasks = run_batch(current, points, refused, again=True)
     if current.over:
         raise KeyboardInterrupt
-    results = []
-    for overrides in asked:
-        entry = next((e for p, e in done if p.overrides == list(overrides)), None)
-        result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
-        assert current.ledger is not None
-        summary = show.summary_of(current.ledger.path / entry.folder) if entry else {}
-        losses = ("final val/loss", "final train/loss", "latest train/loss")
-        value = next(
-            (summary[key] for key in losses if ledgers.figure(summary.get(key)) is not None), None
+    entries = {tuple(task.point.overrides): task.entry for task in tasks}
+    return [result(current, overrides, entries.get(tuple(overrides))) for overrides in asked]
+
+
+def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
+    """Return what the sweeper gets of a point: its final validation loss, or why there is none."""
+    if entry is None:
+        return JobReturn(
+            overrides, status=JobStatus.FAILED, _return_value=PointFailed("this point cannot run")
         )
-        if entry is None or entry.state != "finished" or value is None:
-            result.status, value = (
-                JobStatus.FAILED,
-                PointFailed(entry.error if entry else "this point cannot run"),
-            )
-        result.return_value = value
-        results.append(result)
-    return results
+    summary = show.summary_of(current.ledger.path / entry.folder)
+    losses = ("final val/loss", "final train/loss", "latest train/loss")
+    known = [summary[key] for key in losses if figure(summary.get(key)) is not None]
+    if entry.state == "finished" and known:
+        return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])
+    return JobReturn(overrides, status=JobStatus.FAILED, _return_value=PointFailed(entry.error))

@@ -8,8 +8,10 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from llmexp import fileio, rundir
@@ -22,35 +24,33 @@ from llmexp.sweep.local import by_plan
 
 REFRESH_S = 0.5
 TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
+ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
 
 
 class Display:
     """What a person sees while the points run."""
 
-    def __init__(self, ledger: Ledger, lines: bool = True, reasons: set[str] | None = None) -> None:
-        """`lines`: says each change of a point's state. `reasons` gets the folders of those whose
-        failure was told."""
-        self._reasons = set() if reasons is None else reasons
+    def __init__(
+        self, ledger: Ledger, lines: bool = True, reported: set[str] | None = None
+    ) -> None:
+        """`lines`: print each change of a point's state. `reported` gets the folders of those whose
+        failure was printed."""
+        self._reported = set() if reported is None else reported
         self._ledger, self._slots, self._lines = ledger, 1, lines
         self._live: Any = None
         self._at = 0.0
-        self._max_steps: dict[str, int] = {}
         self._state = {entry.folder: entry.state for entry in ledger.points}
-        self._waiting = {
-            e.folder for e in ledger.points if e.state == "preempted" and waits(e, ledger.path)
-        }
+        self._waiting = {e.folder for e in ledger.points if waits(e, ledger.path)}
 
     def slots(self, number: int) -> None:
-        """How many points run at the same time, for the time that is left."""
+        """Set how many points run at the same time, for the time that is left."""
         self._slots = number
 
     def __enter__(self) -> Display:
         if sys.stdout.isatty():
             from rich.live import Live
 
-            self._live = Live(
-                self._table(), auto_refresh=False, transient=True, redirect_stdout=False
-            )
+            self._live = Live(auto_refresh=False, transient=True, redirect_stdout=False)
             self._live.start()
             # a killed sweep must not leave a terminal without its cursor
             self._live.console.show_cursor(True)
@@ -69,86 +69,76 @@ class Display:
 
     def tick(self) -> None:
         """Show what has changed since the last time."""
-        now = time.monotonic()
         for entry in self._ledger.points:
-            if (before := self._state.get(entry.folder)) != entry.state:
+            before = self._state.get(entry.folder)
+            if before != entry.state:
                 self._state[entry.folder] = entry.state
-                self._waiting.discard(entry.folder)
-                if entry.state == "preempted" and waits(entry, self._ledger.path):
-                    self._waiting.add(entry.folder)
-                if self._lines and (before is not None or entry.state != "queued"):
-                    self.line(told(entry, self._ledger))
-                    if entry.error:
-                        self._reasons.add(entry.folder)
+                self._changed(entry, new=before is None)
+        now = time.monotonic()
         if self._live is not None and now - self._at > REFRESH_S:
+            from rich.text import Text
+
             self._at = now
-            self._live.update(self._table(), refresh=True)
+            shown = Text(self.view(), no_wrap=True, overflow="ellipsis")
+            self._live.update(shown, refresh=True)
 
-    def _table(self) -> Any:
-        from rich.text import Text
+    def _changed(self, entry: Entry, new: bool) -> None:
+        self._waiting.discard(entry.folder)
+        if waits(entry, self._ledger.path):
+            self._waiting.add(entry.folder)
+        if self._lines and not (new and entry.state == "queued"):
+            self.line(told(entry, self._ledger))
+            if entry.error:
+                self._reported.add(entry.folder)
 
+    def view(self) -> str:
+        """Return the live table, with as many points as there is room for."""
         columns, lines = shutil.get_terminal_size((100, 24))
-        points = self._ledger.points
-        order = ("running", "failed", "preempted", "queued", "finished", "infeasible")
-        first = sorted(points, key=lambda e: (order.index(e.state), e.number))[: max(lines - 6, 3)]
-        entries = sorted(first, key=lambda e: e.number)
-        kept = 5 if columns >= 80 else 3
-        rows: list[tuple[str, ...]] = [("state", "step", "train loss", "tokens/s", "left")[:kept]]
-        left: dict[str, float] = {}
-        for entry in entries:
-            row = latest_row(self._ledger.path / entry.folder) if entry.state != "queued" else {}
-            if entry.state == "running" and (eta := figure(row.get("eta"))) is not None:
+        points, left = self._ledger.points, dict[str, float]()
+        first = sorted(points, key=lambda e: (ORDER.index(e.state), e.number))[: max(lines - 6, 3)]
+        rows: list[tuple[str, ...]] = [("run", "state", "step", "train loss", "tokens/s", "left")]
+        for entry in sorted(first, key=lambda e: e.number):
+            path = self._ledger.path / entry.folder
+            row = latest_row(path) if entry.state != "queued" else {}
+            eta = figure(row.get("eta"))
+            if entry.state == "running" and eta is not None:
                 left[entry.folder] = eta
             cells = (
-                self._word(entry),
-                f"{row['step']:,}/{self._steps(entry):,}" if row else "",
+                name_of(entry, self._ledger.swept),
+                "waiting" if entry.folder in self._waiting else entry.state,
+                f"{row['step']:,}/{steps_of(path):,}" if row else "",
                 shown_as(row.get("train/loss"), ".4f"),
                 shown_as(row.get("tokens_per_sec"), ",.0f"),
                 format_duration(left[entry.folder]) if entry.folder in left else "",
             )
-            rows.append(cells[:kept])
-        swept = self._ledger.swept
+            rows.append(cells)
+        kept = 6 if columns >= 80 else 4
         # One column is left free: an echoed ^C must not wrap a line.
-        names = naming([(e.number, values_of(e, swept)) for e in entries], rows, columns - 1)
-        text = table(
-            [(*a, *b) for a, b in zip(names, rows, strict=True)], left=1, width=columns - 1
-        )
-        return Text(
-            f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-
-    def _word(self, entry: Entry) -> str:
-        return "waiting" if entry.folder in self._waiting else entry.state
-
-    def _steps(self, entry: Entry) -> int:
-        if entry.folder not in self._max_steps:
-            steps = None
-            with contextlib.suppress(ConfigError):  # it may be damaged
-                steps = rundir.read_run(self._ledger.path / entry.folder).get("max_steps")
-            self._max_steps[entry.folder] = steps if type(steps) is int else 0
-        return self._max_steps[entry.folder]
+        text = table([row[:kept] for row in rows], left=1, width=columns - 1)
+        return f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}"
 
     def _time_left(self, left: dict[str, float]) -> str:
-        """Of the sweep: what is under way, then the points in the queue at the mean time of those
-        that ran."""
-        points = self._ledger.points
-        took = [
-            e.ended - e.started for e in points if e.state == "finished" and e.started and e.ended
-        ]
-        took += [
-            time.time() - e.started + left[e.folder]
-            for e in points
-            if e.folder in left and e.started
-        ]
-        queued = sum(e.state == "queued" for e in points)
+        """Return when the sweep may end: what is under way, then the points in the queue at the
+        mean time of those that ran."""
+        points, now = self._ledger.points, time.time()
+        took = []
+        for entry in points:
+            if entry.started and entry.folder in left:
+                took.append(now - entry.started + left[entry.folder])
+            elif entry.started and entry.ended and entry.state == "finished":
+                took.append(entry.ended - entry.started)
         if not took or not left:
             return ""
-        seconds = sum(left.values()) / len(left) + queued * (sum(took) / len(took)) / max(
-            self._slots, 1
-        )
-        return f"; about {format_duration(seconds)} left"
+        queued = sum(e.state == "queued" for e in points) / max(self._slots, 1)
+        return f"; about {format_duration(fmean(left.values()) + queued * fmean(took))} left"
+
+
+def steps_of(path: Path) -> int:
+    """Return the planned steps of a run; 0 where its file is damaged."""
+    with contextlib.suppress(ConfigError):
+        steps = rundir.read_run(path).get("max_steps")
+        return steps if type(steps) is int else 0
+    return 0
 
 
 def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
@@ -165,9 +155,8 @@ def name_of(entry: Entry, swept: Sequence[str]) -> str:
 
 
 def waits(entry: Entry, where: Path) -> bool:
-    """Tell whether a run has stopped at a rung of successive halving, where it was to stop."""
-    path = where / entry.folder
-    return not entry.error and by_plan(path)
+    """Return whether a run has stopped at a rung of successive halving, where it was to stop."""
+    return entry.state == "preempted" and not entry.error and by_plan(where / entry.folder)
 
 
 def told(entry: Entry, ledger: Ledger) -> str:
@@ -175,17 +164,15 @@ def told(entry: Entry, ledger: Ledger) -> str:
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:
         return f"{name}  {entry.state}: {flat(entry.error)}"
-    if entry.state == "preempted" and waits(entry, ledger.path):
+    if waits(entry, ledger.path):
         row = latest_row(path)
         return f"{name}  waits at step {row.get('step', 0):,}{loss_in(row)}"
-    if entry.state == "finished":
-        took = (
-            f" in {format_duration(entry.ended - entry.started)}"
-            if entry.ended and entry.started
-            else ""
-        )
-        return f"{name}  finished{loss_in(summary_of(path), 'final ')}{took}"
-    return f"{name}  {entry.state}"
+    if entry.state != "finished":
+        return f"{name}  {entry.state}"
+    line = f"{name}  finished{loss_in(summary_of(path), 'final ')}"
+    if entry.ended and entry.started:
+        line += f" in {format_duration(entry.ended - entry.started)}"
+    return line
 
 
 def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
@@ -197,18 +184,15 @@ def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def unfinished(ledger: Ledger, told: Collection[str] = ()) -> list[str]:
-    """Return lines that say why points did not finish; shortly where that was `told` before, by the
-    points' folders."""
+def unfinished(ledger: Ledger, reported: Collection[str] = ()) -> list[str]:
+    """Return lines that say why points did not finish; short ones for the folders whose failure was
+    reported before."""
     lines = []
     for entry in ledger.points:
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
             text = f"{name_of(entry, ledger.swept)}  {entry.state}: {flat(entry.error)}"
-            lines.append(
-                textwrap.shorten(text, 79, placeholder=" ...")
-                if entry.folder in told
-                else fitted(text)
-            )
+            short = entry.folder in reported
+            lines.append(textwrap.shorten(text, 79, placeholder=" ...") if short else fitted(text))
     return lines
 
 
@@ -226,12 +210,13 @@ def shown_as(value: Any, form: str) -> str:
 def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
     """Return how many points are in which state; `waiting`: the folders of those that wait at a
     rung."""
-    states = ["waiting" if e.folder in waiting and e.rung is None else e.state for e in points]
-    states = [
-        s if e.rung is None else f"out at {e.rung:.3g} of its steps"
-        for s, e in zip(states, points, strict=True)
-    ]
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    states = Counter[str]()
+    for entry in points:
+        if entry.rung is not None:
+            states[f"out at {entry.rung:.3g} of its steps"] += 1
+        else:
+            states["waiting" if entry.folder in waiting else entry.state] += 1
+    return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def latest_row(path: Path) -> dict[str, Any]:
@@ -249,21 +234,15 @@ def results_table(ledger: Ledger) -> str:
     compare."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
-        path = ledger.path / entry.folder
-        summary = summary_of(path) if entry.state != "infeasible" else {}
-        losses = [
-            summary.get(f"final {k}", summary.get(f"latest {k}"))
-            for k in ("train/loss", "val/loss")
-        ]
-        rate = shown_as(summary.get("mean tokens_per_sec"), ",.0f")
-        figures = (*(shown_as(loss, ".4f") for loss in losses), rate)
-        rows.append(
-            (
-                name_of(entry, ledger.swept),
-                entry.state if entry.rung is None else f"out at {entry.rung:.3g}",
-                *figures,
-            )
-        )
+        summary = {}
+        if entry.state != "infeasible":
+            summary = summary_of(ledger.path / entry.folder)
+        state = entry.state if entry.rung is None else f"out at {entry.rung:.3g}"
+        cells = [name_of(entry, ledger.swept), state]
+        for key in ("train/loss", "val/loss"):
+            loss = summary.get(f"final {key}", summary.get(f"latest {key}"))
+            cells.append(shown_as(loss, ".4f"))
+        rows.append((*cells, shown_as(summary.get("mean tokens_per_sec"), ",.0f")))
     return table(rows, left=2, width=width_of(sys.stdout))
 
 
@@ -302,14 +281,11 @@ def naming(
     keys = list(dict.fromkeys(key for _, values in points for key in values))
     short = short_keys(keys)
     columns = [("", *(short[key] for key in keys))]
-    columns += [
-        (str(n), *(shown(values[k]) if k in values else "" for k in keys)) for n, values in points
-    ]
-    sizes = [
-        max(map(len, column))
-        for column in zip(*[(*a, *b) for a, b in zip(columns, rest, strict=True)], strict=True)
-    ]
-    if width is None or sum(sizes) + 2 * (len(sizes) - 1) <= width:
+    for number, values in points:
+        cells = {key: shown(value) for key, value in values.items()}
+        columns.append((str(number), *(cells.get(key, "") for key in keys)))
+    whole = [(*a, *b) for a, b in zip(columns, rest, strict=True)]
+    if width is None or len(table(whole, left=0).partition("\n")[0]) <= width:
         return columns
     names = [f"{n} {label(values)}".rstrip() for n, values in points]
     return [("run",), *((name,) for name in names)]
@@ -318,15 +294,14 @@ def naming(
 def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
     """Aligned columns: the first `left` ones to the left, figures to the right. Of the first column
     the middle is left out where the lines would be wider than `width`; nothing else is ever cut."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
         widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))
     lines = []
-    for row in rows:
-        first = row[0] if len(row[0]) <= widths[0] else f"{row[0][:2]}…{row[0][3 - widths[0] :]}"
-        cells = [
-            f"{c:<{w}}" if i < left else f"{c:>{w}}"
-            for i, (c, w) in enumerate(zip((first, *row[1:]), widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    for name, *rest in rows:
+        if len(name) > widths[0]:
+            name = f"{name[:2]}…{name[3 - widths[0] :]}"
+        cells = zip((name, *rest), widths, strict=True)
+        texts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(cells)]
+        lines.append("  ".join(texts).rstrip())
     return "\n".join(lines)

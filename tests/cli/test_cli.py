@@ -216,12 +216,7 @@ ASCII = [
 def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, env):
     """The stream shows other characters in its place; files keep it."""
     where = [*RUN, 'name="größe"', 'hydra.run.dir="ö"', 'tracker.notes="ñandú"']
-    for arguments in (
-        ["plan", *where],
-        ["train", *where],
-        ["resume", "ö"],
-        ["sample", "ö", "--prompt", "ñandú"],
-    ):
+    for arguments in (["train", *where], ["sample", "ö", "--prompt", "ñandú"]):
         done = llmexp(*arguments, cwd=tmp_path, **env)
         assert done.code == 0, done.err
         assert done.out.isascii()
@@ -443,6 +438,22 @@ def test_plan_of_a_sweep_has_a_row_a_point(capsys, tmp_path, monkeypatch):
     assert "2-gradient_accumulation_steps_5: batch.real_batch_size=12" in err
     assert "10 or 15" in err
     assert list(tmp_path.iterdir()) == []
+
+
+# --- resume
+
+
+def test_a_trace_of_steps_that_a_run_has_behind_it_is_refused(tmp_path):
+    cut = llmexp("train", *RUN, "train.stop_step=2", "hydra.run.dir=run", cwd=tmp_path)
+    assert cut.code == 75, cut.err
+    refused = llmexp("resume", "run", "train.profile_start=2", cwd=tmp_path)
+    assert refused.code == 2
+    assert (
+        "train.profile_start=2: is not after the checkpoint that the run goes on from, which is of "
+        "step 2; for example train.profile_start=3"
+    ) in refused.err
+    assert llmexp("resume", "run", "train.profile_start=3", cwd=tmp_path).code == 0
+    assert (tmp_path / "run" / "trace_step_00000003.json").exists()
 
 
 # --- signals

@@ -131,7 +131,6 @@ def become_worker(request: dict, fds: list[int]) -> None:
         )
         if sys.argv[0] != "llmexp.train":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            sys.modules.pop(sys.argv[0], None)  # else runpy warns on standard error
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as done:

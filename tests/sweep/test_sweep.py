@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp import child
 from llmexp.config import ConfigError
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import running
-from llmexp.sweep.current import Current
-from llmexp.sweep.local import Job, Stopped, run_all
 from llmexp.sweep.running import rungs
-from llmexp.sweep.settings import build_sweep
-from tests.conftest import ROOT, TINY, Result, llmexp, start, train
+from tests.conftest import TINY, Result, llmexp, start, train
+from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
 from tests.tools import all_gone, exact, same_state, wait_for
 
 STEPS = 30
@@ -61,10 +59,6 @@ def hang_of_two(event, context):
     if event == "step_start" and context.step == 3 and os.environ["RANK"] == "1" and once("hung"):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-def hang(event, context):
-    if event == "step_start" and context.step == 3 and context.run.gradient_accumulation_steps == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
 def fail_once(event, context):
     if event == "step_start" and context.step == 3 and once("failed"):
         raise RuntimeError("only once")
@@ -86,11 +80,6 @@ def rest(event, context):
         while not STOP.requested:
             time.sleep(0.02)
 
-def tell(event, context):
-    if event == "step_start" and context.step == 1:
-        time.sleep(0.5)
-        with open("devices", "a") as f:
-            print(os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic(), file=f)
 """  # noqa: E501
 HOOKED = ["--allow", "own", "hooks=[own.hook]"]
 
@@ -115,10 +104,10 @@ def same_run(folder: Path, other: Result) -> None:
 
 @pytest.mark.fresh
 def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
-    """4 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
+    """3 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
     command goes on."""
     (tmp_path / "own.py").write_text(OWN)
-    grid = ["batch.gradient_accumulation_steps=1,2,4,8", "optimizer.weight_decay=0.1,0.2,0.3"]
+    grid = ["batch.gradient_accumulation_steps=1,2,4", "optimizer.weight_decay=0.1,0.2,0.3"]
     arguments = [
         "-m",
         *RUN,
@@ -142,7 +131,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     assert all_gone(process.pid, 10)
     folder = tmp_path / "grid"
     found = states(folder)
-    assert len(found) == 12
+    assert len(found) == 9
     assert sweep_json(folder)["state"] == "preempted"
     by_state = {
         state: [name for name, s in found.items() if s == state] for state in set(found.values())
@@ -151,7 +140,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     assert by_state["failed"] == [raised]
     (left_out,) = [n for n in found if n.startswith("5-")]
     assert found[left_out] == "preempted"
-    assert len(by_state["queued"]) >= 4
+    assert len(by_state["queued"]) >= 2
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume grid --allow own"
 
     before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
@@ -239,6 +228,20 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     assert not (tmp_path / "twins").exists()
 
 
+def test_points_that_are_another_one_again_are_skipped_and_named(tmp_path):
+    """Known as composed, or only as solved; a second command leaves them out again."""
+    grid = ["tracker.notes=a,b", "batch.micro_batch_size=8,null", "train.max_steps=1"]
+    command = ["train", "-m", *RUN, *grid, "sweep.on_infeasible=skip", "hydra.sweep.dir=s"]
+    for arguments in (command, ["resume", "s"]):
+        done = llmexp(*arguments, cwd=tmp_path)
+        assert done.code == 0, done.err
+        points = sweep_json(tmp_path / "s")["points"]
+        assert [p["state"] for p in points] == ["finished", *["infeasible"] * 3]
+        same = [point["error"].partition(";")[0].rpartition(" ")[2] for point in points[1:]]
+        assert sorted(name[:2] for name in same) == ["0-", "0-", "1-"]
+        assert done.out.count("infeasible: resolves to the same config") == 3
+
+
 def test_infeasible_points_are_refused_or_skipped(tmp_path):
     grid = ["batch.real_batch_size=12", "batch.micro_batch_size=null",
     "batch.gradient_accumulation_steps=1,3,5",
@@ -257,33 +260,12 @@ def test_infeasible_points_are_refused_or_skipped(tmp_path):
     assert sweep_json(tmp_path / "s")["points"] == points
 
 
-def test_a_hang_a_retry_and_a_stop_on_failure(tmp_path):
+def test_a_retry_and_a_stop_on_failure(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    two = [
-        "-m",
-        *RUN,
-        "--allow",
-        "own",
-        "batch.gradient_accumulation_steps=1,2",
-        "sweep.max_parallel=2",
-    ]
-    hung = llmexp(
-        "train",
-        *two,
-        "hooks=[own.hang]",
-        "sweep.silence_s=25",
-        "hydra.sweep.dir=hang",
-        cwd=tmp_path,
-    )
-    assert hung.code == 1
-    one, other = sweep_json(tmp_path / "hang")["points"]
-    assert (one["state"], one["error"]) == (
-        "failed",
-        "no sign of life for 25 s (sweep.silence_s); it was ended",
-    )
-    assert other["state"] == "finished"
-    # One that failed, or left without a word, is started again at once; from the start, as it had
-    # no checkpoint yet.
+    two = ["-m", *RUN, "--allow", "own", "batch.gradient_accumulation_steps=1,2",
+           "sweep.max_parallel=2"]  # fmt: skip
+    # One that failed, or left without a record of it, is started again at once; from the start, as
+    # it had no checkpoint yet.
     twice = ["hooks=[own.fail_once,own.leave_once]", "sweep.max_retries=2", "hydra.sweep.dir=retry"]
     retried = llmexp("train", *two, *twice, cwd=tmp_path)
     assert retried.code == 0, retried.out
@@ -322,52 +304,41 @@ def test_a_hang_on_several_ranks_leaves_none_and_is_retried(tmp_path):
     ("first", "keep", "shares"),
     [(None, 0.5, [None]), (0.25, 0.5, [0.25, 0.5, None]), (0.5, 0.3, [0.5, None])],
 )
-def test_rungs(first, keep, shares):
-    defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
-    assert rungs(build_sweep(defaults | {"halving": first, "halving_keep": keep})) == shares
+def test_rungs(tmp_path, first, keep, shares):
+    assert rungs(current_sweep(tmp_path, halving=first, halving_keep=keep).settings) == shares
 
 
 def test_an_interrupted_halving_leaves_out_the_same_points(tmp_path, monkeypatch):
     """Stopped at any rung and resumed as often as it takes: who goes on is decided by the losses at
     the rungs alone."""
-    defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
     losses = [0.5, 0.1, 0.7, 0.3, 0.2, 0.9, 0.4, 0.8]
 
     def race(folder: Path, stops_at: list[int]) -> list[float | None]:
-        ledger = ledgers.Ledger(folder, "n", "g", "local", [], [])
-        ledger.points = [ledgers.Entry(i, str(i), str(i), str(i), []) for i in range(8)]
-        knobs = {str(i): {"max_steps": 80} for i in range(8)}
+        folder.mkdir()
+        current = current_sweep(folder, halving=0.125)
+        tasks = [new_task(current, f"{i}-x") for i in range(8)]
         calls = 0
 
-        def run_points(current, ledger, todo):
+        def run_points(current, tasks, stops=None):
             nonlocal calls
             calls += 1
-            for _, entry, step in todo:
-                path = folder / entry.folder
-                path.mkdir(exist_ok=True, parents=True)
-                with open(path / "metrics.jsonl", "a") as f:
-                    print(
-                        json.dumps({"step": step or 80, "val/loss": losses[entry.number]}), file=f
-                    )
-            current.stop.requested = calls in stops_at
+            for task in tasks:
+                step = (stops or {}).get(task.entry.folder, 80)
+                with open(task.path / "metrics.jsonl", "a") as f:
+                    print(json.dumps({"step": step, "val/loss": losses[task.entry.number]}), file=f)
+            current.signals[:] = [signal.SIGINT] if calls in stops_at else []
 
         monkeypatch.setattr(running, "run_points", run_points)
-        settings_ = build_sweep(defaults | {"halving": 0.125})
-        while True:
-            stop = Stopped()
-            current = Current(
-                settings_, folder, True, "n", "local", None, [], None, None, ledger, knobs, stop
-            )
-            running.run_rungs(current, ledger, [(None, entry) for entry in ledger.points])
-            if not stop.requested:
-                return [entry.rung for entry in ledger.points]
+        running.run_rungs(current, tasks)
+        while current.stopped:
+            current.signals.clear()
+            running.run_rungs(current, tasks)
+        return [entry.rung for entry in current.ledger.points]
 
-    (tmp_path / "whole").mkdir()
     whole = race(tmp_path / "whole", [])
     assert [i for i, rung in enumerate(whole) if rung is None] == [1]
     assert sorted(filter(None, whole)) == [0.125] * 4 + [0.25] * 2 + [0.5]
     for number, stops_at in enumerate(([2], [3], [2, 4, 7], [1, 3, 6])):
-        (tmp_path / str(number)).mkdir()
         assert race(tmp_path / str(number), stops_at) == whole
 
 
@@ -400,44 +371,38 @@ def test_halving_goes_on_with_the_best_and_resumes_for_real(tmp_path):
     assert set(states(tmp_path / "s").values()) == {"finished"}
 
 
-def test_each_run_has_its_own_devices(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("per_run", "devices", "order"),
+    [
+        (2, ["4,GPU-x", "7,4"], ["a", "a ended", "b", "b ended"]),  # what came free is taken last
+        (1, ["4", "GPU-x"], ["a", "b"]),
+    ],
+)
+def test_each_run_has_its_own_devices(tmp_path, monkeypatch, per_run, devices, order):
     """Of three devices, two for each run: they take turns. One each: at the same time."""
-    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,7")
+    stand_in(monkeypatch, f"echo $CUDA_VISIBLE_DEVICES >> {tmp_path}/devices; sleep 0.5")
+    current = current_sweep(tmp_path, devices_per_run=per_run)
+    seen: list[str] = []
+    monkeypatch.setattr(current, "began", lambda entry: seen.append(entry.label))
+    monkeypatch.setattr(current, "ended", lambda entry: seen.append(f"{entry.label} ended"))
+    run_locally(current, [new_task(current, name, devices=3) for name in ("0-a", "1-b")])
+    assert sorted((tmp_path / "devices").read_text().split()) == sorted(devices)
+    assert seen[: len(order)] == order
+
+
+def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
+    """It and what it has started, though it heeds no signal."""
+    stand_in(monkeypatch, "trap '' TERM; sleep 1000 & echo $! > child; kill -STOP $$")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMEXP_ALLOW", "own")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    jobs = []
-    for number in range(2):
-        folder = f"run{number}"
-        queued = llmexp("train", "--queue", "--allow", "own", "hooks=[own.tell]", *RUN,
-        "train.max_steps=1",
-                        "train.device=cpu", f"hydra.run.dir={folder}", cwd=tmp_path)  # fmt: skip
-        assert queued.code == 0, queued.err
-        jobs.append(Job(tmp_path / folder, 1, cuda=True))
-    copies = tmp_path / "copies"
-    seen: list[tuple[str, bool]] = []
-
-    def go(per_run: int) -> list[str]:
-        for job in jobs:
-            if copies.joinpath(job.path.name).exists():
-                shutil.rmtree(job.path)
-                shutil.copytree(copies / job.path.name, job.path)
-            else:
-                shutil.copytree(job.path, copies / job.path.name)
-        (tmp_path / "devices").unlink(missing_ok=True)
-        seen.clear()
-        run_all(
-            jobs, ["4", "GPU-x", "7"], Stopped(), max_parallel=None, devices_per_run=per_run,
-            stop_on_failure=False, silence_s=None, begun=lambda job: seen.append((job.path.name,
-            True)),
-            ended=lambda job: seen.append((job.path.name, False)), tick=lambda: None, say=print,
-        )  # fmt: skip
-        return [line.split()[0] for line in (tmp_path / "devices").read_text().splitlines()]
-
-    assert go(2) == ["4,GPU-x", "7,4"]  # what came free is taken last
-    assert [began for _, began in seen] == [True, False] * 2
-    assert sorted(go(1)) == ["4", "GPU-x"]
-    assert [began for _, began in seen[:2]] == [True] * 2
+    current = current_sweep(tmp_path, silence_s=0.5)
+    run_locally(current, [new_task(current, "0-a")])
+    (entry,) = current.ledger.points
+    assert (entry.state, entry.error) == (
+        "failed",
+        "no sign of life for 0.5 s (sweep.silence_s); it was ended",
+    )
+    assert child.ended(int((tmp_path / "child").read_text()))
 
 
 def test_what_cannot_be_a_sweep_is_refused(tmp_path):

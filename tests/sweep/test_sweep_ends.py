@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ import pytest
 from llmexp import rundir
 from llmexp.config import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
+from llmexp.sweep.answer import conclude
 from llmexp.sweep.ledger import Entry, Ledger
-from llmexp.sweep.local import Job, Stopped, run_all, settle
-from llmexp.sweep.main import conclude
+from llmexp.sweep.local import settle
 from llmexp.sweep.points import as_given
 from llmexp.sweep.show import flat
 from tests.conftest import TINY, llmexp
+from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
 
 RUN = [
     *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=2", "train.eval_every=null",
@@ -55,7 +57,7 @@ def test_a_point_that_ends_before_its_last_step_has_a_reason(
 ):
     (tmp_path / "config.yaml").write_text("train: {stop_step: null}")
     rundir.write_status(tmp_path, state, summary={"steps": 7})
-    assert settle(tmp_path, code, "", stopped=stopped) == (after == "failed")
+    settle(tmp_path, code, "", stopped=stopped)
     status = rundir.read_status(tmp_path)
     assert status["state"] == after
     assert said is None or said in status["error"]
@@ -66,79 +68,61 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
     rundir.write_status(tmp_path, "running", host=socket.gethostname())
     before = rundir.read_status(tmp_path)
     with rundir.locked(tmp_path):
-        assert not settle(tmp_path, 2, "", stopped=False)
+        settle(tmp_path, 2, "", stopped=False)
     assert rundir.read_status(tmp_path) == before
     # nobody trains there: it was refused for a reason of its own
-    assert settle(tmp_path, 2, "", stopped=False)
+    settle(tmp_path, 2, "", stopped=False)
+    assert rundir.read_status(tmp_path)["state"] == "failed"
 
 
-@pytest.mark.parametrize(("ends", "state"), [("finished", "finished"), ("preempted", "queued")])
+@pytest.mark.parametrize("begins", [True, False])
 def test_a_job_that_begins_while_the_others_are_cancelled_keeps_its_end(
-    tmp_path, monkeypatch, ends, state
+    tmp_path, monkeypatch, begins
 ):
-    """Of two jobs of Slurm one fails; by its status the other is still queued, but it has begun."""
-    paths = [tmp_path / name for name in ("0-a", "1-b")]
-    for path in paths:
-        path.mkdir()
-        (path / "config.yaml").write_text("{}")
-        rundir.write_status(path, "queued", started=1.0)
-    ledger = Ledger(tmp_path, "n", "g", "slurm", [], [])
-    ledger.points = [Entry(i, p.name, p.name, None, []) for i, p in enumerate(paths)]
+    """Of two jobs of Slurm one fails; by its status the other is still queued, but it may begin."""
+    current = current_sweep(tmp_path, launcher="slurm", stop_on_failure=True)
+    failing, other = (new_task(current, name) for name in ("0-a", "1-b"))
+    rundir.write_status(failing.path, "failed", error="of its own", exit_code=3)
+    rundir.write_status(other.path, "queued", started=1.0)
+    jobs = {"1": ("FAILED", ""), "2": ("PENDING", "None")}
 
-    def wait(jobs, changed, say, tick):
-        rundir.write_status(paths[0], "failed", error="of its own", exit_code=3)
-        changed(paths[0], "1", "failed", True)
-        if ends == "finished":
-            rundir.write_status(paths[1], "running", started=2.0)
-            rundir.write_status(paths[1], "finished", exit_code=0)
-        else:
-            rundir.write_status(paths[1], "failed", error="the job is gone", exit_code=3)
-        changed(paths[1], "2", "", True)
+    def cancel(*command):
+        assert command == ("scancel", "--state=PENDING", "2")
+        if begins:
+            rundir.write_status(other.path, "running", started=2.0)
+            rundir.write_status(other.path, "finished", exit_code=0)
+        jobs["2"] = ("CANCELLED", "")
 
-    for name, stand_in in (
-        ("submit", lambda jobs, *_, **__: {p: str(i + 1) for i, p in enumerate(jobs)}),
-        ("wait", wait), ("cancel_pending", lambda jobs: None), ("fixed_here", lambda *_: ""),
-    ):  # fmt: skip
-        monkeypatch.setattr(slurm, name, stand_in)
-    monkeypatch.setattr(launchers, "slurm_settings", lambda cfg: None)
-    current = SimpleNamespace(
-        launcher="slurm", knobs={p.name: {"ranks": 1, "devices": 0} for p in paths}, cfg=None,
-        stop=Stopped(),
-        settings=SimpleNamespace(stop_on_failure=True), reasons=set(),
-    )  # fmt: skip
-    queued = [
-        (SimpleNamespace(path=p, config=None), e) for p, e in zip(paths, ledger.points, strict=True)
-    ]
-    display = SimpleNamespace(line=lambda text: None, tick=lambda: None)
-    launchers.execute(current, ledger, queued, {}, display)
-    assert [e.state for e in ledger.points] == ["failed", state]
-    assert rundir.read_status(paths[1])["state"] == state
+    monkeypatch.setattr(slurm, "SETTLE_S", 0.0)
+    monkeypatch.setattr(slurm, "states", lambda: jobs)
+    monkeypatch.setattr(slurm, "client", cancel)
+    submitted = [slurm.Submitted(failing, "1"), slurm.Submitted(other, "2")]
+    launcher = slurm.Slurm(current, None, submitted, print)
+    launcher.pause_s = 0
+    display = SimpleNamespace(line=print, tick=lambda: None)
+    launchers.drive(launcher, [], current, display)
+    after = "finished" if begins else "queued"
+    assert [e.state for e in current.ledger.points] == ["failed", after]
+    assert rundir.read_status(other.path)["state"] == after
 
 
 def test_a_signal_after_the_last_point_changes_nothing(tmp_path):
     """A grid whose points have all finished is done; a search would have asked for more."""
     for grid, state in ((True, "finished"), (False, "preempted")):
-        ledger = Ledger(tmp_path, "n", "g", "local", [], [])
-        ledger.points = [Entry(0, "a", "0-a", None, [], state="finished")]
-        stop = Stopped()
-        stop.requested = True
-        conclude(
-            SimpleNamespace(ledger=ledger, stop=stop, grid=grid, reasons=set()), lambda text: None
-        )
-        assert ledger.state == state
+        current = current_sweep(tmp_path, grid=grid, signals=[signal.SIGTERM])
+        current.ledger.points = [Entry(0, "a", "0-a", None, [], state="finished")]
+        conclude(current, lambda text: None)
+        assert current.ledger.state == state
 
 
 def test_a_point_that_cannot_be_started_is_one_that_failed(tmp_path):
     """A folder is in the place of what its processes print."""
-    (tmp_path / "run" / local.STDERR).mkdir(parents=True)
-    over = []
-    run_all(
-        [Job(tmp_path / "run", 1)], [], Stopped(), max_parallel=None, devices_per_run=None,
-        stop_on_failure=False,
-        silence_s=None, begun=lambda job: None, ended=over.append, tick=lambda: None, say=print,
-    )  # fmt: skip
-    status = rundir.read_status(tmp_path / "run")
-    assert (len(over), status["state"], status["exit_code"]) == (1, "failed", 2)
+    current = current_sweep(tmp_path)
+    task = new_task(current, "0-a")
+    (task.path / local.STDERR).mkdir()
+    run_locally(current, [task])
+    status = rundir.read_status(task.path)
+    assert (task.entry.state, status["state"], status["exit_code"]) == ("failed", "failed", 2)
     assert "Is a directory" in status["error"]
 
 
@@ -181,7 +165,7 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
             if look:
                 ledger.look(entry, alive=True)
             assert show.told(entry, ledger).startswith(f"{entry.number} ")
-        assert "\n1 " in str(display._table())
+        assert "\n1 " in display.view()
         assert "\n1 " in show.results_table(ledger)
     display.tick()
     json.loads((tmp_path / "sweep.json").read_text(), parse_constant=pytest.fail)
@@ -189,22 +173,18 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
 
 def test_a_point_on_the_cpu_takes_no_device(tmp_path, monkeypatch):
     """Four ranks on a CPU beside two devices, which a run on four could never have."""
-    monkeypatch.setattr(local, "start", lambda job, devices, slots: subprocess.Popen(["true"]))
-    monkeypatch.setattr(local, "settle", lambda *_, **__: False)
-    taken = []
-    run_all(
-        [Job(tmp_path, 4), Job(tmp_path, 2, cuda=True)], ["0", "1"], Stopped(), max_parallel=None,
-        devices_per_run=None,
-        stop_on_failure=False, silence_s=None, begun=taken.append, ended=lambda job: None,
-        tick=lambda: None, say=print,
-    )  # fmt: skip
-    assert [job.ranks for job in taken] == [4, 2]
+    stand_in(monkeypatch, "true")
+    current = current_sweep(tmp_path)
+    run_locally(
+        current, [new_task(current, "0-a", ranks=4), new_task(current, "1-b", ranks=2, devices=2)]
+    )
+    assert [entry.attempts for entry in current.ledger.points] == [1, 1]
 
 
 def test_a_point_that_stops_at_its_rung_needs_no_reason(tmp_path):
     (tmp_path / "config.yaml").write_text("train: {stop_step: 7}")
     rundir.write_status(tmp_path, "preempted", summary={"steps": 7})
-    assert not settle(tmp_path, 75, "", stopped=False)
+    settle(tmp_path, 75, "", stopped=False)
     assert "error" not in rundir.read_status(tmp_path)
 
 

@@ -1,0 +1,60 @@
+"""End a sweep: its ledger, and the answer that it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmexp import rundir
+from llmexp.compare import reading, table, throughput
+from llmexp.compare.comparing import compare
+from llmexp.compare.table import columns
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep import show
+from llmexp.sweep.current import Current
+from llmexp.tracker.sync import upload_command
+
+
+def conclude(current: Current, say: Callable[[str], None]) -> None:
+    """End the ledger; print the answer of the comparison, or a table where there is nothing to
+    compare, why points did not finish, and where everything is."""
+    ledger = current.ledger
+    states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
+    all_done = states <= {"finished"} and (current.grid or not current.stopped)
+    ledger.state = "finished" if all_done else "preempted" if current.stopped else "failed"
+    ledger.save()
+    say("")
+    lines: list[str] = []
+    try:
+        lines = report(current)
+    except Exception as error:  # the runs are recorded, so what goes wrong here is only told
+        # its repr may hold a page
+        say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
+    for line in lines or [show.results_table(ledger)]:
+        say(line)
+    for line in show.unfinished(ledger, current.reported):
+        say(line)
+    if upload := upload_command(ledger.path):
+        say(f"upload {upload}")
+    say(f"folder {ledger.path}")
+
+
+def report(current: Current) -> list[str]:
+    """Compare the points that ran, write the page or the tables of rates, and return what to print;
+    nothing where fewer than two ran or none finished."""
+    ledger = current.ledger
+    ran = [
+        e
+        for e in ledger.points
+        if e.state not in ("queued", "infeasible") and rundir.is_run(ledger.path / e.folder)
+    ]
+    if len(ran) < 2 or not any(e.state == "finished" for e in ran):
+        return []
+    from llmexp.compare.page import write_beside
+
+    if current.settings.report == "throughput":
+        text = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
+        return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
+    comparison = compare([ledger.path], negligible=ledger.negligible)
+    written = write_beside(comparison, ledger.path)
+    damage = [f"llmexp: {problem}" for problem in comparison.problems]
+    return [*table.lines(comparison, columns()), *damage, f"page   {written}"]

@@ -1,0 +1,152 @@
+"""Check a batch of points, give them their places in the ledger, and run them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from llmexp import rundir
+from llmexp.child import say
+from llmexp.compare.budgets import Spent
+from llmexp.compose.app import refuse_hosts, visible
+from llmexp.compose.command_line import recordable
+from llmexp.config import ConfigError, refuse
+from llmexp.labels import plural
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.answer import conclude
+from llmexp.sweep.budget_warning import warn
+from llmexp.sweep.current import Current
+from llmexp.sweep.ledger import Ledger
+from llmexp.sweep.local import visible_devices
+from llmexp.sweep.matching import Task, match, of_folder
+from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
+from llmexp.sweep.running import run_rungs
+from llmexp.sweep.twins import is_twin, run_twins
+
+LOCK = ".lock-sweep"
+
+
+def run_batch(
+    current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
+) -> list[Task]:
+    """Check all points, then run those that are not finished; return them with their places in
+    the ledger.
+
+    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is
+    written.
+    """
+    able, refused = checked(current, points, refused, again)
+    resumed = current.settings.resume is not None
+    if current.grid and not resumed:
+        spent = [Spent(p.values, p.facts.max_tokens, p.facts.max_steps) for p in able]
+        warn(spent, current.settings, current.arguments)
+    if current.opened is None:
+        open_ledger(current)
+    ledger = current.ledger
+    tasks = match(ledger, able)
+    record_refused(ledger, refused, {task.entry.folder for task in tasks})
+    if resumed and not again:
+        tasks += others(current, {task.entry.folder for task in tasks})
+    ledger.add_swept(key for task in tasks for key in task.point.swept)
+    ledger.state = "running"
+    ledger.save()
+    run_rungs(current, list({task.entry.folder: task for task in tasks}.values()))
+    if current.grid:
+        run_twins(current)
+    return tasks
+
+
+def checked(
+    current: Current, points: list[Point], refused: list[Refused], again: bool
+) -> tuple[list[Point], list[Refused]]:
+    """Return the points that can run and those that are left out. Raises ConfigError where nothing
+    may be left out, or nothing is left."""
+    settings = current.settings
+    if current.launcher != "slurm":
+        for point in points:
+            refuse_hosts(point.config, "for several use hydra/launcher=slurm")
+    same: list[Refused] = []
+    if not again:
+        points, same = split_duplicates(points, lambda point: point.identity)
+    if same and settings.on_infeasible == "refuse":
+        raise no_start([*same, *refused])
+    able, unable = current.checker.check(points)
+    if current.launcher == "local":
+        refuse_devices(current, able)
+    solved: list[Refused] = []
+    if not again:
+        able, solved = split_duplicates(able, lambda point: point.facts.solved)
+    refused = [*same, *solved, *refused, *unable]
+    if refused and (settings.on_infeasible == "refuse" or not (able or again)):
+        raise no_start(refused)
+    return able, refused
+
+
+def refuse_devices(current: Current, points: Sequence[Point]) -> None:
+    """Raise ConfigError for more devices a point than this machine has."""
+    wanted = current.settings.devices_per_run or 0
+    most = len(visible_devices(max((point.facts.devices for point in points), default=0)))
+    if 0 < most < wanted:
+        raise refuse("sweep.devices_per_run", wanted, f"this host has {most}", most)
+
+
+def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) -> None:
+    """Record the points that are left out; `taken`: the folders of the others, and then of all."""
+    for one in refused:
+        asked = visible(one.overrides)
+        there = (e for e in ledger.points if e.overrides == asked and e.folder not in taken)
+        entry = next(there, None) or ledger.add(one.label, asked)
+        taken.add(entry.folder)
+        if entry.state != "finished":
+            entry.state, entry.error = "infeasible", ledgers.one_line(one.reason)
+
+
+def others(current: Current, asked: set[str]) -> list[Task]:
+    """Return the points of earlier commands that are not finished, from their folders. Twins have
+    their time at the end."""
+    ledger, found = current.ledger, []
+    for entry in ledger.points:
+        path = ledger.path / entry.folder
+        if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
+            continue
+        if not rundir.is_run(path) or ledger.look(entry).get("state") == "finished":
+            continue
+        if entry.rung is None and (task := of_folder(current.checker, ledger, entry)):
+            found.append(task)
+    return found
+
+
+def open_ledger(current: Current) -> None:
+    """Make the sweep's folder with its ledger, or find it; it is locked until the sweep ends.
+    Raises ConfigError."""
+    path, resumed = current.where, current.settings.resume is not None
+    if resumed and not os.access(path, os.W_OK | os.X_OK):
+        text = (
+            "this folder cannot be written; copy the sweep to one that can, with all its runs, "
+            "and go on there"
+        )
+        raise refuse("sweep.resume", path, text, "/tmp/sweep")
+    if resumed:
+        rundir.check_plain(path)
+    else:  # two of one second get two folders
+        path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
+    current.stack.enter_context(rundir.locked(path, LOCK, "running the sweep in"))
+    arguments, name = recordable(current.arguments), str(current.cfg.name)
+    if not ledgers.is_sweep(path) and resumed:
+        ledger = ledgers.rebuilt(path, name, current.launcher, arguments)
+        runs = plural(len(ledger.points), "run")
+        say(f"{path / ledgers.LEDGER}: is not there and is written anew, from {runs}")
+    elif resumed:
+        ledger = ledgers.read(path)
+        ledger.launcher, ledger.arguments = current.launcher, arguments
+    elif ledgers.is_sweep(path):
+        raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
+    else:
+        ledger = Ledger(path, name, str(path), current.launcher, arguments, [])
+    given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)
+    if given or ledger.negligible is None:  # else a sweep keeps what it began with
+        ledger.negligible = current.settings.negligible
+    current.opened = ledger
+    current.stack.enter_context(current.signals_noted())
+    # however the sweep ends, and while the lock is held
+    current.stack.callback(conclude, current, say)

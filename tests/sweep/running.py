@@ -1,0 +1,62 @@
+"""A sweep without its command line, for tests of how its points run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from llmexp.sweep import local
+from llmexp.sweep.current import Current
+from llmexp.sweep.launchers import drive
+from llmexp.sweep.ledger import Facts, Ledger
+from llmexp.sweep.local import Local
+from llmexp.sweep.matching import Task
+from llmexp.sweep.settings import build_sweep
+from tests.conftest import ROOT
+
+DEFAULTS = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["sweep"]
+SHARED = ("launcher", "grid", "signals")
+
+
+def current_sweep(folder: Path, **given: Any) -> Current:
+    """A sweep in a folder, with these knobs of the section `sweep` and fields of `Current`."""
+    knobs = {key: value for key, value in given.items() if key not in SHARED}
+    shared: dict[str, Any] = {key: given[key] for key in SHARED if key in given}
+    launcher, grid = shared.pop("launcher", "local"), shared.pop("grid", True)
+    return Current(
+        build_sweep(DEFAULTS | knobs), None, [], folder, True, grid, launcher, None,
+        contextlib.ExitStack(), opened=Ledger(folder, "n", "g", launcher, [], []), **shared,
+    )  # fmt: skip
+
+
+def new_task(
+    current: Current, name: str, ranks: int = 1, devices: int = 0, steps: int = 80
+) -> Task:
+    """A point of the sweep, in a run folder without a config of its own."""
+    entry = current.ledger.add(name.partition("-")[2], [], name)
+    path = current.where / name
+    path.mkdir(exist_ok=True)
+    if not (path / "config.yaml").exists():
+        (path / "config.yaml").write_text("{}")
+    facts = Facts(name, 80, 0, ranks, devices)
+    return Task(SimpleNamespace(path=path, facts=facts, config=None), entry)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a shell run the script in place of each worker."""
+
+    def start(argument: str, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["bash", "-c", script], env=env, process_group=0)
+
+    monkeypatch.setattr(local, "start_worker", start)
+
+
+def run_locally(current: Current, tasks: list[Task]) -> None:
+    display = SimpleNamespace(line=print, tick=lambda: None)
+    drive(Local(current, tasks), list(tasks), current, display)
