@@ -78,16 +78,16 @@ def _targets(args: Any) -> tuple[list[str], dict[str, str]]:
 
 
 def _write(name: str, target: str, comparison: Any) -> None:
-    if target == "-":
-        print(_text(name, comparison), end="")
-        return
     if name == "png":
         from llmexp.compare.picture import write_png
 
         write_png(comparison, Path(target))
+    elif target == "-":
+        print(_text(name, comparison), end="")
     else:
         fileio.write_whole(Path(target), _text(name, comparison))
-    print(f"llmexp: wrote {target}", file=sys.stderr)
+    if target != "-":
+        print(f"llmexp: wrote {target}", file=sys.stderr)
 
 
 def _text(name: str, comparison: Any) -> str:

@@ -17,6 +17,7 @@ from llmexp.compare.figures import number, positions, rows_until
 from llmexp.compare.records import SEED, TWIN, Entry, Record
 from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, paired_seeds, series_difference, unpaired_seeds
+from llmexp.knobs import is_record
 from llmexp.labels import label
 from llmexp.labels import shown as value
 
@@ -273,6 +274,6 @@ def same_batches(a: Record, b: Record) -> bool:
 
 def _data(record: Record) -> list[str]:
     keys = [key for key in record.config if key.startswith(("data.", "tokenizer."))]
-    keys = [SEED, "batch.sequence_length", *sorted({*keys} - {"data.cache_dir"})]
+    keys = [SEED, "batch.sequence_length", *sorted(k for k in keys if not is_record(k))]
     facts = record.batch("real_batch_size"), record.facts.get("data_fingerprint")
     return [*(f"{key}={record.config.get(key)!r}" for key in keys), *map(repr, facts)]

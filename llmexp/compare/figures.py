@@ -12,6 +12,7 @@ import numpy as np
 
 from llmexp.compare.records import APART, Column, Entry, Record, as_dict
 from llmexp.compare.rows import elapsed
+from llmexp.knobs import is_record
 from llmexp.metrics.keys import KEYS
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
@@ -172,9 +173,9 @@ def task(record: Record) -> str:
     what the sweep of the run varies and cannot move that text."""
     if files := as_dict(record.facts.get("data_fingerprint")).get("val_files"):
         return repr(files)
-    still = {"data.cache_dir", "data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
-    data = {k: repr(v) for k, v in record.config.items() if k.startswith("data.")}
-    return repr(sorted((k, v) for k, v in data.items() if k not in still))
+    still = {"data.max_tokens", *record.swept} - set(MOVE_VALIDATION)
+    keys = [k for k in record.config if k.startswith("data.") and not is_record(k)]
+    return repr(sorted((k, repr(record.config[k])) for k in keys if k not in still))
 
 
 def _short(alive: Sequence[Record], align: str) -> list[Record]:
