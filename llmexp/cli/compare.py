@@ -7,12 +7,12 @@ import glob
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from llmexp import fileio
 from llmexp.child import DONE, REFUSED
+from llmexp.compare import table
 from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, compare
-from llmexp.compare.table import columns
+from llmexp.compare.records import Comparison
 from llmexp.config import ConfigError
 
 _TEXTS = {"json": ".json", "csv": ".csv", "markdown": ".md"}
@@ -22,11 +22,11 @@ _PICTURES = {"html": ".html", "png": ".png"}
 def run(arguments: list[str]) -> int:
     """Exit code 0, or 2 where there was nothing to show. Raises ConfigError."""
     args = _arguments(arguments)
-    paths, wanted = _targets(args)
+    wanted = _targets(args)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
     comparison = compare(
-        paths or ["outputs"],
+        args.paths or ["outputs"],
         align=args.align,
         sort=args.sort,
         whole="html" in wanted,
@@ -41,18 +41,28 @@ def run(arguments: list[str]) -> int:
         )
         return REFUSED
     for name, target in wanted.items():
-        _write(name, target, comparison)
-    if "-" not in wanted.values():
-        from llmexp.compare.table import show
+        if name == "png":
+            from llmexp.compare.picture import write_png
 
-        show(comparison, sys.stdout, width=columns(), why=args.why)
+            write_png(comparison, Path(target))
+        elif target == "-":
+            print(_text(name, comparison), end="")
+        else:
+            fileio.write_whole(Path(target), _text(name, comparison))
+        if target != "-":
+            print(f"llmexp: wrote {target}", file=sys.stderr)
+    if "-" not in wanted.values():
+        table.show(comparison, sys.stdout, width=table.columns(), why=args.why)
     return DONE
 
 
-def _targets(args: Any) -> tuple[list[str], dict[str, str]]:
-    """Return the paths to compare, and where each format goes, - for standard output. Raises
-    ConfigError."""
-    paths, wanted = list(args.paths), {}
+def _targets(args: argparse.Namespace) -> dict[str, str]:
+    """Return the file for each form that is asked for, - for standard output.
+
+    What follows `--csv` and is no name of such a file is one more path to compare, and must not be
+    overwritten. Raises ConfigError for a file that cannot be written.
+    """
+    wanted: dict[str, str] = {}
     for name, suffix in (_TEXTS | _PICTURES).items():
         target = getattr(args, name)
         if target is None:
@@ -63,55 +73,35 @@ def _targets(args: Any) -> tuple[list[str], dict[str, str]]:
                     f"--{name} {target}: the file's name must end in {suffix}; for example "
                     f"table{suffix}"
                 )
-            # `--csv PATH`: what follows is no file to write, and must not be overwritten
-            paths.append(target)
+            args.paths.append(target)
             target = "-"
-        if target != "-":
-            _check_target(name, Path(target))
         wanted[name] = target
-    if sum(target == "-" for target in wanted.values()) > 1:
+        path = Path(target)
+        if target != "-" and not path.parent.is_dir():
+            raise ConfigError(
+                f"--{name} {path}: there is no folder {path.parent}; for example --{name} "
+                f"/tmp/{path.name}"
+            )
+        if target != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(
+                f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}"
+            )
+    if list(wanted.values()).count("-") > 1:
         raise ConfigError(
             "only one of --json, --csv and --markdown can go to standard output; name a file for "
             "others"
         )
-    return paths, wanted
+    return wanted
 
 
-def _write(name: str, target: str, comparison: Any) -> None:
-    if name == "png":
-        from llmexp.compare.picture import write_png
-
-        write_png(comparison, Path(target))
-    elif target == "-":
-        print(_text(name, comparison), end="")
-    else:
-        fileio.write_whole(Path(target), _text(name, comparison))
-    if target != "-":
-        print(f"llmexp: wrote {target}", file=sys.stderr)
-
-
-def _text(name: str, comparison: Any) -> str:
+def _text(name: str, comparison: Comparison) -> str:
     if name == "html":
         from llmexp.compare.page import page
 
         return page(comparison)
-    from llmexp.compare import table
-
     return {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}[name](
         comparison
     )
-
-
-def _check_target(name: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"--{name} {path}: there is no folder {path.parent}; for example --{name} "
-            f"/tmp/{path.name}"
-        )
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}"
-        )
 
 
 def _size(text: str) -> float:

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from llmexp import ending, fileio, rundir
 from llmexp.child import DONE, REFUSED
 from llmexp.compare.figures import number
 from llmexp.compare.reading import Sweep, clean_name, find, read_facts, read_status, state_of
+from llmexp.compare.records import as_dict
 from llmexp.compare.rows import last_row
 from llmexp.compare.table import columns
 from llmexp.config import ConfigError
@@ -75,21 +76,13 @@ def run(arguments: list[str]) -> int:
     if not found:
         return REFUSED
     lines = [_line(path, sweep) for path, sweep in found]
-    lines = [
-        line for line in lines
-        if args.state in (None, line.state) and (not args.name or fnmatch.fnmatch(line.name,
-        args.name))
-    ]  # fmt: skip
+    lines = [line for line in lines if args.state in (None, line.state)]
+    lines = [line for line in lines if fnmatch.fnmatch(line.name, args.name or "*")]
     if args.remove_checkpoints:
         return _remove_checkpoints(lines, args.yes)
     if args.json:
-        print(
-            json.dumps(
-                {"runs": [_plain(line) for line in lines], "problems": problems},
-                indent=2,
-                allow_nan=False,
-            )
-        )
+        whole = {"runs": [_plain(line) for line in lines], "problems": problems}
+        print(json.dumps(whole, indent=2, allow_nan=False))
     elif lines:
         _show(lines)
     else:
@@ -102,34 +95,29 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
     if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
         ending.mend_status(path)
         status = read_status(path)
-    summary = status.get("summary")
-    summary = summary if isinstance(summary, dict) else {}
     row = last_row(fileio.tail(path / rundir.METRICS, _TAIL))
-    step = number(row.get("step"))
-    most = number(facts.get("max_steps"))
-    losses = (summary.get("final val/loss"), row.get("val/loss"), row.get("train/loss"))
-    times = [
-        t for t in (number(status.get("updated")), _changed(path / rundir.METRICS)) if t is not None
-    ]
+    final = as_dict(status.get("summary")).get("final val/loss")
+    losses = map(number, (final, row.get("val/loss"), row.get("train/loss")))
+    times = [number(status.get("updated"))]
+    with contextlib.suppress(OSError):
+        times.append((path / rundir.METRICS).stat().st_mtime)
+    changed = max((at for at in times if at is not None), default=None)
     return Line(
         path=path,
         sweep=sweep.path if sweep else None,
         name=clean_name(path),
         state=state_of(path, status),
-        step=int(step) if step is not None else None,
-        max_steps=int(most) if most is not None else None,
-        loss=next((value for loss in losses if (value := number(loss)) is not None), None),
-        age_s=max(0.0, time.time() - max(times)) if times else None,
+        step=_whole(row.get("step")),
+        max_steps=_whole(facts.get("max_steps")),
+        loss=next((loss for loss in losses if loss is not None), None),
+        age_s=None if changed is None else max(0.0, time.time() - changed),
         size=disk_size(path),
         error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
     )
 
 
-def _changed(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
+def _whole(value: Any) -> int | None:
+    return None if number(value) is None else int(value)
 
 
 def disk_size(path: Path) -> int:
@@ -172,44 +160,44 @@ def _show(lines: Sequence[Line]) -> None:
 
     console = Console(width=columns(), highlight=False, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    wide = console.width >= 80
+    figures = 4 if console.width >= 80 else 2
     table.add_column("state", no_wrap=True)
     table.add_column("run", overflow="fold")
-    for title in ("step", "loss", "age", "size")[: 4 if wide else 2]:
+    for title in ("step", "loss", "age", "size")[:figures]:
         table.add_column(title, justify="right", no_wrap=True)
-    current: Path | None = None
-    for line in sorted(lines, key=lambda line: str(line.sweep or line.path.parent)):
-        group = line.sweep or line.path.parent
-        if group != current:
-            current = group
-            members = [m for m in lines if (m.sweep or m.path.parent) == group]
-            tally = Counter(m.state for m in members)
-            counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
-            head = f"{clean(group)}\n{counts}" if line.sweep else clean(group)
-            table.add_row("sweep" if line.sweep else "", Text(head, style="bold"))
-        done = (
-            ""
-            if line.step is None
-            else f"{line.step:,}" + (f"/{line.max_steps:,}" if line.max_steps else "")
-        )
-        about = f"\n{line.error[:200]}" if line.error else ""
-        loss = f"{line.loss:#.5g}" if line.loss is not None else ""
-        cells = (done, loss, readable_age(line.age_s), readable_size(line.size))
-        state = Text(line.state, style=_STYLES.get(line.state, ""))
-        table.add_row(
-            state, Text("  " * bool(line.sweep) + line.name + about), *cells[: 4 if wide else 2]
-        )
+    groups: dict[Path, list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[line.sweep or line.path.parent].append(line)
+    for group in sorted(groups, key=str):
+        members = groups[group]
+        tally = Counter(m.state for m in members)
+        counts = ", ".join(f"{tally[state]} {state}" for state in STATES if tally[state])
+        of_sweep = members[0].sweep is not None
+        head = f"{clean(group)}\n{counts}" if of_sweep else clean(group)
+        table.add_row("sweep" if of_sweep else "", Text(head, style="bold"))
+        for line in members:
+            name = "  " * of_sweep + line.name + (f"\n{line.error[:200]}" if line.error else "")
+            state = Text(line.state, style=_STYLES.get(line.state, ""))
+            table.add_row(state, Text(name), *_cells(line)[:figures])
     console.print(table)
-    console.print(
-        f"\n{plural(len(lines), 'run')}, {readable_size(sum(line.size for line in lines))}"
-    )
+    total = readable_size(sum(line.size for line in lines))
+    console.print(f"\n{plural(len(lines), 'run')}, {total}")
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    step = "" if line.step is None else f"{line.step:,}"
+    if step and line.max_steps:
+        step += f"/{line.max_steps:,}"
+    loss = "" if line.loss is None else f"{line.loss:#.5g}"
+    return step, loss, readable_age(line.age_s), readable_size(line.size)
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
-    """Return all checkpoints of finished runs but the newest whole one; without `yes` only says
-    which."""
-    freed, count = 0, 0
+    """Remove all checkpoints of finished runs but the newest whole one; without `yes` only list
+    them."""
+    freed: list[int] = []
     failed: list[Path] = []
+    verb = "removed" if yes else "would remove"
     for line in lines:
         if line.state != "finished" or rundir.is_locked(line.path):
             continue
@@ -219,67 +207,58 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
                 if read_status(line.path).get("state") != "finished":
                     continue
                 for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
-                    print(
-                        f"{'removed' if yes else 'would remove'} {clean(old)} "
-                        f"({readable_size(size)})"
-                    )
-                    freed, count = freed + size, count + 1
+                    print(f"{verb} {clean(old)} ({readable_size(size)})")
+                    freed.append(size)
         except ConfigError:
             continue  # it is in training
         except OSError as error:
-            print(
-                f"llmexp: {clean(line.path)}: {error.strerror}; nothing is removed there",
-                file=sys.stderr,
-            )
+            where = clean(line.path)
+            print(f"llmexp: {where}: {error.strerror}; nothing is removed there", file=sys.stderr)
             failed.append(line.path)
-    tail = "freed" if yes else "would be freed; --yes removes them"
-    if count or not failed:
-        print(
-            f"{count} checkpoints, {readable_size(freed)} {tail}"
-            if count
-            else "there is nothing to remove"
-        )
+    if freed:
+        tail = "freed" if yes else "would be freed; --yes removes them"
+        print(f"{len(freed)} checkpoints, {readable_size(sum(freed))} {tail}")
+    elif not failed:
+        print("there is nothing to remove")
     return INCOMPLETE if failed else DONE
 
 
 def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
     """Yield the checkpoints that are not needed, with their size on disk; removed with `yes`, what
     cannot be goes into `failed`. The caller holds the lock."""
-    if not where.is_dir():
-        return
-    steps = [p for p in where.iterdir() if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
-    steps.sort(key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+    steps = [p for p in where.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
+    steps.sort(key=lambda p: int(p.name.removeprefix("step_")))
     if len(steps) < 2:
         return
-    kept = next((p for p in steps if _is_whole(p)), None)
+    kept = next((p for p in reversed(steps) if _is_whole(p)), None)
     if kept is None:
         print(
             f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr
         )
-    for old in reversed(steps if kept else []):
+        return
+    for old in steps:
         if old == kept:
             continue
         size = disk_size(old)
-        if yes:
-            try:
+        try:
+            if yes:
                 shutil.rmtree(old)
-            except OSError as error:
-                print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
-                failed.append(old)
-                continue
+        except OSError as error:
+            print(f"llmexp: {clean(old)}: cannot be removed: {error.strerror}", file=sys.stderr)
+            failed.append(old)
+            continue
         yield old, size
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Return whether all files that the manifest names are there and have its sizes and sha256."""
+    """Tell whether all files that the manifest names are there and have its sizes and sha256."""
     try:
         files = fileio.read_json(checkpoint / "manifest.json")["files"]
         named = {name: (about["size"], about["sha256"]) for name, about in files.items()}
         there = [checkpoint / name for name in named if Path(name).name == name]
         sizes = {file.name: file.stat().st_size for file in there if file.is_file()}
-        if not named or sizes != {
-            name: size for name, (size, _) in named.items()
-        }:  # before anything is read
+        # Before anything is read.
+        if not named or sizes != {name: size for name, (size, _) in named.items()}:
             return False
         return all(_sha256(file) == named[file.name][1] for file in there)
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
