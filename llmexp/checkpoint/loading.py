@@ -35,7 +35,7 @@ from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
 FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
-# What a parameter group says about kernels belongs to the layout, not to the run.
+# The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
 DTYPES = {

@@ -45,7 +45,7 @@ from llmexp.checkpoint.pieces import (
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one rank writes: its pieces by file and tensor name."""
+    """The part of a checkpoint that one rank writes: its pieces by file and tensor name."""
 
     rank: int
     world: int

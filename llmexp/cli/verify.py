@@ -20,7 +20,7 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
 from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.redact import concealed, redacted
-from llmexp.verify.checks import Check, said
+from llmexp.verify.checks import Check, print_wrapped
 
 WHAT = {
     "geometry": "one big batch, accumulation, ranks, masked targets and a tail compute the same",
@@ -82,7 +82,7 @@ def parse(what: str, rest: list[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is to be proven, of which config, and where its record goes."""
+    """A proof to be made: its name, its folder, the config."""
 
     what: str
     path: Path
@@ -98,7 +98,7 @@ def prove(proof: Proof) -> int:
     """
     what = proof.what
     its = "its record is" if what == "data" else "its runs are"
-    said(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
+    print_wrapped(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
     module = importlib.import_module(f"llmexp.verify.{what}")
     steps, shrink = proof.made_of["steps"], proof.made_of["shrink"]
     try:
@@ -133,9 +133,9 @@ def report(proof: Proof, checks: Sequence[Check]) -> int:
         limit = "" if check.limit is None else f" (allowed: {_figure(check.limit)})"
         found = "" if check.found is None else f": {_figure(check.found)}{limit}"
         note = f"; {check.note}" if check.note else ""
-        said(redacted(f"{mark}  {check.what}{found}{note}"), "      ")
+        print_wrapped(redacted(f"{mark}  {check.what}{found}{note}"), "      ")
     unseen = f", {left} could not be looked at here" if left else ""
-    said(
+    print_wrapped(
         f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks "
         f"failed{unseen}, {time.monotonic() - proof.began:.0f} s"
     )
@@ -183,7 +183,9 @@ def usage() -> None:
         "usage: llmexp verify PROOF [--steps N] [--shrink]\n                     [GROUP=OPTION "
         "...] [KEY=VALUE ...]\n"
     )
-    said("Proves it for the run that these settings describe, by runs like those of llmexp train.")
+    print_wrapped(
+        "Proves it for the run that these settings describe, by runs like those of llmexp train."
+    )
     print()
     flags = {
         "--steps N": "optimizer steps of each run (default: as many as the proof needs)",
@@ -191,9 +193,9 @@ def usage() -> None:
         "here",
     }
     for name, text in (WHAT | flags).items():
-        said(f"  {name:<12}  {text}", " " * 16)
+        print_wrapped(f"  {name:<12}  {text}", " " * 16)
     print()
-    said(
+    print_wrapped(
         "Exit code 0: PASS; 1: FAIL; 2: refused, or a run could not be made. The figures are in "
         "verify.json."
     )

@@ -23,8 +23,8 @@ from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
 
-# Where a text may be cut without a change of its tokens. In the split patterns of the encodings
-# below no match crosses these places, and none looks past them, so that
+# The places where a text may be cut without a change of its tokens. In the split patterns of the
+# encodings below no match crosses these places, and none looks past them, so that
 # split(a + b) = split(a) + split(b):
 # x| y   before a space that follows a non-space: only the first character of a match may be a
 #        space before other things, and a run of spaces looks one character ahead, which is still
@@ -42,7 +42,7 @@ BOUNDARY = re.compile(
     r"|(?<=[A-Za-z0-9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
     r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
 )
-# Of others a document is one piece.
+# A document of another tokenizer is one piece.
 CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
 Encoded = tuple[np.ndarray, int]  # tokens, and how many bytes of text they are

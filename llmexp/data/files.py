@@ -165,7 +165,7 @@ def _first_line(file: BinaryIO) -> bytes:
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
-    """Of each file's bytes."""
+    """Return the sha256 of each file."""
 
     def one(path: Path) -> str:
         with open(path, "rb") as file:

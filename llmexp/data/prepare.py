@@ -145,11 +145,11 @@ def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
         dtype = np.dtype(manifest["dtype"])
         streams = {}
         for name in names:
-            told = manifest["splits"][name]
-            if (folder / f"{name}.bin").stat().st_size != told["tokens"] * dtype.itemsize:
+            noted = manifest["splits"][name]
+            if (folder / f"{name}.bin").stat().st_size != noted["tokens"] * dtype.itemsize:
                 return None
-            streams[name] = _shard(folder / f"{name}.bin", dtype, told["tokens"])
-            if sample_digest(streams[name]) != told["sample"]:
+            streams[name] = _shard(folder / f"{name}.bin", dtype, noted["tokens"])
+            if sample_digest(streams[name]) != noted["sample"]:
                 return None
         return streams
     except (OSError, ValueError, KeyError, TypeError):

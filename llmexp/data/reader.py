@@ -43,7 +43,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Order:
-    """What a run reads: step s takes the sequences [s*R, (s+1)*R), R = real_batch_size, as far as
+    """The sequences of a run: step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as
     there are `total_sequences`; sequence i is the tokens [i*T, i*T + T], T = sequence_length."""
 
     stream: TokenStream
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a window is shared out: this rank takes its rows [rank*R/dp_size, (rank+1)*R/dp_size), in
+    """The cut of a window: this rank takes its rows [rank*R/dp_size, (rank+1)*R/dp_size), in
     micro-batches."""
 
     micro_batch_size: int

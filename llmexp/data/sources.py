@@ -31,7 +31,7 @@ from llmexp.data.tokenizers import Tokenizer, identity
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of the data is used, and which share of it for validation."""
+    """The amount of data to use, and the share of it for validation."""
 
     val_ratio: float
     max_tokens: int | None
@@ -203,8 +203,7 @@ def tokens(
         arrays |= {p: open_tokens(key, p, dtype) for p in some if p not in arrays}
     # before the scan: from here on a change is noticed
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
-    # Of the content, at each start: what is remembered by size and time misses a change that leaves
-    # both.
+    # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
     _check_all_ids(arrays, vocab_size, dtype, cache_folder(cache_dir), write)
 

@@ -185,7 +185,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a data source returns.
+    """The data of a run, as a source returns them.
 
     `description` says in a few plain words what it is. `fingerprint` (plain values) identifies the
     content and the settings: a run is not resumed on another one.
@@ -198,7 +198,7 @@ class Corpus:
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
 
     def shards(self) -> list[Shard]:
-        """Of both streams; each array once."""
+        """Return the arrays of both streams, each once."""
         both = [*self.train.shards, *(self.val.shards if self.val is not None else ())]
         return list({id(s.array): s for s in both}.values())
 

@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
-# What a tokenizer of the user's own needs.
+# A tokenizer of the user's own needs these.
 PARTS = {
     "n_vocab": "the number of ids",
     "encode_batch": "a function: a list of texts to a list of ids for each",

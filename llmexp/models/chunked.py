@@ -54,7 +54,8 @@ def chunk_sizes(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What the head's operands are rounded to, and what its products are computed in.
+    """The dtype that the head's operands are rounded to, and the one that its products are computed
+    in.
 
     They differ on a CPU without instructions for the first: rounding the operands and multiplying
     in fp32 gives what the instructions would, and is many times faster than torch's loops in plain

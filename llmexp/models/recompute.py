@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# What `selective` keeps: products and attention, which cost most to compute again. All else is a
+# `selective` keeps products and attention, which cost most to compute again. All else is a
 # matter of memory.
 _KEPT = (
     torch.ops.aten.mm.default,

@@ -31,7 +31,7 @@ MODES = ("online", "offline", "dryrun", "disabled")
 
 @dataclass(frozen=True)
 class Fields:
-    """What wandb shows of a run besides its rows."""
+    """All that wandb shows of a run besides its rows."""
 
     project: str
     entity: str | None

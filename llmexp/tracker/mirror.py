@@ -33,7 +33,7 @@ class TrackerError(Exception):
 
 @dataclass(frozen=True)
 class End:
-    """What ends a run in wandb."""
+    """The end of a run in wandb."""
 
     summary: dict[str, Any]
     exit_code: int

@@ -130,7 +130,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Records:
-    """What a run's folder has for the tracker."""
+    """The records of a run, as the tracker needs them."""
 
     fields: Fields
     rows: int
@@ -196,7 +196,7 @@ def plan(records: Records) -> tuple[str, bool]:
 
 
 def send(run: Path, records: Records) -> tuple[str, bool]:
-    """Upload one run: (what is to be said, whether all of it is there). Raises TrackerError,
+    """Upload one run: (its line, whether all of it is there). Raises TrackerError,
     OSError."""
     feed, there = upload(run, records.fields, records.end)
     line = f"{feed.sent:,} of {feed.rows:,} rows sent, {records.state}: {feed.url}"

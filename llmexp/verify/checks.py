@@ -36,7 +36,7 @@ def equal(what: str, differing: Sequence[str], of: int, note: str = "") -> Check
     )
 
 
-def said(text: str, indent: str = "") -> None:
+def print_wrapped(text: str, indent: str = "") -> None:
     """Print, as wide as the terminal is. Paths and name stay whole, to be copied."""
     lines = textwrap.wrap(
         text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

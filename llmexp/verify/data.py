@@ -62,9 +62,9 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
 
 @dataclass(frozen=True)
 class Scanned:
-    """Of one array: its smallest and largest id, the first position of one out of range, and the
-    sha256 of its bytes, with those before it where it fills the rest of its file: then it is that
-    of the `whole_file`."""
+    """The ids of one array, read once: the smallest and the largest, the first position of one out
+    of range, and the sha256 of its bytes; with those before it, where it fills the rest of its
+    file: then it is that of the `whole_file`."""
 
     smallest: int
     largest: int
@@ -103,38 +103,31 @@ def _header(shard: Shard) -> bytes | None:
 
 
 def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check]:
-    """Of each array whether its ids are in [0, vocab_size), and whether it is what was written.
-    Lists the digests of the files in `path`/sha256.txt."""
+    """Check of each array whether its ids are in [0, vocab_size), and whether it is what was
+    written. Lists the digests of the files in `path`/sha256.txt."""
     # hashlib and numpy let go of the interpreter lock
     with ThreadPoolExecutor(min(8, cpu_count())) as pool:
         scanned = list(pool.map(lambda s: scan(s, vocab_size), shards))
-    files = [(s, found) for s, found in zip(shards, scanned, strict=True) if found.whole_file]
-    if files:
-        lines = [f"{found.sha256}  {Path(s.name).absolute()}\n" for s, found in files]
-        fileio.write_whole(path / SUMS, redacted("".join(lines)))
-    named = [
-        s.name if s.mapped is not None else f"array {i + 1} in memory" for i, s in enumerate(shards)
-    ]
-    in_range = [_in_range(*each, vocab_size) for each in zip(named, shards, scanned, strict=True)]
-    told_of = [(s, found, recorded(Path(s.name)).get("sha256")) for s, found in files]
-    written = [
-        Check(
-            f"sha256 of {s.name} as it was written",
-            found.sha256 == told,
-            found.sha256[:16],
-            told[:16],
-        )
-        for s, found, told in told_of
-        if told is not None
-    ]
-    checks = _few(in_range, "token ids of all others in range") + _few(
-        written, "all other files as written"
-    )
-    if unknown := [s.name for s, _, told in told_of if told is None]:
-        what = (
-            "nothing told the sha256 of these files when they were written; now it is in sha256.txt"
-        )
-        checks.append(Check("other files are what was written", None, len(unknown), note=what))
+    in_range, written, sums, unknown = [], [], "", 0
+    for number, (shard, found) in enumerate(zip(shards, scanned, strict=True), 1):
+        name = shard.name if shard.mapped is not None else f"array {number} in memory"
+        in_range.append(_in_range(name, shard, found, vocab_size))
+        if not found.whole_file:
+            continue
+        sums += f"{found.sha256}  {Path(shard.name).absolute()}\n"
+        noted = recorded(Path(shard.name)).get("sha256")
+        if noted is None:
+            unknown += 1
+            continue
+        what, same = f"sha256 of {shard.name} as it was written", found.sha256 == noted
+        written.append(Check(what, same, found.sha256[:16], noted[:16]))
+    if sums:
+        fileio.write_whole(path / SUMS, redacted(sums))
+    checks = _few(in_range, "token ids of all others in range")
+    checks += _few(written, "all other files as written")
+    if unknown:
+        note = f"no sha256 was noted when these files were written; now it is in {SUMS}"
+        checks.append(Check("other files are what was written", None, unknown, note=note))
     return checks
 
 

@@ -22,7 +22,7 @@ from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError, fill
-from llmexp.verify.checks import Check, said
+from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
     Followed,
     Roundoff,
@@ -71,7 +71,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     windows = read_windows(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
     planned = dataclasses.replace(planned, data=planned.data | {"ignore_id": ignore_id})
-    said(describe(windows, ignore_id, length))
+    print_wrapped(describe(windows, ignore_id, length))
     refuse_random(parts, windows[0][:1, :-1])
 
     cuts, left_out = cuts_of(own, real)
@@ -96,7 +96,9 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         limits = FLOOR
         if kind != "fp64" or any(off.beyond(FLOOR) for off in found):
             sizes = errors(kind, real * length)
-            said(f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference")
+            print_wrapped(
+                f"{kind}: allowed is {MARGIN:g} x what its rounding does to the reference"
+            )
             limits = derived(reference, want, start, sizes, FLOOR if kind == "fp64" else NO_FLOOR)
         for cut, off in zip(cuts, found, strict=True):
             checks += judge(f"{kind}, {cut.name}", off, limits, 3 * steps + len(trained))

@@ -27,7 +27,7 @@ ALONE_S = 90.0  # for the other ranks to end after one of them was killed
 
 @dataclass(frozen=True)
 class Kill:
-    """What was found after a SIGKILL."""
+    """A SIGKILL, and the state that it left behind."""
 
     kind: str  # what was waited for: "step", "save" or "rank"
     step: int  # the step under way: the one after the last row

@@ -16,7 +16,7 @@ Found = tuple[list[str], int]  # what differs, of how many
 
 @dataclass(frozen=True)
 class Pair:
-    """What two runs have recorded, and their rows."""
+    """The records of two runs, and their rows."""
 
     records: tuple[record.Records, record.Records]
     rows: tuple[list[dict[str, Any]], list[dict[str, Any]]]

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +30,7 @@ from llmexp.checkpoint.pieces import named_tensors, names_by_id
 from llmexp.config import Config
 from llmexp.train.diagnose import tensors_in
 
-# Where to; "1": also what goes into and out of each module; "1": also which operations are not
+# The folder; "1": also what goes into and out of each module; "1": also which operations are not
 # deterministic.
 FOLDER, MODULES, WARNINGS = (
     "LLMEXP_RECORD_FOLDER",
@@ -93,8 +93,8 @@ def starts(run: Path) -> list[int]:
 
 
 def digest(value: Any) -> str:
-    """Of the bits, dtype and shape of this rank's part of a tensor, or of the text of anything
-    else."""
+    """Return a digest of the bits, dtype and shape of this rank's part of a tensor, or of the text
+    of anything else."""
     hashed = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         held = mesh.local_part(value.detach()).cpu().contiguous()
@@ -120,12 +120,10 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: TextIO | None = None
-        self.events: list[
-            list[str]
-        ] = []  # [module, "in" or "out", digest], in the order of the forward passes
-        self.gradients: list[
-            list[str]
-        ] = []  # [parameter, digest], as the backward passes leave them on this rank
+        # [module, "in" or "out", digest], in the order of the forward passes
+        self.events: list[list[str]] = []
+        # [parameter, digest], as the backward passes leave them on this rank
+        self.gradients: list[list[str]] = []
         self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
         self.warned: set[str] = set()
         self.entered: dict[str, str] = {}  # by parameter, when the user's hooks have had their turn
@@ -155,9 +153,8 @@ class _Recorder:
         if self.path.stem == "rank-0":
             with open(self.path.with_name(STARTS), "a", encoding="utf-8") as begun:
                 begun.write(json.dumps({"step": context.step}) + "\n")
-        kept = [
-            row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1
-        ]  # step 0 is written anew
+        # step 0 is written anew
+        kept = [row for row in rundir.read_rows(self.path) if row["step"] < context.step > 1]
         fileio.write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         if os.environ.get(MODULES):
@@ -179,39 +176,35 @@ class _Recorder:
         self.file.flush()
 
     def _watch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        def going_in(name: str) -> Callable[..., None]:
-            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-                if model.training:
-                    self.events.append([name, "in", digest_all(tensors_in((args, kwargs)))])
-
-            return note
-
-        def coming_out(name: str) -> Callable[..., None]:
-            def note(module: nn.Module, args: Any, output: Any) -> None:
-                if model.training:
-                    self.events.append([name, "out", digest_all(tensors_in(output))])
-
-            return note
-
-        def left(name: str) -> Callable[[Tensor], None]:
-            return lambda parameter: self.gradients.append([name, digest(parameter.grad)])
-
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(going_in(name), with_kwargs=True)
-            module.register_forward_hook(coming_out(name))
-        names = names_by_id(model, optimizers)
+            going_in = functools.partial(self._pass, model, name, "in")
+            module.register_forward_pre_hook(going_in, with_kwargs=True)
+            module.register_forward_hook(functools.partial(self._pass, model, name, "out"))
         for name, tensor in named_tensors(model).items():
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(left(name))
-
-        def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            held = [
-                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
-            self.reduced |= {names[id(p)]: digest(p.grad) for p in held}
-
+                tensor.register_post_accumulate_grad_hook(functools.partial(self._left, name))
+        names = names_by_id(model, optimizers)
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(before_update)
+            optimizer.register_step_pre_hook(functools.partial(self._before_update, names))
+
+    def _pass(
+        self, model: nn.Module, name: str, way: str, module: nn.Module, args: Any, more: Any
+    ) -> None:
+        """Note what goes into a module, or what comes out of it: `more` then, else by name."""
+        if model.training:
+            values = (args, more) if way == "in" else more
+            self.events.append([name, way, digest_all(tensors_in(values))])
+
+    def _left(self, name: str, parameter: Tensor) -> None:
+        self.gradients.append([name, digest(parameter.grad)])
+
+    def _before_update(
+        self, names: dict[int, str], optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.reduced[names[id(parameter)]] = digest(parameter.grad)
 
     def _listen(self) -> None:
         def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:

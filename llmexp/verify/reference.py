@@ -35,8 +35,8 @@ PASS_TOKENS = 1024
 
 @dataclass
 class Followed:
-    """What a run should have recorded, step by step. A step without a valid target has no loss and
-    no norm."""
+    """The record that a run should leave, step by step. A step without a valid target has no loss
+    and no norm."""
 
     losses: list[float | None] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)

@@ -136,8 +136,8 @@ def last_words(path: Path) -> str:
         return str(error)
     with contextlib.suppress(OSError):
         lines = (path.parent / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
-    return "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
+    return "it printed nothing"
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ MEANINGLESS = 0.5  # a relative error that a wrong run may have too
 
 @dataclass(frozen=True)
 class Off:
-    """How far a run is from the reference: relative errors, of the parameters relative to the
+    """The distance of a run from the reference: relative errors, of the parameters relative to the
     distance moved."""
 
     loss: float
