@@ -149,10 +149,20 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, .
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {"step": np.zeros(0)}
     for key in list(keys)[:1000]:
-        column = np.array([_value(row.get(key)) for row in rows])
+        column = _column([row.get(key) for row in rows])
         if key == "step" or np.isfinite(column).any():
             columns[key] = column
     return columns, tuple(problems)
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    try:
+        column = np.array(values, dtype=float)  # None is NaN
+    except (ValueError, TypeError, OverflowError):
+        column = np.zeros((0, 0))
+    if column.ndim == 1:
+        return np.where(np.abs(column) < 1e308, column, np.nan)
+    return np.array([_value(value) for value in values])  # not all are numbers
 
 
 def _value(value: Any) -> float:

@@ -36,10 +36,14 @@ def make_run(
     own: int = 0,
     tokenizer: str = "bytes",
     val_every: int = 100,
+    step_time: float = 0.5,
+    facts: dict[str, Any] | None = None,
+    status: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its
-    own."""
+    """A run whose losses are those of its seed's batches, plus `offset`, plus a wobble of its own.
+
+    `facts` and `status` are added to run.json and status.json; `clip__kind=` sets clip.kind."""
     path.mkdir(parents=True)
     real, length = micro * accumulation, 128
     config = {
@@ -58,9 +62,9 @@ def make_run(
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")
-        config[section][name] = value
+        config.setdefault(section, {})[name] = value
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    facts = {
+    known = {
         "real_batch_size": real, "micro_batch_size": micro,
         "gradient_accumulation_steps": accumulation, "dp_size": 1,
         "tokens_per_step": real * length, "sequence_length": length, "eval_sequences": 256,
@@ -69,7 +73,7 @@ def make_run(
         "tokenizer": tokenizer, "model": "GPT2", "device_name": "cpu",
         "data_fingerprint": {"tokenizer_sha256": tokenizer},
     }  # fmt: skip
-    (path / "run.json").write_text(json.dumps(facts))
+    (path / "run.json").write_text(json.dumps(known | (facts or {})))
     step = np.arange(1, steps + 1)
     batches = 0.05 * np.random.default_rng([seed, real]).standard_normal(steps)
     mine = wobble * ar1(np.random.default_rng([seed, 77, own]), steps, 0.5)[0]
@@ -85,7 +89,7 @@ def make_run(
         row |= {
             "lr": 0.001,
             "grad_norm": 1.5,
-            "step_time": 0.5,
+            "step_time": step_time,
             "tokens_per_sec": 2000.0 + own,
             "peak_memory_gib": 1.25,
         }
@@ -98,14 +102,18 @@ def make_run(
             }
         rows.append(json.dumps(row, separators=(",", ":")))
     (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    summary = {"tokens_seen": steps * real * length, "steps": steps, "train_time": steps * 0.5}
+    summary = {
+        "tokens_seen": steps * real * length,
+        "steps": steps,
+        "train_time": steps * step_time,
+    }
     summary |= {
         "mean tokens_per_sec": 2000.0,
         "peak_memory_gib": 1.25,
         "skipped_steps": 0,
         "clip_share": 0.25,
     }
-    status = {
+    ended = {
         "state": state,
         "updated": 1.8e9,
         "started": 1.8e9 - 100,
@@ -113,14 +121,16 @@ def make_run(
         "error": None,
         "summary": summary,
     }
-    (path / "status.json").write_text(json.dumps(status))
+    (path / "status.json").write_text(json.dumps(ended | (status or {})))
     return path
 
 
 def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) -> Path:
-    """A sweep's folder with its ledger."""
+    """A sweep's folder with its ledger; `point` of a run's settings is added to its entry there."""
     entries = []
     for number, (label, settings) in enumerate(points.items()):
+        more = settings.get("point", {})
+        settings = {key: value for key, value in settings.items() if key != "point"}
         make_run(path / f"{number}-{label}", own=number, **settings)
         entries.append(
             {
@@ -130,6 +140,7 @@ def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) 
                 "state": "finished",
                 "rung": None,
             }
+            | more
         )
     ledger = {"format": 1, "name": "x", "state": "finished", "swept": swept, "points": entries}
     (path / "sweep.json").write_text(json.dumps(ledger))

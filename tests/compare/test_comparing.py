@@ -39,16 +39,16 @@ def seeds(path: Path, offsets: dict[int, float], **more) -> None:
 def test_cuts_of_one_batch_are_a_floor_and_never_a_difference(tmp_path):
     swept = ["batch.gradient_accumulation_steps"]
     points = {f"a_{a}": dict(micro=8 // a, accumulation=a, offset=0.0007 * a) for a in (1, 2, 4, 8)}
-    c = compare([make_sweep(tmp_path / "s", points, swept)])
+    c = compare([make_sweep(tmp_path / "without", points, swept)])
     assert c.batch == "iso-batch"
     assert c.headline.startswith(
         "One computation, run 4 ways: val loss 2.6209 to 2.6258. The spread of 0.0049"
     )
     assert [e.standing.mark for e in c.entries] == ["lowest", "same", "same", "same"]
     # With dropout each cut draws other masks, so they are no longer one computation.
-    for run in (tmp_path / "s").glob("*-a_*/config.yaml"):
-        run.write_text(run.read_text() + "model:\n  dropout: 0.1\n")
-    assert set(marks(compare([tmp_path / "s"])).values()) == {"lowest", "undecided"}
+    dropping = {name: dict(point, model__dropout=0.1) for name, point in points.items()}
+    c = compare([make_sweep(tmp_path / "with", dropping, swept)])
+    assert set(marks(c).values()) == {"lowest", "undecided"}
 
 
 def test_a_setting_beside_cuts_of_one_batch_is_held_against_their_spread(tmp_path):
@@ -250,19 +250,12 @@ def test_a_trial_that_ends_before_the_others_are_evaluated_is_too_short(tmp_path
 def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
     """Constant rates, so schedules are no reason; one run is evaluated at its end, the other 50
     steps before that."""
-    for name, steps, limit in (("a", 250, 1.0), ("b", 400, 2.0)):
+    for name, steps, limit, val_every in (("a", 250, 1.0, 125), ("b", 400, 2.0, 100)):
         for seed in (1, 2, 3):
-            run = make_run(
-                tmp_path / f"{name}{seed}",
-                steps=steps,
-                max_norm=limit,
-                seed=seed,
-                val_every=125 if name == "a" else 100,
-            )
-            text = (run / "config.yaml").read_text()
-            (run / "config.yaml").write_text(
-                text + "schedule:\n  _target_: llmexp.schedule.constant\n"
-            )
+            make_run(
+                tmp_path / f"{name}{seed}", steps=steps, max_norm=limit, seed=seed,
+                val_every=val_every, schedule___target_="llmexp.schedule.constant",
+            )  # fmt: skip
     for sort in (None, "final val/loss", "best val/loss"):
         assert compare([tmp_path], sort=sort).headline.startswith(
             "No ranking, the budgets differ"
@@ -270,11 +263,8 @@ def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
 
 
 def test_equal_budgets_at_unequal_times_are_not_told_to_train_equally_long(tmp_path):
-    for name, limit in (("a", 1.0), ("b", 2.0)):
-        run = make_run(tmp_path / name, max_norm=limit)
-        if name == "b":
-            rows = (run / "metrics.jsonl").read_text().replace('"step_time":0.5', '"step_time":1.0')
-            (run / "metrics.jsonl").write_text(rows)
+    make_run(tmp_path / "a", max_norm=1.0)
+    make_run(tmp_path / "b", max_norm=2.0, step_time=1.0)
     c = compare([tmp_path], align="time")
     assert c.headline.startswith("No ranking at equal time")
     assert "budgets differ" not in c.headline
@@ -461,11 +451,8 @@ def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
     for target, ranked in (("constant", True), ("cosine", False)):
         where = tmp_path / target
         for name, steps, limit in (("a", 200, 1.0), ("b", 400, 2.0)):
-            run = make_run(where / name, steps=steps, max_norm=limit)
-            text = (run / "config.yaml").read_text()
-            (run / "config.yaml").write_text(
-                text + f"schedule:\n  _target_: llmexp.schedule.{target}\n"
-            )
+            schedule = f"llmexp.schedule.{target}"
+            make_run(where / name, steps=steps, max_norm=limit, schedule___target_=schedule)
         assert compare([where]).headline.startswith("Undecided" if ranked else "No ranking")
         rows = (
             (where / "b" / "metrics.jsonl").read_text().splitlines()[300:]
@@ -489,11 +476,8 @@ def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):
         train__max_steps=400,
     )
     make_run(tmp_path / "broken", steps=120, max_norm=11.0, state="failed", offset=-5.0)
-    other = make_run(tmp_path / "other", max_norm=12.0, offset=-5.0)
-    text = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(
-        text.replace("llmexp.data.sources.stdlib", "llmexp.data.sources.text")
-    )
+    text = "llmexp.data.sources.text"
+    make_run(tmp_path / "other", max_norm=12.0, offset=-5.0, data___target_=text)
     c = compare([tmp_path])
     assert c.headline == alone.headline
     assert [e.label for e in c.entries[:4]] == [e.label for e in alone.entries]
@@ -516,11 +500,14 @@ def test_two_tasks_of_equal_weight_are_not_ranked(tmp_path):
 
 
 def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finished(tmp_path):
-    make_run(tmp_path / "long", steps=400)
-    make_run(tmp_path / "short", steps=250, max_norm=2.0, state="preempted", train__max_steps=400)
-    for name in ("long", "short"):
-        facts = json.loads((tmp_path / name / "run.json").read_text())
-        (tmp_path / name / "run.json").write_text(json.dumps(facts | {"max_tokens": 400 * 1024}))
+    for name, steps, limit, state in (
+        ("long", 400, 1.0, "finished"),
+        ("short", 250, 2.0, "preempted"),
+    ):
+        make_run(
+            tmp_path / name, steps=steps, max_norm=limit, state=state, train__max_steps=400,
+            facts={"max_tokens": 400 * 1024},
+        )  # fmt: skip
     c = compare([tmp_path])
     assert c.align_at == 250 * 8 * 128
     found = {e.name: e for e in c.entries}
@@ -606,16 +593,11 @@ def test_the_answer_of_successive_halving(tmp_path):
     points = {
         f"c_{i}": dict(
             max_norm=float(i), offset=0.05 * i, steps=steps,
-            state="finished" if steps == 400 else "preempted",
-            train__max_steps=400,
+            state="preempted" if rung else "finished", train__max_steps=400, point={"rung": rung},
         )
-        for i, steps in ((1, 400), (2, 200), (3, 200), (4, 100))
+        for i, steps, rung in ((1, 400, None), (2, 200, 0.5), (3, 200, 0.5), (4, 100, 0.25))
     }  # fmt: skip
     sweep = make_sweep(tmp_path / "s", points, ["clip.max_norm"])
-    ledger = json.loads((sweep / "sweep.json").read_text())
-    for point, rung in zip(ledger["points"], (None, 0.5, 0.5, 0.25), strict=True):
-        point["rung"] = rung
-    (sweep / "sweep.json").write_text(json.dumps(ledger))
     c = compare([sweep])
     assert c.headline == (
         f"clip=1.0 won the successive halving: val loss {2.65 + 3 * math.exp(-5):.5g}; 3 others "
@@ -631,13 +613,12 @@ def test_the_answer_of_successive_halving(tmp_path):
 
 
 def test_a_swept_group_reads_as_on_the_command_line(tmp_path):
-    points = {f"optimizer_{name}": {} for name in ("adamw", "muon")}
+    own = {"adamw": {"optimizer__betas": [0.9, 0.95]}, "muon": {"optimizer__momentum": 0.95}}
+    points = {
+        f"optimizer_{name}": {"optimizer___target_": f"llmexp.optim.{name}", **more}
+        for name, more in own.items()
+    }
     sweep = make_sweep(tmp_path / "s", points, ["optimizer"])
-    for name, more in (("adamw", "betas: [0.9, 0.95]"), ("muon", "momentum: 0.95")):
-        (config,) = sweep.glob(f"*{name}/config.yaml")
-        config.write_text(
-            config.read_text() + f"optimizer:\n  _target_: llmexp.optim.{name}\n  {more}\n"
-        )
     assert sorted(marks(compare([sweep]))) == ["optimizer=adamw", "optimizer=muon"]
 
 
@@ -690,10 +671,8 @@ def test_losses_of_different_tokenizers_are_not_ranked_bits_per_byte_are(tmp_pat
 
 def test_sorting_by_a_rate_puts_the_highest_first(tmp_path):
     for name, rate in (("slow", 10.0), ("fast", 30.0)):
-        path = make_run(tmp_path / name, max_norm=rate)
-        status = json.loads((path / "status.json").read_text())
-        status["summary"]["mean tokens_per_sec"] = rate
-        (path / "status.json").write_text(json.dumps(status))
+        summary = {"mean tokens_per_sec": rate}
+        make_run(tmp_path / name, max_norm=rate, status={"summary": summary})
     c = compare([tmp_path], sort="tokens_per_sec")
     assert [e.name for e in c.entries] == ["fast", "slow"]
     assert (
@@ -738,11 +717,8 @@ def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
     make_run(tmp_path / "0-seed_1", seed=1)
     waits = make_run(tmp_path / "1-seed_2", seed=2, state="queued")
     (waits / "metrics.jsonl").write_text("")
-    make_run(tmp_path / "2", max_norm=2.0, state="failed")
-    status = json.loads((tmp_path / "2" / "status.json").read_text())
-    (tmp_path / "2" / "status.json").write_text(
-        json.dumps(status | {"error": "ValueError('a\\nb')"})
-    )
+    error = {"error": "ValueError('a\\nb')"}
+    make_run(tmp_path / "2", max_norm=2.0, state="failed", status=error)
     found = {e.name: e for e in compare([tmp_path]).entries}
     assert found["0 x2"].note == "the figures are of 1 seed; 1 of 2 seeds finished, 1 queued"
     assert found["2"].note == "ValueError('a b')"
