@@ -3,7 +3,9 @@
 The only room that touches torch.distributed. In reading order:
 groups  the process group and device mesh of a rank; sums over all ranks
 wrap    DDP, FSDP, tensor parallelism and compilation, from outside; one reduction a step
-agent   start and watch the ranks of a host, restart them, give them their threads
+agent   start the ranks of a host, and again when one is lost
+watch   look after them: signals, ranks that hang, hosts that are gone
+hosts   where hosts meet, and which of them are there
 """
 
 from llmexp.mesh.groups import (

@@ -20,6 +20,8 @@ from llmexp.assembly.assemble import Parts
 from llmexp.child import FAILED, REFUSED
 from llmexp.config import ConfigError, Parallelism, plain
 from llmexp.mesh import agent
+from llmexp.mesh.hosts import HostsMissing
+from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, Plan
 from llmexp.metrics import hardware
 
 REPORT_S = 4.0  # for all ranks that waited in vain to say so
@@ -30,72 +32,80 @@ def supervise(path: Path, parts: Parts) -> tuple[int, str]:
     status.json, because torch's agent flattens it. The trace of the rank that failed first is
     printed. Raises ConfigError, and SystemExit where a signal stops what has not begun to train.
     """
-    p = parts.config.parallelism
+    chosen = parts.config.parallelism
+    several = chosen.nnodes > 1
     # on one host no clock is asked: what is there is of this start
-    began = time.time() if p.nnodes > 1 else 0.0
-    if p.nnodes == 1:
+    began = time.time() if several else 0.0
+    if not several:
         for old in (path / "logs").glob("failure-*.json"):
             old.unlink(missing_ok=True)
-
-    def outcome() -> tuple[str, float]:
-        status = rundir.read_status(path)
-        when = status.get("ended") or 0.0
-        state = (
-            "given up"
-            if status.get("state") == "failed" and status.get("final")
-            else status.get("state", "")
-        )
-        return (state, when) if when > began else ("", 0.0)
-
+    plan = Plan(
+        path,
+        chosen.nnodes,
+        parts.run.facts.layout.nproc_per_node,
+        parts.run.facts.threads_per_rank,
+        chosen.max_restarts,
+        chosen.start_timeout_s,
+        outcome=lambda: outcome(path, began),
+    )
     try:
-        assert p.nproc_per_node is not None
-        death = agent.launch_ranks(
-            path,
-            nnodes=p.nnodes,
-            nproc_per_node=p.nproc_per_node,
-            threads=parts.run.facts.threads_per_rank,
-            max_restarts=p.max_restarts,
-            start_timeout_s=p.start_timeout_s,
-            outcome=outcome,
-        )
+        death = agent.launch_ranks(plan)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except agent.HostsMissing as error:
-        status = rundir.read_status(path)
-        state = status.get("state")
-        if state in ("finished", "preempted") or (
-            state == "running" and rundir.is_alive(path, status)
-        ):
-            # The hosts that met without this one, or an earlier start, have the say.
-            return (
-                REFUSED,
-                f"{error}; by its records this run is {state}, and it was left untouched",
-            )
-        before = [r["text"] for r in _reports(path) if r["time"] > began]
-        return FAILED, f"{error}; before that, {before[0]}" if before else str(error)
-    for _ in range(20):  # what rank 0 wrote on another host may take a moment to be seen here
-        status = rundir.read_status(path)
-        if death is None and status.get("state") in ("finished", "preempted"):
-            return int(status["exit_code"]), ""
-        if death is not None or outcome()[0] in agent.FAILED:
-            break
-        time.sleep(0.5)
-    # for the other hosts, which only see that it has gone
+    except HostsMissing as error:
+        return not_met(path, str(error), began)
+    end = recorded_end(path, plan) if death is None else None
+    if end is not None:
+        return end, ""
     if death is not None and death.exit_code < 0:
-        on = f" on {socket.gethostname()}" if p.nnodes > 1 else ""
+        # for the other hosts, which only see that it has gone
+        on = f" on {socket.gethostname()}" if several else ""
         text = f"{death}{on}{ending.bus_error(path, death.exit_code)}"
         report(path, death.rank, FAILED, text, "", killed=True)
     reports = [r for r in _reports(path) if r["time"] > began]
-    if p.nnodes == 1:  # what an earlier group failed of is over
+    if not several:  # what an earlier group failed of is over
         latest = max((r["restarts"] for r in reports if not r["killed"]), default=0)
         reports = [r for r in reports if r["killed"] or r["restarts"] == latest]
-    if reports:
-        # after a signal the others only saw what followed
-        first = min(reports, key=lambda r: not r["killed"])
-        sys.stderr.write(first["trace"])
-        who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
-        return first["exit_code"], first["text"] + who
-    return FAILED, str(death or "another host has given up; its own output says why")
+    if not reports:
+        return FAILED, str(death or "another host has given up; its own output says why")
+    # after a signal the others only saw what followed
+    first = min(reports, key=lambda r: not r["killed"])
+    sys.stderr.write(first["trace"])
+    who = f" (rank {first['rank']} on {first['host']})" if first["trace"] else ""
+    return first["exit_code"], first["text"] + who
+
+
+def outcome(path: Path, began: float) -> tuple[str, float]:
+    """Return what the run came to since then, and when; ("", 0) while it goes on."""
+    status = rundir.read_status(path)
+    state, when = status.get("state", ""), status.get("ended") or 0.0
+    if when <= began:
+        return "", 0.0
+    return (GIVEN_UP if state == "failed" and status.get("final") else state), when
+
+
+def recorded_end(path: Path, plan: Plan) -> int | None:
+    """Return the exit code of a run whose ranks ended well, None where they did not. What rank 0
+    wrote on another host may take a moment to be seen here."""
+    for _ in range(20):
+        status = rundir.read_status(path)
+        if status.get("state") in ENDED:
+            return int(status["exit_code"])
+        if plan.outcome()[0] in FAILURES:
+            return None
+        time.sleep(0.5)
+    return None
+
+
+def not_met(path: Path, error: str, began: float) -> tuple[int, str]:
+    """Return how a start ends whose hosts did not all come. The hosts that met without this one, or
+    an earlier start, decide how the run ends."""
+    status = rundir.read_status(path)
+    state = status.get("state")
+    if state in ENDED or (state == "running" and rundir.is_alive(path, status)):
+        return REFUSED, f"{error}; by its records this run is {state}, and it was left untouched"
+    before = [r["text"] for r in _reports(path) if r["time"] > began]
+    return FAILED, f"{error}; before that, {before[0]}" if before else error
 
 
 def join(path: Path, parts: Parts) -> mesh.Mesh:
