@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.config import Batch, ConfigError, Train
-from llmexp.run import solve_batch, solve_budget
+from llmexp.run.batch import solve_batch
+from llmexp.run.budget import solve_budget
 
 small = st.integers(1, 40)
 

@@ -45,14 +45,8 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
-from llmexp.run import (
-    Facts,
-    Run,
-    check_model,
-    solve,
-    solve_batch,
-    solve_rates,
-)
+from llmexp.run import Facts, Run, check_model, solve
+from llmexp.run.batch import solve_batch, solve_rates
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,6 @@ def assemble(
     place = placed(config)
     batch = solve_batch(config.batch, place.layout.dp_size)
     length = batch.sequence_length
-    assert batch.real_batch_size is not None
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
 

@@ -14,7 +14,7 @@ from llmexp.config import Config, ConfigError, Parallelism, refuse
 from llmexp.data.files import cpu_count
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
-from llmexp.run import Layout, check_split, solve_layout
+from llmexp.run.layout import Layout, check_split, solve_layout
 
 
 @dataclass(frozen=True)

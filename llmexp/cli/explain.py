@@ -20,7 +20,7 @@ from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
 from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
-from llmexp.run import BUDGETS, budgets_in
+from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.settings import Sweep
 
 WIDTH = 80

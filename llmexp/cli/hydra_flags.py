@@ -14,7 +14,7 @@ from llmexp import child
 from llmexp.compose import app, command_line, errors, origin
 from llmexp.compose.environment import refuse_secrets, variables_kept
 from llmexp.config import ConfigError
-from llmexp.run import BUDGETS, budgets_in
+from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.points import expand
 
 

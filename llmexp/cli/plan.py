@@ -7,7 +7,7 @@ from llmexp import rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.config import ConfigError
-from llmexp.run import banner_sections
+from llmexp.run.banner import banner_sections
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
 

@@ -16,7 +16,8 @@ from llmexp.compose import app, command_line, environment, hints, origin
 from llmexp.compose.command_line import recordable
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
-from llmexp.run import cut_anew, solve_layout
+from llmexp.run.batch import cut_anew
+from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
 
 

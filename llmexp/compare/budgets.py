@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from llmexp.labels import label
-from llmexp.run import BUDGETS
+from llmexp.run.budget import BUDGETS
 
 # share by which budgets and schedules may differ, such as by a last window that is left out
 CLOSE = 0.01

@@ -23,7 +23,7 @@ from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, refuse
 from llmexp.convert import build
-from llmexp.run import replace_budgets
+from llmexp.run.budget import replace_budgets
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmexp.compare import budgets
 from llmexp.redact import redacted
-from llmexp.run import BUDGETS
+from llmexp.run.budget import BUDGETS
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted
 

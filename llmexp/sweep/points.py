@@ -19,7 +19,9 @@ from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
 from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.redact import redacted
-from llmexp.run import BUDGETS, budgets_in, solve_batch, solve_layout
+from llmexp.run.batch import solve_batch
+from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.run.layout import solve_layout
 from llmexp.sweep.composing import Composer
 from llmexp.sweep.ledger import Facts, identity
 from llmexp.sweep.progress import counted

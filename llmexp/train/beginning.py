@@ -22,7 +22,7 @@ from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.run import banner_sections
+from llmexp.run.banner import banner_sections
 from llmexp.tracker.mirror import NoTracker, open_tracker
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
 from llmexp.train.state import Loop, Measured, Outputs, Progress

@@ -15,7 +15,8 @@ from llmexp.compose import app
 from llmexp.compose.origin import layers
 from llmexp.config import OPEN_SECTIONS, flatten, plain
 from llmexp.knobs import ACTS, fields
-from llmexp.run import Facts, Layout, Run
+from llmexp.run import Facts, Run
+from llmexp.run.layout import Layout
 from tests.conftest import TINY
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]

@@ -1,0 +1,156 @@
+"""`Run`: every derived number of a run, computed and checked in one place, saved as run.json.
+
+Nothing is rounded silently: what does not multiply out is refused with the nearest totals that
+would. This room imports the standard library and `config` only. Next to read: batch (the batch
+equation), budget (steps and tokens), layout (ranks), banner (the run in words).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmexp.config import Config, Train, refuse
+from llmexp.run.batch import solve_batch, too_large
+from llmexp.run.budget import solve_budget
+from llmexp.run.layout import Layout
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be looked up before a run can be solved: the ranks, the data, the model, the
+    device."""
+
+    parallelism: str
+    layout: Layout
+    threads_per_rank: int
+    train_tokens: int
+    val_tokens: int
+    data: str
+    model: str
+    parameters: int
+    max_position_embeddings: int | None
+    flops_per_token: int | None
+    flops_formula: str | None
+    loss_kernel: str
+    tokenizer: str
+    tokenizer_vocab_size: int
+    vocab_size: int | None
+    device: str
+    device_name: str
+    precision: str
+    precision_reason: str
+    rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
+    # tokens/s of the same run on one rank, where it was measured
+    single_rank_rate: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A solved run. Sizes are in sequences, tokens or optimizer steps, as the names say."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    dp_size: int
+    world_size: int
+    real_batch_size: int
+    sequence_length: int
+    tokens_per_step: int
+    max_steps: int
+    max_tokens: int
+    max_epochs: float
+    total_sequences: int  # sequences that the run trains on, all epochs
+    tail_sequences: int  # sequences in the last window when it is short, else 0
+    dropped_sequences: int  # sequences of the budget left out by train.tail=drop
+    train_sequences: int
+    val_sequences: int
+    eval_sequences: int
+    warmup_updates: int
+    total_flops: int | None
+    facts: Facts
+    versions: dict[str, str]
+    commit: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat and plain, for run.json and the tracker."""
+        flat = asdict(self)
+        facts = flat.pop("facts")
+        return {**facts.pop("layout"), **facts, **flat}
+
+
+def check_model(
+    length: int, positions: int | None, vocab_size: int | None, tokenizer: str, tokens: int
+) -> None:
+    """Whether the model has room for the sequences and for the tokenizer's `tokens`. Raises
+    ConfigError."""
+    if positions is not None and length > positions:
+        raise refuse(
+            "batch.sequence_length", length, f"the model has {positions} positions", positions
+        )
+    if vocab_size is not None and vocab_size < tokens:
+        raise refuse(
+            "model.vocab_size",
+            vocab_size,
+            f"is smaller than the tokenizer {tokenizer} with {tokens} tokens",
+            -(-tokens // 64) * 64,
+        )
+
+
+def check_steps(train: Train, max_steps: int) -> None:
+    """Raise ConfigError for a step that comes after the end of the run."""
+    for name in ("profile_start", "stop_step"):
+        step = getattr(train, name)
+        if step is not None and step > max_steps:
+            text = f"is past the end of the run, which is {max_steps} optimizer steps; leave it out"
+            raise refuse(f"train.{name}", step, text, max_steps)
+
+
+def solve(
+    config: Config, facts: Facts, warmup_updates: Any, versions: dict[str, str], commit: str | None
+) -> Run:
+    """Return the whole run from the config and the facts. `warmup_updates`: function of the total
+    number of updates.
+
+    Raises ConfigError for everything that does not fit together.
+    """
+    batch = solve_batch(config.batch, facts.layout.dp_size)
+    length, real = batch.sequence_length, batch.real_batch_size
+    train_sequences = max(0, facts.train_tokens - 1) // length
+    val_sequences = max(0, facts.val_tokens - 1) // length
+    if train_sequences < 1:
+        raise refuse(
+            "batch.sequence_length",
+            length,
+            f"needs at least {length + 1} training tokens, the data have {facts.train_tokens} "
+            f"({facts.data})",
+        )
+    if real > train_sequences:
+        raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
+    budget = solve_budget(config.train, real, length, train_sequences)
+    check_steps(config.train, budget.max_steps)
+    eval_tokens = config.train.eval_tokens or facts.val_tokens
+    tokens = budget.total_sequences * length
+    return Run(
+        micro_batch_size=batch.micro_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        dp_size=facts.layout.dp_size,
+        world_size=facts.layout.world_size,
+        real_batch_size=real,
+        sequence_length=length,
+        tokens_per_step=real * length,
+        max_steps=budget.max_steps,
+        max_tokens=tokens,
+        max_epochs=budget.total_sequences / train_sequences,
+        total_sequences=budget.total_sequences,
+        tail_sequences=budget.tail_sequences,
+        dropped_sequences=budget.dropped_sequences,
+        train_sequences=train_sequences,
+        val_sequences=val_sequences,
+        eval_sequences=min(val_sequences, -(-eval_tokens // length)),
+        warmup_updates=warmup_updates(budget.max_steps),
+        total_flops=facts.flops_per_token * tokens if facts.flops_per_token else None,
+        facts=facts,
+        versions=versions,
+        commit=commit,
+    )

@@ -1,0 +1,93 @@
+"""What a run is about to do, in words: the sections of its banner and of `llmexp plan`."""
+
+from __future__ import annotations
+
+from llmexp.run import Run
+
+
+def batch_equation(run: Run) -> str:
+    """Return the batch arithmetic with its numbers, as the banner and plan print it."""
+    return (
+        f"micro_batch_size {run.micro_batch_size} x gradient_accumulation_steps "
+        f"{run.gradient_accumulation_steps} x dp_size {run.dp_size} = real_batch_size "
+        f"{run.real_batch_size} sequences x sequence_length {run.sequence_length} = "
+        f"{run.tokens_per_step:,} tokens per step"
+    )
+
+
+def ranks_sentence(run: Run) -> str:
+    """Return who computes, in words: hosts, ranks, how they share the work, threads."""
+    layout, kind = run.facts.layout, run.facts.parallelism
+    hosts = f"{layout.nnodes} hosts x " if layout.nnodes > 1 else ""
+    parts = [
+        f"{size} {what}"
+        for size, what in (
+            (layout.replicate_size, "replicas"),
+            (layout.shard_size, "shards"),
+            (layout.tensor_parallel_size, "tensor-parallel"),
+        )
+        if size > 1
+    ]
+    threads = (
+        f"{run.facts.threads_per_rank} CPU "
+        f"thread{'s' if run.facts.threads_per_rank > 1 else ''} each"
+    )
+    return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads}"
+
+
+def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
+    """Return (label, text) pairs that say in plain words what is about to happen."""
+    f = run.facts
+    an_epoch = f"{run.train_sequences / run.real_batch_size:,.2f}".rstrip("0").rstrip(".")
+    budget = (
+        f"{run.max_steps:,} optimizer steps = {run.max_tokens:,} tokens = {run.max_epochs:.4g} "
+        f"epochs ({an_epoch} steps per epoch)"
+    )
+    if run.tail_sequences:
+        budget += f"; the last window has {run.tail_sequences} of {run.real_batch_size} sequences"
+    if run.dropped_sequences:
+        budget += f"; {run.dropped_sequences} sequences that fill no window are left out"
+    train = (
+        f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
+    )
+    if rest := f.train_tokens - 1 - run.train_sequences * run.sequence_length:  # 1: a last target
+        train += f"; the last {rest:,} token{' is' if rest == 1 else 's are'} too few for another"
+    val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
+    if run.val_sequences and run.eval_sequences < run.val_sequences:
+        val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
+    rows = [
+        ("data", f"{f.data}; tokenizer {f.tokenizer}"),
+        ("train", train),
+        ("validation", val if run.val_sequences else "none"),
+        ("model", f"{f.model}, {f.parameters:,} parameters"),
+        ("batch", batch_equation(run)),
+        ("budget", budget),
+        *([("rate", f.rates)] if f.rates else []),
+        (
+            "warm-up",
+            f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}",
+        ),
+    ]
+    if run.total_flops is not None and f.flops_per_token is not None:
+        rows.append(
+            (
+                "FLOPs",
+                f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x tokens "
+                f"({f.flops_formula})",
+            )
+        )
+    rows += [
+        ("device", f"{f.device_name} ({f.device})"),
+        *([("ranks", ranks_sentence(run))] if run.world_size > 1 else []),
+        *(
+            [("scaling", f"against {f.single_rank_rate:,.0f} tokens/s of one rank")]
+            if f.single_rank_rate
+            else []
+        ),
+        (
+            "precision",
+            f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision,
+        ),
+        ("folder", folder),
+    ]
+    return rows + [("warning", text) for text in f.warnings]

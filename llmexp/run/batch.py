@@ -1,0 +1,150 @@
+"""The batch equation, and learning rates that follow the size of the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmexp.config import Batch, ConfigError, refuse
+
+DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvedBatch(Batch):
+    """A batch of which every size is known."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    real_batch_size: int
+
+
+def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
+    """micro_batch_size x gradient_accumulation_steps x dp_size = real_batch_size, solved for what
+    is missing.
+
+    Raises ConfigError for what does not divide, with the nearest totals, or contradicts, with the
+    product.
+    """
+    micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
+    real = batch.real_batch_size
+    if real is None:
+        micro = DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        accum = 1 if accum is None else accum
+        real = micro * accum * dp_size
+    elif micro is None:
+        accum = 1 if accum is None else accum
+        micro = _divide(
+            real, accum * dp_size, f"gradient_accumulation_steps {accum} x dp_size {dp_size}"
+        )
+    elif accum is None:
+        accum = _divide(real, micro * dp_size, f"micro_batch_size {micro} x dp_size {dp_size}")
+    elif micro * accum * dp_size != real:
+        raise refuse(
+            "batch.real_batch_size",
+            real,
+            f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
+            f"{micro * accum * dp_size}; set one of the three to null to have it solved",
+            micro * accum * dp_size,
+        )
+    return SolvedBatch(
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accum,
+        real_batch_size=real,
+        sequence_length=batch.sequence_length,
+    )
+
+
+def too_large(given: Batch, solved: SolvedBatch, dp_size: int, train_sequences: int) -> ConfigError:
+    """Return the refusal of a batch that the data do not fill, by the key that was given."""
+    micro, accum = solved.micro_batch_size, solved.gradient_accumulation_steps
+    real = solved.real_batch_size
+    why = (
+        f"more than the {train_sequences} training sequences of {solved.sequence_length} tokens; "
+        "more data, a shorter batch.sequence_length or a smaller batch is needed"
+    )
+    if given.real_batch_size is not None:
+        return refuse("batch.real_batch_size", real, f"is {why}", train_sequences)
+    product = (
+        f"micro_batch_size {micro} x gradient_accumulation_steps {accum} x dp_size {dp_size} = "
+        f"{real} is {why}"
+    )
+    if given.gradient_accumulation_steps is not None and given.micro_batch_size is None:
+        return refuse("batch.gradient_accumulation_steps", accum, product, 1)
+    return refuse(
+        "batch.micro_batch_size", micro, product, max(1, train_sequences // (accum * dp_size))
+    )
+
+
+def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
+    """Return the same real batch on another number of replicas: the largest micro-batch up to the
+    old one that fits, or any that fits where the number is not known yet."""
+    if dp_size is None:
+        return replace(batch, micro_batch_size=None, gradient_accumulation_steps=None)
+    micro, real = batch.micro_batch_size or 1, batch.real_batch_size or 1
+    fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
+    return replace(
+        batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None
+    )
+
+
+def _divide(real: int, by: int, what: str) -> int:
+    if real % by == 0:
+        return real // by
+    below, above = real - real % by, real - real % by + by
+    near = f"{below} or {above}" if below else f"{above}"
+    raise refuse(
+        "batch.real_batch_size",
+        real,
+        f"is not a multiple of {what} = {by}; the nearest are {near}",
+        above,
+    )
+
+
+RATE_RULES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+def solve_rates(
+    optimizer: dict[str, Any], real_batch_size: int
+) -> tuple[dict[str, Any], str | None]:
+    """Return (the optimizer section with its rates scaled to the real batch by `lr_rule`, the
+    equation in words).
+
+    The reference becomes this real batch, so that a solved section is solved again into itself.
+    Raises ConfigError.
+    """
+    rule, reference = optimizer.get("lr_rule", "none"), optimizer.get("reference_batch")
+    if rule not in RATE_RULES:
+        raise refuse("optimizer.lr_rule", rule, f"must be one of {', '.join(RATE_RULES)}", "linear")
+    if rule == "none":
+        if reference is not None:
+            text = (
+                "is used by a rule only; choose optimizer.lr_rule=linear or sqrt, or leave it out"
+            )
+            raise refuse("optimizer.reference_batch", reference, text, "null")
+        return optimizer, None
+    if isinstance(reference, bool) or not isinstance(reference, int) or reference < 1:
+        text = (
+            f"optimizer.lr_rule={rule} needs the real_batch_size that optimizer.lr was chosen for"
+        )
+        raise refuse("optimizer.reference_batch", reference, text, 32)
+    factor = RATE_RULES[rule](real_batch_size / reference)
+    keys = [k for k in optimizer if k == "lr" or k.endswith("_lr")]
+    rates = {
+        k: v
+        for k in keys
+        if isinstance(v := optimizer[k], (int, float)) and not isinstance(v, bool)
+    }
+    if not rates:
+        raise refuse(
+            "optimizer.lr_rule",
+            rule,
+            "there is no rate `lr` in this section that it could scale",
+            "none",
+        )
+    scaled = {k: v * factor for k, v in rates.items()}
+    ratio = f"real_batch_size {real_batch_size} / reference_batch {reference}"
+    by = f"({ratio})" if rule == "linear" else f"sqrt({ratio})"
+    told = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
+    return optimizer | scaled | {"reference_batch": real_batch_size}, f"{told} (lr_rule {rule})"

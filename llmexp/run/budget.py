@@ -1,0 +1,73 @@
+"""How long a run trains: exactly one of three budgets, in sequences and optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from llmexp.config import ConfigError, Train, refuse
+
+BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+DEFAULT_MAX_STEPS = 300  # used when no budget is given
+
+
+@dataclass(frozen=True)
+class Budget:
+    total_sequences: int
+    max_steps: int
+    tail_sequences: int
+    dropped_sequences: int
+
+
+def budgets_in(overrides: Iterable[str]) -> list[str]:
+    """Return the budgets that overrides give a value."""
+    pairs = (override.lstrip("+").partition("=")[::2] for override in overrides)
+    return [key for key, value in pairs if key in BUDGETS and value != "null"]
+
+
+def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
+    """Set the budgets of a composed config to null that came from its files, where an override
+    gives another one."""
+    given = budgets_in(overrides)
+    for key in BUDGETS if given and isinstance(tree.get("train"), dict) else ():
+        if key not in given:
+            tree["train"][key.removeprefix("train.")] = None
+
+
+def solve_budget(
+    train: Train, real_batch_size: int, sequence_length: int, train_sequences: int
+) -> Budget:
+    """Exactly one of the three budgets, in sequences and optimizer steps. Raises ConfigError."""
+    given = {
+        key: value
+        for key in BUDGETS
+        if (value := getattr(train, key.removeprefix("train."))) is not None
+    }
+    if len(given) > 1:
+        named = ", ".join(f"{k}={v}" for k, v in given.items())
+        raise ConfigError(
+            f"{named}: one budget is needed, not {len(given)}; leave "
+            f"{('one', 'two')[len(given) - 2]} out"
+        )
+    if train.max_epochs is not None:
+        total = int(Fraction(str(train.max_epochs)) * train_sequences)
+    elif train.max_tokens is not None:
+        total = train.max_tokens // sequence_length
+    else:
+        total = (train.max_steps or DEFAULT_MAX_STEPS) * real_batch_size
+    key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+    if total < 1:
+        raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
+    steps, rest = divmod(total, real_batch_size)
+    if rest and train.tail == "drop":
+        if not steps:
+            raise refuse(
+                key,
+                value,
+                f"with train.tail=drop no window of {real_batch_size} sequences is full ({total} "
+                "there)",
+            )
+        return Budget(total - rest, steps, 0, rest)
+    return Budget(total, steps + bool(rest), rest, 0)

@@ -1,0 +1,91 @@
+"""How the ranks of a run are arranged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config import Parallelism, refuse
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks are arranged: hosts x ranks on each = replicas x shards x tensor-parallel ranks."""
+
+    nnodes: int
+    nproc_per_node: int
+    replicate_size: int  # groups of ranks that each hold the whole model
+    shard_size: int  # ranks over which parameters, gradients and optimizer state are spread (FSDP)
+    tensor_parallel_size: int  # ranks that compute each layer together; they see the same sequences
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def dp_size(self) -> int:
+        return self.replicate_size * self.shard_size
+
+
+def solve_layout(p: Parallelism, nproc_per_node: int) -> Layout:
+    """Return where `nproc_per_node` ranks on each of the hosts stand. Raises ConfigError for what
+    does not divide."""
+    world, tp, replicas = p.nnodes * nproc_per_node, p.tensor_parallel_size, p.replicate_size
+    if p.kind == "single" and world > 1:
+        key, value = ("nnodes", p.nnodes) if p.nnodes > 1 else ("nproc_per_node", nproc_per_node)
+        raise refuse(
+            f"parallelism.{key}",
+            value,
+            "parallelism=single has one rank; for more use parallelism=ddp",
+            1,
+        )
+    if tp not in (None, 1) and p.kind not in ("tp", "fsdp_tp"):
+        text = f"parallelism={p.kind} splits no layer; use tp or fsdp_tp"
+        raise refuse("parallelism.tensor_parallel_size", tp, text, "null")
+    if replicas is not None and p.kind != "hsdp":
+        raise refuse(
+            "parallelism.replicate_size",
+            replicas,
+            f"has a meaning for hsdp, not for {p.kind}",
+            "null",
+        )
+    match p.kind:
+        case "ddp":
+            replicate, shard, tp = world, 1, 1
+        case "fsdp":
+            replicate, shard, tp = 1, world, 1
+        case "hsdp":
+            replicate, tp = replicas or p.nnodes, 1
+            shard = _ranks_over(world, replicate, "parallelism.replicate_size")
+        case "tp":
+            replicate, shard, tp = 1, 1, tp or world
+            if tp != world:
+                text = (
+                    f"parallelism=tp splits each layer over all {world} ranks; for less use "
+                    "parallelism=fsdp_tp"
+                )
+                raise refuse("parallelism.tensor_parallel_size", tp, text, world)
+        case "fsdp_tp":
+            replicate, tp = 1, tp or nproc_per_node
+            shard = _ranks_over(world, tp, "parallelism.tensor_parallel_size")
+        case _:
+            replicate, shard, tp = 1, 1, 1
+    return Layout(p.nnodes, nproc_per_node, replicate, shard, tp)
+
+
+def _ranks_over(world: int, size: int, key: str) -> int:
+    if world % size:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise refuse(
+            key, size, f"does not divide the {world} ranks", max(n for n in divisors if n <= size)
+        )
+    return world // size
+
+
+def check_split(model: dict[str, Any], tp: int) -> None:
+    """Whether a model's sizes can be split over `tp` ranks. Raises ConfigError."""
+    for key in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
+        size = model.get(key)
+        if isinstance(size, int) and size % tp:
+            text = f"cannot be split over parallelism.tensor_parallel_size={tp} ranks"
+            raise refuse(f"model.{key}", size, text, -(-size // tp) * tp)
