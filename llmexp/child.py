@@ -132,10 +132,10 @@ def signals_passed_on(process: Popen[Any]) -> Iterator[list[int]]:
 
 
 def how_it_died(code: int, stopped: bool) -> str:
-    """Of a worker that could not say so itself; negative codes are signals. `stopped`: one was
-    passed on to it."""
+    """Return how a worker died that could not record it; negative codes are signals. `stopped`:
+    one was passed on to it."""
     if code >= 0:
-        return f"the worker ended with exit code {code} and without a word"
+        return f"the worker ended with exit code {code} and reported no error"
     hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
     return f"the worker was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
 

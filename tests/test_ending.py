@@ -76,7 +76,7 @@ def test_an_exit_code_tells_how_a_process_left(code, left):
     [
         ("running", 0, {}, ("failed", FAILED), "exit code 0 before its last step"),
         ("running", 75, {"stopped": True}, ("preempted", FAILED), "stopped before it could save"),
-        ("running", 1, {}, ("failed", FAILED), "ended with exit code 1 and without a word"),
+        ("running", 1, {}, ("failed", FAILED), "ended with exit code 1 and reported no error"),
         ("running", 1, {"cause": "its last line"}, ("failed", FAILED), "its last line"),
         ("queued", 2, {"cause": "its config"}, ("failed", REFUSED), "its config"),
         ("running", -9, {}, ("failed", FAILED), "signal 9 (SIGKILL; out of memory?)"),

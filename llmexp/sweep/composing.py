@@ -1,4 +1,4 @@
-"""Composes the points of a sweep. What points share is composed once."""
+"""Compose the points of a sweep; points share what is equal in them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Launcher(Protocol):
 
 
 def check_launcher(cfg: DictConfig) -> str:
-    """local, slurm or ray; their knobs are checked. Raises ConfigError."""
+    """Return local, slurm or ray; its knobs are checked. Raises ConfigError."""
     target = str(cfg.hydra.launcher.get("_target_"))
     name = NAMES.get(target.removeprefix(PLUGINS))
     if name is None:

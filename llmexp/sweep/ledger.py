@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checker knows of the run of a point."""
+    """The checker's answer: how a point's run is solved, and what it needs."""
 
     solved: str  # identity of the config as solved; also what was null
     max_steps: int

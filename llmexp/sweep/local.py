@@ -1,5 +1,5 @@
-"""Runs of a sweep on this machine: a process tree each, as many at the same time as there are
-devices for."""
+"""Run the points of a sweep on this machine: a process tree each, as many at the same time as
+there are devices for."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ def split_duplicates(
 
 
 def with_devices(config: Config, settings: Sweep) -> Config:
-    """With as many ranks as sweep.devices_per_run gives it, where the point leaves that open."""
+    """Return the config with as many ranks as sweep.devices_per_run gives it, where it names none.
+    Raises ConfigError."""
     p, devices = config.parallelism, settings.devices_per_run
     if devices is None:
         return config

@@ -1,5 +1,5 @@
-"""Runs of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m llmexp.train
-RUN_DIR` on its node.
+"""Run the points of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m
+llmexp.train RUN_DIR` on its node.
 
 Ray gives what it runs a low priority (nice 15) unless RAY_worker_niceness=0 is in the environment
 that a cluster is started from: beside other work on a node its points hardly come on. In the

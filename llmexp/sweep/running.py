@@ -25,7 +25,7 @@ ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 
 
 def rungs(settings: Sweep) -> list[float | None]:
-    """Share of a run's steps at which successive halving compares the points; None is all of them.
+    """Return the shares of a run's steps at which halving compares the points; None is all of them.
 
     Each rung has 1/halving_keep times the steps of the one before it (Jamieson & Talwalkar 2016).
     """

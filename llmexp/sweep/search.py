@@ -26,7 +26,7 @@ CURRENT: list[Current] = []
 
 
 class PointFailed(RuntimeError):
-    """What a sweeper gets for the value of a point that failed."""
+    """The value of a point that failed, for a sweeper."""
 
 
 def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  
 
 
 class Display:
-    """What a person sees while the points run."""
+    """The live table and the lines that are printed while the points run."""
 
     def __init__(
         self, ledger: Ledger, lines: bool = True, reported: set[str] | None = None

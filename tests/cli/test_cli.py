@@ -325,7 +325,7 @@ def record_of(run: Path, name: str) -> dict:
 
 
 def test_failing_points_touch_no_other(tmp_path):
-    """Raised, left without a word, killed: the point after them still runs."""
+    """One raises, one leaves without an error, one is killed: the point after them still runs."""
     (tmp_path / "own.py").write_text(USER_CODE)
     result = llmexp(
         "train", "-m", *RUN, "--allow", "own", "hooks=[own.hook]", "batch.micro_batch_size=1,2,3,4",

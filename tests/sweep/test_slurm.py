@@ -112,7 +112,7 @@ def client(cluster: dict[str, str], *command: str, **env: str) -> str:
 def until(condition: Callable[[], object], seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.2)
 
 

@@ -122,6 +122,7 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
     wait_for(
         lambda: (tmp_path / "reached").exists() and states(tmp_path / "grid")[raised] == "failed",
         process,
+        seconds=200,
     )
     process.send_signal(signal.SIGINT)
     (tmp_path / "go").touch()
