@@ -22,7 +22,7 @@ NO_DEFAULT = object()  # of a knob that every config has to list
 
 @dataclass(frozen=True)
 class Knob:
-    """What is known of a knob: `doc` with its unit, a valid `example`, the range that is checked.
+    """A knob's `doc` with its unit, a valid `example`, and the range that is checked.
 
     `affects` says what another value changes: the `result`, its last digits (`rounding`), or
     `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`.

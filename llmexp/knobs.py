@@ -1,4 +1,4 @@
-"""What a knob changes, and where it acts: the one place that all lists of keys come from. Standard
+"""Effects of knobs: where each acts and what it changes. All lists of keys come from here. Standard
 library only.
 
 Resuming, telling the points of a sweep apart, comparing and refusing ask here. A knob that would
@@ -85,8 +85,8 @@ ACTS = {
 }
 
 
-# Of the open sections: knobs that change no result, whatever the function; and what a config means
-# that does not list a key, such as the config of an older run.
+# Knobs of the open sections that change no result, whatever the function; and the values of keys
+# that a config does not list, such as that of an older run.
 OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
 OPEN_DEFAULTS = {"optimizer.lr_rule": "none", "optimizer.reference_batch": None}
 
@@ -191,6 +191,6 @@ def essence(flat: Mapping[str, Any]) -> dict[str, Any]:
     flat = {**defaults(), **flat}
     flat = {**flat, **_unlimited(flat), **_unscaled(flat)}
     without = {*dead(flat), *(key for key, (holds, _) in SOMETIMES.items() if not holds(flat))}
-    if not flat.get("hooks"):  # nobody else reads the section user
+    if not flat.get("hooks"):  # only hooks read the section user
         without |= {key for key in flat if key.startswith("user.")}
     return {key: value for key, value in flat.items() if key not in without and not is_record(key)}

@@ -1,4 +1,4 @@
-"""Which arithmetic: fp32, tf32, bf16, fp16 (autocast; the only one with a loss scale), fp64.
+"""Choose the arithmetic: fp32, tf32, bf16, fp16 (autocast; the only one with a loss scale), fp64.
 
 Master weights, gradients and optimizer state stay fp32 (fp64 in fp64).
 """

@@ -1,4 +1,4 @@
-"""What a run was made of, in its folder's `provenance/`: the user's code, the packages, the
+"""Record the origins of a run in its folder's `provenance/`: the user's code, the packages, the
 drivers.
 
 provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers,
@@ -293,7 +293,7 @@ def image() -> str | None:
         if value := os.environ.get(name):
             return value
     podman = fileio.tail(Path("/run/.containerenv"), 2**16).decode(errors="replace")
-    if told := re.search(r'^image="(.+)"', podman, re.M):
-        return told[1]
+    if found := re.search(r'^image="(.+)"', podman, re.M):
+        return found[1]
     build = os.environ.get("NVIDIA_BUILD_ID")
     return f"of NVIDIA's build {build}" if build else None

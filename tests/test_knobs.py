@@ -1,4 +1,4 @@
-"""What a knob changes is said in one place, and is true: a generated test of every knob of every
+"""The effect of a knob stands in one place, and is true: a generated test of every knob of every
 shipped option."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "train.max_tokens": {"train.max_tokens": 100, "train.max_steps": None},
     "metrics.outlier_sigma": {"metrics.outlier_sigma": 1e6},
 }
-# Where a knob of a section that is no group can act within a few windows.
+# Values beside which a knob of a section that is no group can act within a few windows.
 LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_window": 8}
 SKIPPING = {**LONG, "metrics.skip_outliers": True}
 WITH: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What a run was made of, in its folder: real repositories, real diffs, and git as bad as it
+"""Provenance in the folder of a run: real repositories, real diffs, and git as bad as it
 gets."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_repository(tmp_path, monkeypatch):
 
 
 def gathered() -> dict:
-    """What a search of its own finds now: of the one repository."""
+    """The findings of a new search about the one repository."""
     (one,) = provenance.Search().result().about["repositories"]
     return one
 

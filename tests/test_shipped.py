@@ -38,7 +38,7 @@ SECTIONS = typing.get_type_hints(Config)
 SHRUNK = {"n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "d_model": 16, "d_ff": 16,
 "max_position_embeddings": 16,
           "vocab_size": 320}  # fmt: skip
-# What an option needs beside itself.
+# Overrides that an option needs beside itself.
 NEEDS = {
     "text": ["data.train_files=words.txt"],
     "tokens": ["data.train_files=ids.bin"],

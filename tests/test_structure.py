@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: what keeps the parts apart stays apart."""
+"""Imports of the rooms, read from the source: what keeps the parts apart stays apart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARTS = (
 )
 HYDRA_SIDE = ("compose", "sweep", "cli")
 SLOW = ("torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken")
-# What a command starts with, while a worker imports torch.
+# The modules that a command starts with, while a worker imports torch.
 FIRST = [
     f"llmexp.cli.{name}"
     for name in ("train", "resume", "plan", "sample", "prepare", "explain", "help", "verify")

@@ -51,7 +51,7 @@ from llmexp.run.batch import solve_batch, solve_rates
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. `config` has every derived value written back, and names variables
+    """The parts of a run. `config` has every derived value written back, and names variables
     without their value."""
 
     config: Config

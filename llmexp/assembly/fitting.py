@@ -9,8 +9,8 @@ from llmexp.assembly.assemble import Parts
 from llmexp.metrics import hardware
 from llmexp.models.memory import saved_bytes
 
-# What backward passes need beside what forward passes keep, and the share of the memory that may be
-# planned with.
+# The memory of a backward pass over that which the forward pass keeps, and the share of all memory
+# that may be planned with.
 TEMPORARY, ROOM = 1.25, 0.8
 
 

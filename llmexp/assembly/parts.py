@@ -30,8 +30,7 @@ RATE_RULE = (
 
 
 class Shared:
-    """What configs that are assembled one after the other have in common, such as the points of a
-    sweep."""
+    """Parts that several configs have in common, such as the points of a sweep."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Where a run computes: device, ranks and arithmetic, checked against what is there."""
+"""Choose where a run computes: device, ranks and arithmetic, checked against what is there."""
 
 from __future__ import annotations
 

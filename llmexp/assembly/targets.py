@@ -20,7 +20,7 @@ from typing import Any, cast
 from llmexp.config import ConfigError, nearest, refuse
 from llmexp.values import hint
 
-# Where our own parts of a section are. Not all of llmexp: it has functions that write files and
+# The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
 OWN = {
     "model": "llmexp.models",

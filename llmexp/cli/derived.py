@@ -1,4 +1,4 @@
-"""What is worked out from the knobs: each number of a run with its meaning, its sources, and its
+"""Numbers that follow from the knobs: each number of a run with its meaning, its sources, and its
 formula in words. The numbers themselves are computed in `run`."""
 
 from __future__ import annotations

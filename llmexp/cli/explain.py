@@ -253,7 +253,7 @@ def where_it_acts(key: str) -> str:
 def written(found: dict[str, Any]) -> list[str]:
     """Return the lines of one screen."""
     lines = [f"{found['key']} = {text(found['value'])}"]
-    for name, words in told(found):
+    for name, words in lines_of(found):
         wrapped = textwrap.wrap(words, WIDTH - 13, break_on_hyphens=False)
         lines += [f"  {'' if n else name:<10} {line}" for n, line in enumerate(wrapped)]
     for knob in found.get("knobs", ()):
@@ -263,7 +263,7 @@ def written(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the words of each line; without words there is none."""
     yield "meaning", found.get("meaning", "")
     yield "chosen by", found.get("chosen_by", "")
@@ -278,7 +278,7 @@ def told(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for earlier in reversed(history[:-1]):
             yield "replaced", f"{text(earlier['value'])} from {earlier['from']}"
     elif "history" in found:
-        yield "set by", "nobody: it is left at its default, as it does nothing here"
+        yield "set by", "nothing: it is left at its default, as it does nothing here"
     yield "swept", str(found.get("swept", ""))
     if "derived" in found:
         value = f"{text(found['derived'])}: " if history else ""

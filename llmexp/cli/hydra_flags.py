@@ -75,7 +75,7 @@ def one_budget(overrides: Sequence[str]) -> list[str]:
 
 
 def check_completion(words: Sequence[str]) -> None:
-    """Raise ConfigError unless --shell-completion is told what to do."""
+    """Raise ConfigError unless --shell-completion is given an action."""
     if sum(word.partition("=")[0] in ("install", "uninstall", "query") for word in words) != 1:
         raise ConfigError(
             "--shell-completion: one of install=SHELL and uninstall=SHELL is needed, with bash, "

@@ -58,9 +58,9 @@ def compose(
     """
     with user_errors(hydra.config_loader, overrides):
         wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
-        # it does not compose: as a sweep it says why, where a run would blame the swept values
+        # It does not compose: as a sweep the error says why, a run would blame the swept values.
         if wanted is None:
-            with suppress(AttributeError, KeyError, TypeError, RecursionError):  # told below
+            with suppress(AttributeError, KeyError, TypeError, RecursionError):  # reported below
                 hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
         multirun = wanted == RunMode.MULTIRUN
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN

@@ -134,12 +134,12 @@ def check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-# What runs code of the user's choosing comes from a command line, never from a file alone.
+# Knobs that run code of the user's choosing come from a command line, never from a file alone.
 KEPT_BACK = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
 
 
 def recordable(arguments: Sequence[str]) -> list[str]:
-    """Of a command line, what goes on with its sweep later, and may be taken from a file."""
+    """Return the arguments that may be stored in sweep.json and replayed by resume."""
     rest, given = [], iter(arguments)
     for argument in given:
         if argument == "--allow":
@@ -150,7 +150,7 @@ def recordable(arguments: Sequence[str]) -> list[str]:
 
 
 def kept_back(arguments: Sequence[str]) -> str:
-    """Return the rest of it, to be typed again."""
+    """Return the other arguments, to be typed again."""
     allowed = ["--allow", os.environ["LLMEXP_ALLOW"]] if os.environ.get("LLMEXP_ALLOW") else []
     words = [*allowed, *(a for a in arguments if a.lstrip("+").startswith(KEPT_BACK))]
     return "".join(f" {shlex.quote(word)}" for word in words)

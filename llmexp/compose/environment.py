@@ -1,4 +1,4 @@
-"""What a config says of the environment: variables stay names, secrets are refused."""
+"""Keep variables of the environment as names in a config, and refuse secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET_KEY = re.compile(
     r"|((hf|hub|huggingface|wandb|api|auth|access|bearer|refresh|session|github|gitlab|user)_?)?token",
     re.I,
 )
-# What names a run and so is shown anyway.
+# Keys that name a run and so are shown anyway.
 NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.group")
 
 
@@ -86,8 +86,10 @@ def refuse_secrets(node: Any, key: str = "") -> None:
         text = "" if value is None else str(value)
         for source, secret in known.items():
             if secret in text or secret in name:
-                told = f"holds the value of {source}; secrets do not belong into a saved config"
-                raise ConfigError(f"{redacted(name)}: {told}")
+                raise ConfigError(
+                    f"{redacted(name)}: holds the value of {source}; a saved config must not "
+                    "hold a secret"
+                )
         shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
         if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
             raise ConfigError(

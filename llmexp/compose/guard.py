@@ -25,10 +25,10 @@ SWEEPERS = (
     "hydra_plugins.hydra_nevergrad_sweeper.nevergrad_sweeper.NevergradSweeper",
     "hydra_plugins.hydra_ax_sweeper.ax_sweeper.AxSweeper",
 )
-# Of launchers: shell lines, options of sbatch and of Ray, and where a cluster is.
+# Knobs of launchers: shell lines, options of sbatch and of Ray, the address of a cluster.
 BY_HAND = ("setup", "additional_parameters", "init", "address")
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
-# What has to stay as it is, by its key under `hydra`: the values that mean so, and what to do.
+# Keys under `hydra` that have to stay as they are: the values that mean so, and what to do.
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "callbacks": (
         (None, {}),
@@ -182,10 +182,10 @@ def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None
             f"--config-dir {config_dir}: {own.name} there would take the place of ours; your own "
             "files are options of the groups: DIR/experiment/mine.yaml, then experiment=mine"
         )
-    said = [
+    given = [
         override for override in overrides if override.lstrip("+~").startswith("hydra.searchpath")
     ]
-    for override in OverridesParser.create().parse_overrides(said):
+    for override in OverridesParser.create().parse_overrides(given):
         paths = override.value()
         for path in paths if isinstance(paths, list) else ():
             scheme, _, package = str(path).partition("://")

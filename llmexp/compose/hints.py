@@ -1,5 +1,4 @@
-"""What Hydra refused, in the user's words: what is wrong with which key, and the nearest one that
-there is."""
+"""Explain what Hydra refused: what is wrong with which key, and the nearest key that exists."""
 
 from __future__ import annotations
 

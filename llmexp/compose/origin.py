@@ -1,4 +1,4 @@
-"""Where each value of a composed config comes from: the files in the order in which they are
+"""Find where each value of a composed config comes from: the files in the order in which they are
 merged, then the command line; and the refusal of knobs that are set and do nothing."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def refuse_dead(cfg: DictConfig, config: Config) -> None:
             raise refuse(key, flat[key], f"{why}; {out}, or {instead}")
 
 
-# What acts in a sweep only, and what acts in a single run only, with what to do instead.
+# Keys that act in a sweep only, and keys that act in a single run only, with what to do instead.
 SWEEP_ONLY = (
     "sweep.",
     "hydra/launcher",
@@ -140,8 +140,8 @@ def refuse_given(config: Config, given: Sequence[str]) -> None:
 
 
 def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Raise ConfigError for an experiment whose settings are under `experiment`, where nobody reads
-    them."""
+    """Raise ConfigError for an experiment whose settings are under `experiment`: nothing reads them
+    there."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
         source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
@@ -152,8 +152,8 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
-    """Return whether the value of a knob that does nothing is nobody's wish: its default, or that
-    of the chosen option."""
+    """Return whether the value of a knob that does nothing was not chosen: it is the default, or
+    that of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
     if value is None or (key in fields() and value == fields()[key].default):
         return True

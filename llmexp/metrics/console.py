@@ -1,5 +1,4 @@
-"""What a run shows: lines to the terminal and to train.log, and a live bar where there is a
-terminal."""
+"""Show a run: lines to the terminal and to train.log, and a live bar where there is a terminal."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ class Console:
 
     `log_path` is appended to (UTF-8); None keeps no log. `total_steps` are optimizer steps. The bar
     appears with the first `progress` call, and only if `stream` is a terminal that can move its
-    cursor. A log that cannot be opened or written is said once, where lines are printed; `failure`
-    holds that error.
+    cursor. A log that cannot be opened or written is reported once, where lines are printed;
+    `failure` holds that error.
     """
 
     def __init__(
         self, log_path: Path | None, total_steps: int, stream: TextIO | None = None
     ) -> None:
         self.failure: OSError | None = None
-        self._said = False
+        self._reported = False
         self._total_steps = total_steps
         self._stream: TextIO | None = sys.stdout if stream is None else stream
         self._live = _is_live_terminal(self._stream)
@@ -69,8 +68,8 @@ class Console:
         printed = _CONTROL.sub("", short) if short is not None and self._live else text
         with self._lock:
             self._write_log(text + "\n")
-            if self.failure is not None and not self._said:
-                self._said = True
+            if self.failure is not None and not self._reported:
+                self._reported = True
                 lost = (
                     f"WARNING: {self._log_path} cannot be written ({self.failure.strerror}); "
                     "the run goes on"

@@ -1,4 +1,4 @@
-"""What the machine is: names, memory, and the peak rates that mfu divides by. Unknown hardware has
+"""Describe the machine: names, memory, and the peak rates that mfu divides by. Unknown hardware has
 no peak."""
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ def drivers() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
     with contextlib.suppress(OSError):
-        told = re.search(
+        version = re.search(
             r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s",
             Path("/proc/driver/nvidia/version").read_text(),
         )
-        found["driver"] = told[1] if told else None
+        found["driver"] = version[1] if version else None
     return {name: str(version) for name, version in found.items() if version is not None}
 
 

@@ -1,5 +1,5 @@
-"""What happened since the last row. Counts stay on the device until a row is due; clocks run on the
-host."""
+"""Count and time the steps since the last row. Counts stay on the device until a row is due;
+clocks run on the host."""
 
 from __future__ import annotations
 

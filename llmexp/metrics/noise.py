@@ -90,7 +90,7 @@ class SmallGradient:
         )
         if together:
             targets = mesh.total(self._mesh, targets)
-        # What was summed is the gradient of nll x loss scale x weight (see train_step).
+        # The sum is the gradient of nll x loss scale x weight (see train_step).
         square = (
             norm.double() * count / ((1 if together else self._mesh.dp_size) * scale.double())
         ).square()

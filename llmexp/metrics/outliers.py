@@ -15,7 +15,7 @@ LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class Limits:
-    """What a loss and a norm may be without being outliers, both ends included."""
+    """The range of losses and of norms that are no outliers, both ends included."""
 
     loss: tuple[float, float]
     norm: tuple[float, float]

@@ -1,4 +1,4 @@
-"""What is refused: exit code 2, one message that names key and value and what is valid, and nothing
+"""Refusals: exit code 2, one message that names key and value and what is valid, and nothing
 written."""
 
 from __future__ import annotations

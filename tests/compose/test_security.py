@@ -1,4 +1,4 @@
-"""What a config and a name must not do, each tried with a canary: calling code, reading and telling
+"""A config and a name must not do these, each tried with a canary: call code, read and print
 secrets."""
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def test_redacted_text_has_names_for_values(monkeypatch):
     assert text == "ab <$MY_API_KEY>, <$MY_OTHER_KEY>, '<$MY_OTHER_KEY>'"
 
 
-# What a config may call.
+# Calls.
 
 
 def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch):
@@ -429,7 +429,7 @@ def sweep_of(*arguments: str) -> str:
 
 
 ATTACKS: list[tuple[str, str, list[str], str]] = [
-    # What Hydra makes objects of.
+    # Objects that Hydra makes.
     ("hydra/hydra_logging/evil", LOGS, ["train", "--hydra-help", "hydra/hydra_logging=evil"],
      "hydra.hydra_logging"),
     ("hydra/hydra_logging/evil", LOGS, ["train", "--info", "all", "hydra/hydra_logging=evil"],
@@ -523,7 +523,7 @@ def test_a_file_of_another_runs_nothing(home, capsys, file, text, command, says)
     assert "LLMEXP_ALLOW" not in os.environ
 
 
-# What stands under `hydra`, and what the refusal begins with.
+# Settings under `hydra`, and what the refusal begins with.
 HANDLER = {"class": "logging.FileHandler", "filename": "canary"}
 NODES: list[tuple[dict[str, Any], str]] = [
     ({"sweeper": "${x.section}"}, "hydra.sweeper="),

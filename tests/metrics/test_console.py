@@ -52,7 +52,7 @@ def run_python(
 
 
 def on_terminal(code: str, columns: int, **env: str) -> str:
-    """What `code` sends to a terminal of that width, which is its stdin, stdout and stderr."""
+    """The output of `code` on a terminal of that width: its stdin, stdout and stderr."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     clean = {

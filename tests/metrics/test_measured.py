@@ -1,4 +1,4 @@
-"""What is measured changes nothing, survives a resume, and an outlier is skipped as any skipped
+"""Measuring changes nothing, survives a resume, and an outlier is skipped as any skipped
 update is."""
 
 from __future__ import annotations
