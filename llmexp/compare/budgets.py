@@ -1,5 +1,5 @@
-"""Whether the points of a sweep train on as many tokens as each other, and the budget that would
-make them comparable.
+"""Check that the points of a sweep train on as many tokens as each other, and find the budget that
+would make them comparable.
 
 Plain figures in, plain text out.
 """
@@ -21,7 +21,7 @@ CLOSE = 0.01
 
 @dataclass(frozen=True)
 class Spent:
-    """What a point of a sweep will train on."""
+    """The budget of a point of a sweep."""
 
     values: Mapping[str, Any]  # of the swept keys
     tokens: int  # in all; the schedule ends there

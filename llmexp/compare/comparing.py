@@ -155,8 +155,8 @@ def _columns(
 
 
 def _batch(records: Sequence[Record]) -> str:
-    """iso-batch: one real batch, cut in several ways. scaling: the real batch varies. mixed:
-    both."""
+    """Return iso-batch where one real batch is cut in several ways, scaling where it varies, mixed
+    for both."""
     cuts: dict[int, set[str]] = defaultdict(set)
     for r in records:
         size = r.batch("real_batch_size")

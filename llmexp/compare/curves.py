@@ -1,5 +1,5 @@
-"""What is drawn, for page and picture alike: one quantity over training, smoothed and thinned; the
-axis of a swept key."""
+"""Prepare what page and picture draw: one quantity over training, smoothed and thinned; the axis of
+a swept key."""
 
 from __future__ import annotations
 

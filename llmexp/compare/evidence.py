@@ -1,5 +1,5 @@
-"""What runs show: where their losses are read, how settings differ over seeds, what rounding
-makes, what a single key does."""
+"""Read off runs where their losses stand, how settings differ over seeds, what rounding makes, and
+what a single key does."""
 
 from __future__ import annotations
 

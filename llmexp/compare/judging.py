@@ -35,7 +35,7 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Findings:
-    """What can be said of a comparison."""
+    """The findings of a comparison, from which answer and notes are written."""
 
     c: Comparison
     metric: Column

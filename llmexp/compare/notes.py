@@ -26,39 +26,39 @@ _LEFT_OUT = {
 
 def notes(f: Findings) -> tuple[str, ...]:
     """Return short lines, the most important one first."""
-    said = _budgets(f)
+    lines = _budgets(f)
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
-        said.append(f"Rounding alone makes {size} here ({f.floor.source}).")
-    said += [_effect(e, f) for e in f.effects if _matters(e, f)][:2]
-    said += _left_out(f) + _unequal_seeds(f)
+        lines.append(f"Rounding alone makes {size} here ({f.floor.source}).")
+    lines += [_effect(e, f) for e in f.effects if _matters(e, f)][:2]
+    lines += _left_out(f) + _unequal_seeds(f)
     for sweep, count in planned(f.ranked).items():
         are = "is" if count == 1 else "are"
-        said.append(
+        lines.append(
             f"{plural(count, 'more run')} of these settings {are} planned: {how_to_resume(sweep)}"
         )
     if f.mixed:
-        said.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
-    return (*said, *differences(_taking_part(f))[:2])
+        lines.append("The tokenizers differ, so losses per token do not compare; bits per byte do.")
+    return (*lines, *differences(_taking_part(f))[:2])
 
 
 def why(f: Findings) -> tuple[str, ...]:
     """Return what the result rests on, in sentences."""
-    said = _tokens(f) + _where(f) + _batch(f) + _method(f) + _steps(f) + _halving(f)
-    said += [_effect(e, f) for e in f.effects if not _matters(e, f)]
+    lines = _tokens(f) + _where(f) + _batch(f) + _method(f) + _steps(f) + _halving(f)
+    lines += [_effect(e, f) for e in f.effects if not _matters(e, f)]
     runs = f.c.runs
     if len(models := {str(m) for r in runs if (m := r.facts.get("model"))}) > 1:
-        said.append(f"The models differ: {listed(sorted(models))}.")
+        lines.append(f"The models differ: {listed(sorted(models))}.")
     if len(_facts(_taking_part(f), "eval_sequences")) > 1 and not f.mixed:
-        said.append(
+        lines.append(
             "The evaluations are over different numbers of sequences, which adds to their "
             "differences."
         )
     if len(devices := {str(d) for r in runs if (d := r.facts.get("device_name"))}) > 1:
-        said.append(
+        lines.append(
             f"The devices differ ({listed(sorted(devices))}), so rates and times do not compare."
         )
-    return (*said, *differences(_taking_part(f))[2:])
+    return (*lines, *differences(_taking_part(f))[2:])
 
 
 def _facts(runs: Sequence[Record], key: str) -> set[float]:
@@ -76,15 +76,15 @@ def _budgets(f: Findings) -> list[str]:
     if not places:
         return []
     shares = [f"{100 * p.progress:.0f}" for p in places.values()]
-    said = []
+    lines = []
     if len(set(shares)) > 1 and len(places) > 4:
-        said = [f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."]
+        lines = [f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."]
     elif len(set(shares)) > 1:
         names = _joined(list(places))
-        said = [f"Losses are read at {', '.join(shares)} % of the whole runs ({names})."]
+        lines = [f"Losses are read at {', '.join(shares)} % of the whole runs ({names})."]
     if equal(round(p.planned) for p in places.values()):
-        return said
-    return [*said, _settles(f, list(places.values()))]
+        return lines
+    return [*lines, _settles(f, list(places.values()))]
 
 
 def _places(f: Findings) -> dict[str, Place]:
@@ -181,12 +181,12 @@ def _tokens(f: Findings) -> list[str]:
     if not places:
         return []
     budgets = "; ".join(f"{name} {p.planned:,.0f}" for name, p in places.items())
-    said = f"Tokens of the whole runs: {budgets}."
+    text = f"Tokens of the whole runs: {budgets}."
     if any(p.decays for p in places.values()):
-        said += " A learning rate that has not decayed yet leaves a loss higher than it will be."
+        text += " A learning rate that has not decayed yet leaves a loss higher than it will be."
     if any(k.startswith("batch.") for k in f.c.factors):
-        said += " experiment=accumulation_scaling is a sweep over accumulation at equal tokens."
-    return [said]
+        text += " experiment=accumulation_scaling is a sweep over accumulation at equal tokens."
+    return [text]
 
 
 def _where(f: Findings) -> list[str]:
@@ -198,27 +198,27 @@ def _where(f: Findings) -> list[str]:
         return []
     at = f"{read_at:,.0f} {UNITS[c.align]}"
     if len({round(float(p[-1]), 3) for r in runs if len(p := positions(r, c.align))}) == 1:
-        said = f"Losses are read at {at}, where all runs end."
+        text = f"Losses are read at {at}, where all runs end."
     else:
         limiting = c.label_of(f.limiting)
-        said = f"Losses are read at {at}, which every run reached ({limiting} ends there)."
+        text = f"Losses are read at {at}, which every run reached ({limiting} ends there)."
     seen = {r: evaluations(r, c.align) for r in runs}
     last = {r: float(x[x <= read_at * (1 + 1e-9)].max(initial=0.0)) for r, x in seen.items()}
     late = [r for r in runs if 0 < last[r] < read_at * (1 - 1e-9)]
     without = [c.label_of(r) for r in runs if not last[r]]
     if late and "val" in f.metric.key:
         first = min(late, key=last.__getitem__)
-        said += (
+        text += (
             f" {len(late)} of {len(runs)} runs had their last evaluation before that, "
             f"{c.label_of(first)} at {last[first]:,.0f}."
         )
     if without and any("val/loss" in r.columns for r in runs):
         have = "has" if len(without) == 1 else "have"
-        said += (
+        text += (
             f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: "
             f"{listed(without)}."
         )
-    return [said]
+    return [text]
 
 
 def _halving(f: Findings) -> list[str]:
@@ -234,17 +234,17 @@ def _halving(f: Findings) -> list[str]:
         f"{listed([f.c.label_of(r) for r in shares[s]])} after {100 * s:.3g} % of the steps"
         for s in sorted(shares)
     ]
-    said = [f"Successive halving left out {'; '.join(out)}."]
+    lines = [f"Successive halving left out {'; '.join(out)}."]
     best = f.ranked[0].entry.taking_part[0]
     rivals = [(*there, r) for r in shares[max(shares)] if (there := _at_end_of(r, best))]
     if rivals and f.metric.better == "lower":
         theirs, ours, step, rival = min(rivals, key=lambda found: found[0])
-        said.append(
+        lines.append(
             f"At step {step:,.0f}, where the last were left out, {f.c.label_of(best)} had a val "
             f"loss of {f.digits(ours)}, and the best of these, {f.c.label_of(rival)}, "
             f"{f.digits(theirs)}: what was left out may be as good."
         )
-    return said
+    return lines
 
 
 def _at_end_of(run: Record, other: Record) -> tuple[float, float, float] | None:
@@ -262,7 +262,7 @@ def _batch(f: Findings) -> list[str]:
     sizes = _facts([r for e in f.c.entries if not e.out for r in e.runs], "real_batch_size")
     low, high = (f"{min(sizes):,.0f}", f"{max(sizes):,.0f}") if sizes else ("?", "?")
     span = f"{low} to {high}" if sizes else "?"
-    said = {
+    texts = {
         "iso-batch": f"real_batch_size is {low} in all runs and only its cut into micro-batches, "
         "accumulation and ranks varies (iso-batch), so losses agree but for rounding.",
         "scaling": f"real_batch_size varies, {span} sequences, so at equal tokens the runs took "
@@ -270,12 +270,12 @@ def _batch(f: Findings) -> list[str]:
         "mixed": f"real_batch_size varies, {span} sequences, and so does how it is cut into "
         "micro-batches.",
     }
-    return [said[f.c.batch]] if f.c.batch in said else []
+    return [texts[f.c.batch]] if f.c.batch in texts else []
 
 
 def _method(f: Findings) -> list[str]:
     """Say what the intervals mean, and what one seed cannot tell."""
-    said: list[str] = []
+    lines: list[str] = []
     count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts
     if any(r.difference for r in f.ranked):
         together, small = "", ""
@@ -284,25 +284,25 @@ def _method(f: Findings) -> list[str]:
             together = f", over the {pairs} pairs of {count} settings together"
         if f.is_loss:
             small = f"; a difference under {f.negligible:g} does not matter"
-        said.append(f"Intervals are at 95 % over seeds{together}{small}.")
+        lines.append(f"Intervals are at 95 % over seeds{together}{small}.")
     if few:
-        said.append(
+        lines.append(
             "Runs of one seed show what these runs did, not what the settings do: rounding and the "
             "order of the data move a loss as well. Only more seeds (train.seed=1,2,3) tell."
         )
     if f.floor is not None:
         size = f.floor.size
         spread = f.digits(size) if size >= 1 else f"{size:.2g}"
-        said.append(
+        lines.append(
             f"The floor of rounding, {spread}, is the largest difference in {f.metric.title} among "
             f"{f.floor.runs} runs that differ in rounding alone ({f.floor.source})."
         )
     elif few:
-        said.append(
+        lines.append(
             "What rounding makes was not measured; sweep.twins=1 trains the leading setting once "
             "more for that."
         )
-    return said
+    return lines
 
 
 def _steps(f: Findings) -> list[str]:

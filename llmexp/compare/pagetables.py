@@ -93,22 +93,22 @@ def run_table(c: Comparison) -> str:
     columns |= of(column for column in c.columns if column.key != c.metric)
     columns["Seeds"] = [number_cell(len(e.runs)) for e in c.entries]
     columns["State"] = [cell(escape(e.state), _kind(e.state)) for e in c.entries]
-    shown_ = {}
+    kept = {}
     same = []
     for head, cells in columns.items():
         if head not in metric and len(cells) > 1 and len(set(cells)) == 1:
             same.append(f"{head} {re.sub('<[^>]*>', '', cells[0])}")
         elif head in metric or cells not in metric.values():
-            shown_[head] = cells
+            kept[head] = cells
     rows = []
     for i, (e, look) in enumerate(looks(c).items()):
         star = ' <b class="star">★</b>' if look.lead else ""
         note = f'<small class="note">{escape(e.note)}</small>' if e.note else ""
         first = f"{_swatch(look.colour, e.label)}{star}{note}"
-        rows.append([first, *(cells[i] for cells in shown_.values())])
-    heads = [f'<button type="button">{head}</button>' for head in ["Setting", *shown_]]
-    told = ", ".join(words for words in same if not words.endswith(" "))
-    alike = muted(f"Alike in all: {told}.") if told else ""
+        rows.append([first, *(cells[i] for cells in kept.values())])
+    heads = [f'<button type="button">{head}</button>' for head in ["Setting", *kept]]
+    shared = ", ".join(words for words in same if not words.endswith(" "))
+    alike = muted(f"Alike in all: {shared}.") if shared else ""
     return (table(heads, rows, "Runs", "runs") if rows else "") + alike
 
 

@@ -20,8 +20,8 @@ _POINTS = 2000  # of a curve
 
 
 def write_png(comparison: Comparison, path: Path) -> None:
-    """Val and train loss over the axis of the comparison, and a heat map where exactly two keys
-    were swept."""
+    """Draw val and train loss over the axis of the comparison, and a heat map where exactly two
+    keys were swept."""
     from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter
 

@@ -130,10 +130,10 @@ def _map(c: Comparison, scales: dict[str, Scale], known: dict[tuple[int, int], E
     def words(e: Entry | None, column: Column) -> str:
         if e is None:
             return ""
-        said = [shown(e.figures[column.key], column.digits)] if column.key in e.figures else []
-        said += [text(e.state)] if e.state != "finished" else []
+        lines = [shown(e.figures[column.key], column.digits)] if column.key in e.figures else []
+        lines += [text(e.state)] if e.state != "finished" else []
         star = "★ " if look[e].lead and column.key == c.metric else ""
-        return star + "<br>".join(said)
+        return star + "<br>".join(lines)
 
     options: list[tuple[str, list[Any]]] = []
     for column in c.columns:
@@ -162,8 +162,8 @@ def _map(c: Comparison, scales: dict[str, Scale], known: dict[tuple[int, int], E
 
 
 def parallel(c: Comparison) -> list[Plot]:
-    """From three keys on: a line for each entry, from its settings down to its figure. The axes
-    lie, so that they have room on a phone."""
+    """Draw, from three keys on, a line for each entry, from its settings down to its figure. The
+    axes lie, so that they have room on a phone."""
     column, drawn = metric(c), _compared(c)
     if len(c.factors) < 3 or column is None or not drawn:
         return []

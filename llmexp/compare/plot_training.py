@@ -42,8 +42,8 @@ class Line:
 
 
 def losses(c: Comparison) -> Plot | None:
-    """Train and validation loss of every entry; the rows themselves stand pale behind what is
-    smoothed."""
+    """Draw train and validation loss of every entry; the rows themselves stand pale behind what
+    is smoothed."""
     lines = [line for e, look in looks(c).items() for line in _lines(c, e, look)]
     if not lines:
         return None
@@ -193,7 +193,7 @@ def _layout(c: Comparison, axis: str, title: str) -> dict[str, Any]:
 
 
 def _small(c: Comparison) -> dict[str, Any]:
-    """On a phone the names stand below, and the figure becomes as high as they ask for."""
+    """Put the names below on a phone, and make the figure as high as they need."""
     longest = max((len(look.title) for look in looks(c).values()), default=0)
     rows = -(-len(c.entries) // (2 if longest <= 14 else 1)) if len(c.entries) > 1 else 0
     legend = dict(orientation="h", x=0, y=-0.24, yanchor="top", traceorder="normal")
@@ -222,8 +222,8 @@ def _here(c: Comparison) -> list[dict[str, Any]]:
 
 
 def _later(lines: Sequence[Line]) -> list[float]:
-    """From the lowest to the highest loss after a tenth of the steps: those before would press the
-    others flat."""
+    """Return the lowest and the highest loss after a tenth of the steps: those before would press
+    the others flat."""
     values = [line.usual[line.x["steps"] >= line.x["steps"].max() / 10] for line in lines]
     low, high = float(min(y.min() for y in values)), float(max(y.max() for y in values))
     pad = 0.05 * (high - low) or 0.05

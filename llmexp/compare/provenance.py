@@ -66,12 +66,12 @@ def _changes(one: dict[str, Any]) -> str:
 
 
 def _packages(lists: Sequence[dict[str, str]]) -> list[str]:
-    told = []
+    parts = []
     for package in dict.fromkeys(name for versions in lists for name in versions):
         versions = {versions.get(package) or "none" for versions in lists}
         if len(versions) > 1:
-            told.append(f"{package} {' or '.join(sorted(versions))}")
-    return [f"The packages differ: {_some(told)}."] if told else []
+            parts.append(f"{package} {' or '.join(sorted(versions))}")
+    return [f"The packages differ: {_some(parts)}."] if parts else []
 
 
 def _differing(what: str, values: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ def clean_name(path: Path) -> str:
 
 
 def looks_like_run(path: Path) -> bool:
-    """Return a config or rows, and a record beside them: a config.yaml alone may be anybody's."""
+    """Look for a config or rows and a record beside them: any program may write a config.yaml."""
     there = {name for name in _FILES if (path / name).is_file()}
     beside = {rundir.STATUS, rundir.RUN}
     if rundir.CONFIG in there:

@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def out(self) -> str:
-        """Why it takes no part; empty where a run of it does."""
+        """Say why it takes no part; empty where a run of it does."""
         return "" if self.taking_part else self.runs[0].out
 
     def label_of(self, run: Record) -> str:

@@ -52,7 +52,7 @@ class Columns(Mapping[str, np.ndarray]):
         self._columns = quick
 
     def load(self) -> Columns:
-        """Itself, with every column read."""
+        """Read every column, and return itself."""
         if not self.whole:
             self.whole = True
             try:

@@ -122,20 +122,20 @@ def _seeds(group: Sequence[Record], used: int) -> list[str]:
     if len(group) < 2:
         return []
     tally = Counter(r.state for r in group)
-    said = [f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed"]
+    notes = [f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed"]
     if others := ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished"):
-        said.append(f"{tally['finished']} of {len(group)} seeds finished, {others}")
-    return said
+        notes.append(f"{tally['finished']} of {len(group)} seeds finished, {others}")
+    return notes
 
 
 def _notes(r: Record) -> list[str]:
-    said = [r.lost]
+    notes = [r.lost]
     if r.rung is not None:
-        said.append(f"left out after {r.rung:.0%} of its steps")
+        notes.append(f"left out after {r.rung:.0%} of its steps")
     if r.state in ("failed", "preempted") and (error := r.status.get("error")):
         # The newlines of a repr are two characters.
-        said.append(" ".join(str(error).replace("\\n", " ").split())[:200])
-    return said
+        notes.append(" ".join(str(error).replace("\\n", " ").split())[:200])
+    return notes
 
 
 def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:

@@ -130,8 +130,8 @@ def _cell(value: Any) -> str:
 
 
 def to_json(c: Comparison) -> str:
-    """Strict JSON: {"runs": [{name, path, state, keys that differ, figures, ...}], "sentences":
-    [...], ...}."""
+    """Return strict JSON: {"headline": "...", "notes": [...], "runs": [{name, path, state, keys
+    that differ, figures, ...}], ...}."""
     # Every run has every key, null where it has no such figure or setting.
     named = [column.key for column in c.columns]
     figures = dict.fromkeys([*named, *(key for e in c.entries for key in e.figures)])
@@ -209,8 +209,8 @@ def to_markdown(c: Comparison) -> str:
         figures = [figure(e, column) for column in c.columns]
         rows.append([e.name, _mark(e), difference(e), *settings, *figures])
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
-    said = [f"- {_escaped(s)}" for s in (*c.notes, *c.why)]
-    return "\n".join([_escaped(c.headline), "", *lines, "", *said]) + "\n"
+    points = [f"- {_escaped(s)}" for s in (*c.notes, *c.why)]
+    return "\n".join([_escaped(c.headline), "", *lines, "", *points]) + "\n"
 
 
 def _escaped(text: str) -> str:

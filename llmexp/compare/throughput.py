@@ -19,7 +19,7 @@ from llmexp.compare import picture, reading
 from llmexp.compare.records import Record
 from llmexp.config import flatten
 
-# Titles of what is told of a run: by fact, and by the median of a column.
+# Titles of figures that are facts of a run, and of those that are medians of a column.
 FACTS = {
     "model": "model", "precision": "precision", "ranks": "world_size",
     "micro-batch": "micro_batch_size", "accumulation": "gradient_accumulation_steps",
@@ -189,7 +189,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Full precision; blank where nothing was measured."""
+    """Return the rows in full precision; blank where nothing was measured."""
     out = io.StringIO()
     writer = csv.DictWriter(out, used(rows), restval="", lineterminator="\n")
     writer.writeheader()
@@ -198,7 +198,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def write(records: Sequence[Record], where: Path) -> str:
-    """Write throughput.md, .csv and .png into the folder; the text of the first one."""
+    """Write throughput.md, .csv and .png into the folder; return the text of the first one."""
     rows = rows_of(records)
     text = markdown(rows)
     fileio.write_whole(where / "throughput.md", text)
@@ -208,7 +208,7 @@ def write(records: Sequence[Record], where: Path) -> str:
 
 
 def heat_maps(rows: Sequence[Row], path: Path) -> None:
-    """tokens/s over micro-batch and accumulation, a panel for each length and precision."""
+    """Draw tokens/s over micro-batch and accumulation, a panel for each length and precision."""
     panels: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if {"tokens/s", "micro-batch", "accumulation"} <= row.keys():
