@@ -407,18 +407,15 @@ def test_a_run_that_hangs_is_ended(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_a_sweep_is_refused(tmp_path):
+    per_run = ["sweep.devices_per_run=1", "parallelism=ddp", "parallelism.nproc_per_node=2"]
     for arguments, text in (
-        (
-            ["hydra/launcher=basic"],
-            "hydra/launcher: hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-        ),
+        (["hydra/launcher=basic"], "BasicLauncher does not run here; it is one of local, slurm"),
         (["sweep.resume=nothing"], "sweep.resume=nothing: is no sweep"),
         (["sweep.max_parallel=0"], "sweep.max_parallel=0: must be at least 1"),
         (["sweep.halving=2"], "sweep.halving=2.0: must be at most 1"),
-        (
-            ["sweep.devices_per_run=1", "parallelism=ddp", "parallelism.nproc_per_node=2"],
-            "gives each point fewer",
-        ),
+        (["sweep.halving_keep=0.25"], "sweep.halving_keep=0.25: does nothing without"),
+        (["sweep.twins=1", "sweep.report=throughput"], "sweep.twins=1: measures losses"),
+        (per_run, "gives each point fewer"),
         (["hydra.sweep.subdir=../out"], "must be inside the sweep's folder"),
     ):
         refused = llmexp(
