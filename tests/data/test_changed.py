@@ -288,19 +288,19 @@ def test_files_that_are_not_shorter_are_not_named(path: Path) -> None:
     assert cut_files(many).endswith("; and 2 more")
 
 
-# A run: 2,048 tokens a step, so that the reader takes 64 windows at a time and has not all of them
+# A run: 4,096 tokens a step, so that the reader takes 32 windows at a time and has not all of them
 # at once.
 RUN = [
-    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=64", "train.max_steps=200",
-    "train.log_every=20",
-    "checkpoint.every=50", "train.eval_every=null", "data=tokens", "data.train_files=train.npy",
+    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=128", "train.max_steps=80",
+    "train.log_every=10",
+    "checkpoint.every=20", "train.eval_every=null", "data=tokens", "data.train_files=train.npy",
     "data.val_files=val.npy",
 ]  # fmt: skip
 HOOK = """
 import os
 from pathlib import Path
 def cut(event, context):
-    if event == "step_end" and context.step == 70 and not Path("done").exists():
+    if event == "step_end" and context.step == 35 and not Path("done").exists():
         Path("done").touch()
         os.truncate("train.npy", 1000)
 """
@@ -328,7 +328,7 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
         assert "Traceback" not in text
     assert failed.json("status.json")["state"] == "failed"
     assert "the last checkpoint is step_" in failed.err
-    assert not failed.checkpoint(200).exists()
+    assert not failed.checkpoint(80).exists()
 
     refused = llmexp("resume", "cut", "--allow", "cutting", cwd=tmp_path)
     assert refused.code == 2
@@ -340,7 +340,7 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.err
     assert exact(failed) == exact(undisturbed)
     ended, expected = (
-        load_file(run.checkpoint(200) / "model.safetensors") for run in (failed, undisturbed)
+        load_file(run.checkpoint(80) / "model.safetensors") for run in (failed, undisturbed)
     )
     assert ended.keys() == expected.keys()
     assert all(np.array_equal(ended[name], expected[name]) for name in expected)
