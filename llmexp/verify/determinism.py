@@ -35,7 +35,7 @@ def verify(
         )
         look = path / "look"
         try:
-            runs.train_recorded(look, _plan(config, LOOK_STEPS, shrink), warned=True)
+            runs.train_recorded(look, _look(config, shrink), warned=True)
             likely = suspects(record.read(look))
         except ConfigError as error:  # such as of an operation that refuses; what was found stands
             likely = str(error)
@@ -43,28 +43,37 @@ def verify(
     return checks
 
 
-def _plan(config: Config, steps: int, shrink: bool) -> Config:
+def _plan(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
     saves = {"every": None, "save_initial": False}
-    return runs.watched(config, steps, shrink, checkpoint=saves)
+    return runs.watched(config, steps, shrink, checkpoint=saves, **sections)
+
+
+def _look(config: Config, shrink: bool) -> Config:
+    """Return the config as a short run in which some update is made, also in fp16."""
+    scale = {"init_scale": min(config.precision.init_scale, 1024.0)}
+    return _plan(config, LOOK_STEPS, shrink, precision=scale)
 
 
 def compare(pair: Pair) -> list[Check]:
     """Return everything that two recorded runs computed, bit by bit."""
-    passes = equal(
-        "inputs and outputs of each module, each rank", *(found := pair.differences("events"))
-    )
-    if not found[1]:
-        without = "not looked into: train.compile=true; the update is looked at as a whole"
-        passes = Check("inputs and outputs of each module", None, note=without)
     return [
         pair.figures("the data of each step", "data_digest", "target_tokens"),
-        passes,
-        pair.recorded("gradients that the optimizer gets, each rank", "reduced"),
+        _inside(pair, "inputs and outputs of each module, each rank", "events"),
+        _inside(pair, "gradients that the optimizer gets, each rank", "reduced"),
         pair.recorded("parameters after each step, each rank", "parameters"),
         pair.recorded("moments after each step, each rank", "optimizer"),
         pair.recorded("RNG after each step, each rank", "rng"),
         pair.figures("metrics rows, but for times and memory"),
     ]
+
+
+def _inside(pair: Pair, what: str, part: str) -> Check:
+    """Compare what is recorded only where it is looked into the modules."""
+    differing, count = pair.differences(part)
+    if not count:
+        without = "not looked into: train.compile=true; the update is looked at as a whole"
+        return Check(what.removesuffix(", each rank"), None, note=without)
+    return equal(what, differing, count)
 
 
 def places(ours: Events, theirs: Events) -> Iterator[int]:
