@@ -1,6 +1,6 @@
-"""How a run ended: one table for everybody who watches runs, and the words for it.
+"""Decide how a run ended: one table for everybody who watches runs.
 
-A run says itself how it ended, in status.json. Its watcher (the command, a sweep, Slurm, Ray, an
+A run records itself how it ended, in status.json. Its watcher (the command, a sweep, Slurm, Ray, an
 agent of ranks, a later look) decides by RULES whether that stands, and writes what is missing.
 """
 
@@ -27,7 +27,7 @@ CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run t
 
 
 class Left(Enum):
-    """How a run's processes left, as its watcher saw it."""
+    """List how a run's processes may leave, as its watcher saw it."""
 
     WELL = auto()  # exit code 0 or 75
     REFUSED = auto()  # exit code 2
@@ -52,7 +52,7 @@ def how_it_left(code: int) -> Left:
 class Rule:
     """A line of the table; an empty condition holds always."""
 
-    on_disk: tuple[str, ...] = ()  # the state that status.json says; "" for none
+    on_disk: tuple[str, ...] = ()  # the state in status.json; "" for none
     left: tuple[Left, ...] = ()
     stopped: bool | None = None  # whether its watcher asked it to stop
     held: bool | None = None  # whether a process still is at work in the folder
@@ -97,12 +97,12 @@ def decide(on_disk: str | None, left: Left, *, stopped: bool, held: bool) -> Rul
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended."""
+    """Describe how a run ended."""
 
     state: str
     error: str | None
     exit_code: int
-    found: bool  # by its watcher; else it is what status.json said already
+    found: bool  # by its watcher; else it stood in status.json
 
 
 def conclude(
@@ -142,8 +142,8 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
 
 def mend_status(path: Path) -> None:
     """Record that a run of this host failed which no process is at work in, though its status says
-    running or is lost, as after a power cut; its figures stay. What cannot be locked or written is
-    left as it is."""
+    running or is lost, as after a power cut; its figures stay. A folder that cannot be locked or
+    written is left as it is."""
     if rundir.read_status(path).get("host") not in (None, socket.gethostname()):
         return  # elsewhere it may be alive
     with contextlib.suppress(OSError, ConfigError):

@@ -1,4 +1,4 @@
-"""The run folder: claiming and locking it, and its small files, each written whole or not at
+"""Claim and lock the run folder, and read and write its small files, each written whole or not at
 all."""
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Rows:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def append(self, row: dict[str, Any]) -> None:
-        """Raise OSError where the row cannot be written; the file then end with the row before
+        """Raise OSError where the row cannot be written; the file then ends with the row before
         it."""
         left = memoryview(_line(row).encode())
         whole = os.fstat(self._file.fileno()).st_size
@@ -284,8 +284,8 @@ class Rows:
         self.rows.append(row)
 
     def sync(self) -> None:
-        """To the disk; called before a checkpoint is committed, so that no checkpoint is ahead of
-        its rows."""
+        """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
+        ahead of its rows."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ LOOPBACK_S = 3.0
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who this process is. The ranks form replicas x shards x tensor-parallel ranks, the last
-    varying fastest.
+    """Hold the place of this process. The ranks form replicas x shards x tensor-parallel ranks, the
+    last varying fastest.
 
     `dp_rank` and `dp_size` count the ranks that see different sequences: replicas x shards.
     """
@@ -181,7 +181,7 @@ def local_part(value: Any) -> Tensor:
 
 
 def is_split(value: Any) -> bool:
-    """Return whether it is a DTensor; told by its looks, because importing that class costs a
+    """Return whether it is a DTensor; by its looks, because importing that class costs a
     second."""
     return hasattr(value, "to_local")
 
@@ -228,8 +228,8 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
     # Public from torch 2.14 on, under another name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
-        # NCCL's watchdog ends the process without a word: gloo, which says what happened, has to
-        # notice first.
+        # NCCL's watchdog ends the process without an error: gloo, which reports what happened, has
+        # to notice first.
         later = 15 if mesh.device.type == "cuda" else 0
         set_timeout(datetime.timedelta(seconds=timeout_s + later), group)
         if later:

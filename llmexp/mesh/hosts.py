@@ -1,4 +1,4 @@
-"""Where hosts meet, and which of them are there."""
+"""Find the place where hosts meet, and which of them are there."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ ENDED, FAILURES = ("finished", "preempted"), ("failed", GIVEN_UP)
 
 @dataclass(frozen=True)
 class Plan:
-    """What this host has to start. `outcome` says which of ENDED or FAILURES the run came to since
-    the start, and when (seconds since 1970); ("", 0) until then."""
+    """Hold what this host has to start. `outcome` says which of ENDED or FAILURES the run came to
+    since the start, and when (seconds since 1970); ("", 0) until then."""
 
     run_dir: Path
     nnodes: int
@@ -80,7 +80,7 @@ def attend(work: Callable[[], object], watch: Watch) -> None:
 
 @dataclass
 class Watch:
-    """What is known of this host's ranks, and what torch's agent would not do for them or not soon
+    """Watch this host's ranks, and do what torch's agent would not do for them or not soon
     enough."""
 
     plan: Plan

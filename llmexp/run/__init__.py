@@ -18,7 +18,7 @@ from llmexp.run.layout import Layout
 
 @dataclass(frozen=True)
 class Facts:
-    """What has to be looked up before a run can be solved: the ranks, the data, the model, the
+    """Hold what has to be looked up before a run can be solved: the ranks, the data, the model, the
     device."""
 
     parallelism: str
@@ -82,8 +82,8 @@ class Run:
 def check_model(
     length: int, positions: int | None, vocab_size: int | None, tokenizer: str, tokens: int
 ) -> None:
-    """Whether the model has room for the sequences and for the tokenizer's `tokens`. Raises
-    ConfigError."""
+    """Raise ConfigError where the model has no room for the sequences, or for the tokenizer's
+    `tokens`."""
     if positions is not None and length > positions:
         raise refuse(
             "batch.sequence_length", length, f"the model has {positions} positions", positions

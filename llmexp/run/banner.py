@@ -1,4 +1,4 @@
-"""What a run is about to do, in words: the sections of its banner and of `llmexp plan`."""
+"""Say what a run is about to do: the sections of its banner and of `llmexp plan`."""
 
 from __future__ import annotations
 

@@ -146,5 +146,7 @@ def solve_rates(
     scaled = {k: v * factor for k, v in rates.items()}
     ratio = f"real_batch_size {real_batch_size} / reference_batch {reference}"
     by = f"({ratio})" if rule == "linear" else f"sqrt({ratio})"
-    told = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
-    return optimizer | scaled | {"reference_batch": real_batch_size}, f"{told} (lr_rule {rule})"
+    equations = ", ".join(f"{k} {rates[k]:g} x {by} = {v:g}" for k, v in scaled.items())
+    return optimizer | scaled | {
+        "reference_batch": real_batch_size
+    }, f"{equations} (lr_rule {rule})"

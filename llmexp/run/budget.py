@@ -1,4 +1,4 @@
-"""How long a run trains: exactly one of three budgets, in sequences and optimizer steps."""
+"""Solve how long a run trains: exactly one of three budgets, in sequences and optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run are arranged."""
+"""Arrange the ranks of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from llmexp.config import Parallelism, refuse
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks are arranged: hosts x ranks on each = replicas x shards x tensor-parallel ranks."""
+    """Describe how ranks are arranged: hosts x ranks on each = replicas x shards x tensor-parallel
+    ranks."""
 
     nnodes: int
     nproc_per_node: int
@@ -83,7 +84,7 @@ def _ranks_over(world: int, size: int, key: str) -> int:
 
 
 def check_split(model: dict[str, Any], tp: int) -> None:
-    """Whether a model's sizes can be split over `tp` ranks. Raises ConfigError."""
+    """Raise ConfigError where a model's sizes cannot be split over `tp` ranks."""
     for key in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
         size = model.get(key)
         if isinstance(size, int) and size % tp:

@@ -1,4 +1,4 @@
-"""What training needs before its first step: the console, the checkpoint to go on from, the rows,
+"""Prepare the first step: the console, the checkpoint to go on from, the rows,
 the tracker, and the loop that holds them."""
 
 from __future__ import annotations

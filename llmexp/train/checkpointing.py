@@ -68,7 +68,7 @@ def refuse_changed_data(loop: Loop) -> None:
         where = f" (rank {', '.join(map(str, ranks))})" if joined.distributed else ""
         since = "the beginning" if loop.saved_step is None else f"step {loop.saved_step:,}"
         if text is None:
-            time.sleep(1.0)  # who knows the file says it first
+            time.sleep(1.0)  # give the rank that knows the file time to report first
         raise TrainingFailed(
             f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
             f"have seen other data, and step {loop.progress.step:,} is not saved"
@@ -98,7 +98,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
             saving.clean(loop.out.path / rundir.CHECKPOINTS)
         if must or loop.failed_saves > most:
             if error is None:
-                time.sleep(1.0)  # who knows the cause says it first
+                time.sleep(1.0)  # give the rank that knows the cause time to report first
             why = error or f"rank {ranks} could not write"
             limit = (
                 "the run may not end without it"
@@ -150,7 +150,7 @@ def finish_saving(loop: Loop, must: bool = False) -> None:
 
 def leave_saving(loop: Loop) -> None:
     """Before a run ends by an exception: the checkpoint that is on its way is finished where no
-    other rank is needed for that, and else said to be lost."""
+    other rank is needed for that, and else reported as lost."""
     due, loop.saving = loop.saving, None
     if due is None:
         return

@@ -46,7 +46,7 @@ UNUSED = r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+
 
 @dataclass(frozen=True)
 class Failure:
-    """What an exception means for the run."""
+    """Hold the meaning of an exception for the run."""
 
     exit_code: int
     text: str

@@ -149,7 +149,7 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
 
 @dataclass(frozen=True)
 class Before:
-    """What going on with a run rewrites in its folder, as it was."""
+    """Keep the files that going on with a run rewrites, as they were."""
 
     files: dict[str, bytes]
     origins: list[Path]

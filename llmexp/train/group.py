@@ -24,7 +24,7 @@ from llmexp.mesh.hosts import HostsMissing
 from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, Plan
 from llmexp.metrics import hardware
 
-REPORT_S = 4.0  # for all ranks that waited in vain to say so
+REPORT_S = 4.0  # for all ranks that waited to report it
 
 
 def supervise(path: Path, parts: Parts) -> tuple[int, str]:
@@ -85,8 +85,8 @@ def outcome(path: Path, began: float) -> tuple[str, float]:
 
 
 def recorded_end(path: Path, plan: Plan) -> int | None:
-    """Return the exit code of a run whose ranks ended well, None where they did not. What rank 0
-    wrote on another host may take a moment to be seen here."""
+    """Return the exit code of a run whose ranks ended well, None where they did not. A
+    status written on another host may take a moment to be seen here."""
     for _ in range(20):
         status = rundir.read_status(path)
         if status.get("state") in ENDED:
@@ -179,7 +179,7 @@ def report(
 
 
 def _reports(path: Path) -> list[dict[str, Any]]:
-    """Return what failed ranks said, the earliest first."""
+    """Return the reports of failed ranks, the earliest first."""
     found = [fileio.read_json(p) for p in (path / "logs").glob("failure-*.json")]
     return sorted(found, key=lambda account: account["time"])
 
@@ -198,7 +198,7 @@ def given_up(path: Path) -> bool:
 
 def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> str:
     """After a collective that failed for want of other ranks: which were not in it, or the empty
-    string. Each rank that waited says so in the run folder, which needs no network."""
+    string. Each rank that waited leaves a file in the run folder, which needs no network."""
     late = re.search(r"time(d )?-?out", error, re.I)
     # else the agent sees it
     lost = p.nnodes > 1 and re.search(r"connection (closed|reset)|broken pipe", error, re.I)

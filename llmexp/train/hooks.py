@@ -18,8 +18,8 @@ from llmexp.train.step import TrainingFailed
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook sees. `step` counts from 1; `row` holds the row's figures so far, None when no
-    row is due; `user` is the config's section of that name."""
+    """Hold all that a hook sees. `step` counts from 1; `row` holds the row's figures so far, None
+    when no row is due; `user` is the config's section of that name."""
 
     step: int
     model: nn.Module
@@ -32,8 +32,8 @@ class HookContext:
 def call_hooks(
     loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False
 ) -> None:
-    """Call the user's functions, here and nowhere else. Of what they return, finite figures are
-    kept for the row of this step where there will be one (`wanted`)."""
+    """Call the user's functions, here and nowhere else. Finite figures that they return are kept
+    for the row of this step where there will be one (`wanted`)."""
     parts = loop.setup.parts
     for name, hook in parts.hooks:
         so_far = None if row is None else dict(row)

@@ -30,7 +30,7 @@ from llmexp.train.windows import read_ahead
 
 @dataclass(frozen=True)
 class Due:
-    """What follows a step."""
+    """List what follows a step."""
 
     row: bool
     evaluation: bool
@@ -39,7 +39,7 @@ class Due:
 
     @property
     def verdict(self) -> bool:
-        """Whether the step has to be settled before the next one."""
+        """Return whether the step has to be settled before the next one."""
         return self.row or self.checkpoint or self.sample
 
 

@@ -34,7 +34,7 @@ def export_trace(done: torch.profiler.profile, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         done.export_chrome_trace(str(temporary))
-        with contextlib.suppress(FileNotFoundError):  # torch has said why it could not write it
+        with contextlib.suppress(FileNotFoundError):  # torch has printed why it could not write it
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

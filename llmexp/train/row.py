@@ -12,8 +12,8 @@ from llmexp.train.step import BAD_LOSS, EMPTY, OK, OUTLIER, Seen
 
 @dataclass(frozen=True)
 class Measures:
-    """What is measured for a row besides its step, over all ranks. A figure that is not known, or
-    not asked for, is None."""
+    """Hold the measurements for a row besides its step, over all ranks. A figure that is not known,
+    or not asked for, is None."""
 
     tokens_seen: int
     weight_norm: float

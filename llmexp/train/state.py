@@ -25,7 +25,7 @@ from llmexp.train.step import Setup, Step
 
 @dataclass
 class Progress:
-    """Where the run is: everything besides tensors that a checkpoint has to restore."""
+    """Hold the position of the run: everything besides tensors that a checkpoint has to restore."""
 
     step: int = 0  # windows consumed
     updates: int = 0  # applied updates: the schedule's position
@@ -42,7 +42,7 @@ OUTLIERS_KEPT = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run measures for its comparison with others."""
+    """Hold the measurements that compare a run with others."""
 
     norms: Norms
     noise: NoiseScale
@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a run writes to. Only rank 0 writes."""
+    """Hold the places that a run writes to. Only rank 0 writes."""
 
     path: Path
     main: bool
@@ -105,5 +105,5 @@ class Loop:
 
     @property
     def saved_step(self) -> int | None:
-        """Of the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         return self.saved[-1] if self.saved else None

@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the host sees of a window."""
+    """Hold the figures of a window on the host."""
 
     code: int
     loss: float
@@ -160,7 +160,7 @@ def first_verdict(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
 
 
 def look_for_outlier(setup: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
-    """Return the verdict, with outliers told from the windows that were OK. Nothing waits: the
+    """Return the verdict, with outliers apart from the windows that were OK. Nothing waits: the
     limits are numbers."""
     limits = setup.outliers.limits
     if limits is None:

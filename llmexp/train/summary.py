@@ -1,4 +1,4 @@
-"""What a run comes to: its figures for status.json and the tracker, and its end for its reader."""
+"""Sum up a run: its figures for status.json and the tracker, and its end for its reader."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     if "clip" in measured:
         sections.append(("clipping", clip_table(measured["clip"], loop.measured.norms.limit)))
     to_copy: list[tuple[str, str]] = []
-    try:  # the run is over and recorded: what goes wrong here is only said
+    try:  # the run is over and recorded: an error here is only printed
         if text is not None:
             sections.append(("sample", text))
         if loop.out.rows is not None and parts.config.metrics.picture:

@@ -29,7 +29,7 @@ from llmexp.train.summary import details, say_the_end, summarise
 
 @dataclass
 class Task:
-    """What this process was asked for, as far as it is known."""
+    """Hold the request to this process, as far as it is known."""
 
     path: Path | None = None  # the run folder
     before: folder.Before | None = None  # where a request goes on with a run
