@@ -3,7 +3,9 @@ weights; and whether its processes are gone."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -104,3 +106,17 @@ def all_gone(leader: int, seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def alive(folder: Path) -> list[int]:
+    """Processes that work on a run folder."""
+    found = []
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found

@@ -23,7 +23,7 @@ import yaml
 
 from llmexp.mesh.hosts import rendezvous
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
-from tests.tools import exact, weights
+from tests.tools import alive, exact, pids, weights
 
 # 50 sequences, 8 a step, 30 steps; rows at each, checkpoints every 5.
 SETTINGS = [
@@ -66,10 +66,6 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
 
 
-def pids() -> list[int]:
-    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()]
-
-
 def link(path: str) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(path)
@@ -78,16 +74,6 @@ def link(path: str) -> str:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def alive(folder: Path) -> list[int]:
-    """Processes that work on a run folder."""
-    found = []
-    for pid in pids():
-        with contextlib.suppress(OSError):
-            if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
 
 
 @contextlib.contextmanager

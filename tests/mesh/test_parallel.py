@@ -20,7 +20,7 @@ from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import group, worker
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
-from tests.tools import cut_after, exact, weights
+from tests.tools import alive, cut_after, exact, weights
 
 # 50 sequences, 8 a step, 20 steps; rows at each, checkpoints at 5, 10, 15, 20.
 SETTINGS = [
@@ -31,6 +31,9 @@ SETTINGS = [
     "train.data_digest=true",
 ]  # fmt: skip
 TWO = ["parallelism=ddp", "parallelism.nproc_per_node=2"]
+FOUR = [
+    "parallelism=fsdp_tp", "parallelism.nproc_per_node=4", "parallelism.tensor_parallel_size=2",
+]  # fmt: skip
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import os, time
@@ -56,19 +59,6 @@ def whole(settings, tmp_path_factory) -> Result:
     return train(tmp_path_factory.mktemp("whole"), "run", *settings, *TWO)
 
 
-def alive(folder: Path) -> list[int]:
-    """Processes that work on a run folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if str(folder).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
 def rank_process(folder: Path, rank: int) -> int:
     for pid in alive(folder):
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -90,6 +80,12 @@ def started(cwd: Path, settings: list[str], *more: str) -> tuple[subprocess.Pope
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     return process, run
+
+
+def faulty(cwd: Path, settings: list[str], restarts: int) -> Result:
+    """A run of two ranks with the hook of faulty.py."""
+    hook = ["--allow", "faulty", "hooks=[faulty.hook]", f"parallelism.max_restarts={restarts}"]
+    return llmexp("train", *TINY, *settings, *TWO, *hook, "hydra.run.dir=run", cwd=cwd)
 
 
 def test_a_killed_rank_restarts_the_group_from_the_newest_checkpoint(tmp_path, settings, whole):
@@ -155,15 +151,7 @@ def test_the_trace_of_the_rank_that_failed_first_comes_first(tmp_path, settings)
         "'1':\n"
         "        raise Bad('broken on purpose by group ' + group)\n"
     )
-    overrides = [
-        "--allow",
-        "faulty",
-        "hooks=[faulty.hook]",
-        *settings,
-        *TWO,
-        "parallelism.max_restarts=1",
-    ]
-    result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
+    result = faulty(tmp_path, settings, restarts=1)
     assert result.code == 3
     # the one before it was made good by a restart
     first = result.err.index("Bad: broken on purpose by group 1")
@@ -182,15 +170,7 @@ def test_what_would_only_fail_again_is_not_started_again(tmp_path, settings):
     (tmp_path / "faulty.py").write_text(
         "def hook(event, context):\n    raise ValueError('always')\n"
     )
-    overrides = [
-        "--allow",
-        "faulty",
-        "hooks=[faulty.hook]",
-        *settings,
-        *TWO,
-        "parallelism.max_restarts=5",
-    ]
-    result = llmexp("train", *TINY, *overrides, "hydra.run.dir=run", cwd=tmp_path)
+    result = faulty(tmp_path, settings, restarts=5)
     assert result.code == 3
     assert result.err.count("the hook faulty.hook failed") == 1
 
@@ -262,13 +242,8 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see
     test_invariance); dropout has other masks there, so only that it trains."""
-    split = [
-        "parallelism=fsdp_tp",
-        "parallelism.nproc_per_node=4",
-        "parallelism.tensor_parallel_size=2",
-    ]
     settings = [*settings, *more, "train.max_steps=4", "schedule=constant"]
-    run = train(tmp_path, "run", *settings, *(split if kind == "fsdp_tp" else TWO))
+    run = train(tmp_path, "run", *settings, *(FOUR if kind == "fsdp_tp" else TWO))
     # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
     # less room.
     alone = train(
@@ -300,12 +275,7 @@ def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path
         "train.max_steps=2",
         "train.eval_every=null",
     ]
-    split = [
-        "parallelism=fsdp_tp",
-        "parallelism.nproc_per_node=4",
-        "parallelism.tensor_parallel_size=2",
-    ]
-    train(tmp_path, "run", *overrides, *settings, "data.val_ratio=0", *split)
+    train(tmp_path, "run", *overrides, *settings, "data.val_ratio=0", *FOUR)
     masks = [torch.load(tmp_path / f"masks{rank}.pt") for rank in range(4)]
     assert 0.2 < masks[0].double().mean() < 0.4
     assert torch.equal(masks[0], masks[1])
@@ -383,14 +353,9 @@ def test_compiled_parts_compute_the_same(tmp_path, settings):
         "train.eval_every=null",
         "data.val_ratio=0",
     ]
-    split = [
-        "parallelism=fsdp_tp",
-        "parallelism.nproc_per_node=4",
-        "parallelism.tensor_parallel_size=2",
-    ]
     alone, compiled = (
         train(tmp_path, "alone", *settings),
-        train(tmp_path, "c", *settings, *split, "train.compile=true"),
+        train(tmp_path, "c", *settings, *FOUR, "train.compile=true"),
     )
     for a, b in zip(alone.rows(), compiled.rows(), strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
