@@ -14,6 +14,7 @@ llmexp: language-model pretraining experiments
   llmexp plan [overrides]               check everything and print the banner of the run; -m: a row a point
   llmexp explain KEY [overrides]        what a knob is, who set it, what it changes; also numbers and groups
   llmexp prepare [overrides]            tokenise the data into the cache
+  llmexp tokenizer --vocab-size N data=...   train a tokenizer on the training documents
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN_DIR --prompt TEXT   generate text from a run
   llmexp compare PATH...                which setting is best, and is the difference real
@@ -59,6 +60,7 @@ COMMANDS = {
     "plan": "llmexp.cli.plan:plan",
     "explain": "llmexp.cli.explain:run",
     "prepare": "llmexp.cli.prepare:prepare",
+    "tokenizer": "llmexp.cli.tokenizer:tokenizer",
     "resume": "llmexp.cli.resume:resume",
     "sample": "llmexp.cli.sample:sample",
     "sync": "llmexp.tracker.sync:sync",

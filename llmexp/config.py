@@ -85,6 +85,7 @@ class Batch:
         "sequences per optimizer step over all ranks; null: the product", 32
     )
     sequence_length: int = count("tokens per sequence", 128)
+    document_mask: bool = knob("keep attention and targets inside documents", True, default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

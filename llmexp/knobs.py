@@ -87,7 +87,12 @@ ACTS = {
 
 # Knobs of the open sections that change no result, whatever the function; and the values of keys
 # that a config does not list, such as that of an older run.
-OPEN_AFFECTS = {"data.cache_dir": "nothing", "tokenizer.download_timeout_s": "nothing"}
+OPEN_AFFECTS = {
+    "data.cache_dir": "nothing",
+    "data.max_epochs": "nothing",
+    "data.on_bad_record": "nothing",
+    "tokenizer.download_timeout_s": "nothing",
+}
 OPEN_DEFAULTS = {"optimizer.lr_rule": "none", "optimizer.reference_batch": None}
 
 

@@ -21,7 +21,8 @@ from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatte
 from llmexp.convert import build
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
-from llmexp.train.step import OK, OUTLIER, evaluate, seed_step, set_up, train_step
+from llmexp.train.evaluation import evaluate
+from llmexp.train.step import OK, OUTLIER, seed_step, set_up, train_step
 from llmexp.train.windows import read_ahead
 from tests.conftest import ROOT
 from tests.tools import option
@@ -41,7 +42,18 @@ TINY: dict[str, Any] = {
 USUAL = {"data": "synthetic", "precision": "fp64", "parallelism": "single", "tracker": "none"}
 # Another value of a knob, with what has to change beside it; else it is derived from the value that
 # there is.
+WORDS = [{"files": f"words{number}.txt"} for number in (1, 2, 3, 4)]
+SOURCES = {"a": {"files": "short.jsonl"}, "b": WORDS[1]}
+STAGE = {"from_tokens": 12, "weights": {"a": 0, "b": 1}}
 OTHER: dict[str, dict[str, Any]] = {
+    "data.sources": {
+        "data.sources": {"a": WORDS[0] | {"weight": 1}, "b": WORDS[1] | {"weight": 9}}
+    },
+    "data.val": {"data.val": {"d": WORDS[3]}},
+    "data.val_main": {"data.val_main": "d"},
+    "data.stages": {"data.stages": [STAGE]},
+    "data.max_epochs": {"data.max_epochs": 99.0},
+    "data.on_bad_record": {"data.on_bad_record": "skip"},
     "model.n_heads": {"model.n_heads": 4},
     "model.dropout": {"model.dropout": 0.3},
     "model.vocab_size": {"model.vocab_size": 384},
@@ -127,6 +139,7 @@ def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
     tree["data"] |= {
         "text": {"train_files": "words*.txt"},
         "tokens": {"train_files": "ids.bin"},
+        "corpus": {"sources": SOURCES, "val": {"c": WORDS[2], "d": WORDS[3]}},
     }.get(chosen["data"], {})
     for key, value in (TINY | changes).items():
         section, _, name = key.partition(".")
@@ -196,7 +209,8 @@ def cases() -> Iterator[tuple[str, str, str]]:
 def work(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("knobs")
     for name in ("words1.txt", "words2.txt", "words3.txt", "words4.txt", "more.txt"):
-        (folder / name).write_text(f"so many words of {name}, so little time. " * 40)
+        (folder / name).write_text(f"{name[5:]} has so many words, so little time. " * 40)
+    (folder / "short.jsonl").write_text('{"text": "so few"}\n' * 90 + '{"text": "words"}\n' * 90)
     for name in ("ids.bin", "more.bin"):
         np.random.default_rng(len(name)).integers(0, 50, 6000).astype(np.uint16).tofile(
             folder / name
@@ -216,6 +230,8 @@ def test_a_knob_changes_what_it_says(work, case):
     it says so."""
     group, chosen, key = case
     choice, beside = ({} if chosen == "config" else {group: chosen}), WITH.get(key, {})
+    if key == "batch.document_mask":
+        choice = {"data": "corpus"}  # synthetic data have no documents
     first = made(choice, beside)
     flat = flatten(plain(first))
     changes = OTHER.get(key) or {key: another(key, flat[key])}

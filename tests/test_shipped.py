@@ -21,6 +21,7 @@ from torch.distributed.run import parse_args
 
 from llmexp.__main__ import run
 from llmexp.config import Config, flatten
+from llmexp.data import train_tokenizer
 from llmexp.knobs import dead, fields
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
@@ -44,6 +45,8 @@ NEEDS = {
     "tokens": ["data.train_files=ids.bin"],
     "stdlib": ["data.max_tokens=4000"],
     "synthetic": ["data.n_tokens=4000"],
+    "corpus": ["data.sources.words.files=words.txt"],
+    "file": ["tokenizer.path=tokenizer.json"],
 }
 NEEDS_A_GPU = {("precision", "tf32")}
 NEEDS_FILES = {("tokenizer", name) for name in ("gpt2", "cl100k_base", "o200k_base")}
@@ -58,6 +61,8 @@ def model_overrides(name: str) -> list[str]:
 def work(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "words.txt").write_text("so many words, so little time. " * 150)
+    trained = train_tokenizer.train(["so many words, so little time. " * 9], 260, "gpt2")
+    (folder / "tokenizer.json").write_text(trained.tokenizer_json)
     (np.arange(4000) % 250).astype(np.uint16).tofile(folder / "ids.bin")
     return folder
 

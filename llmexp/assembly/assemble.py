@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from llmexp.assembly.parts import (
     build_model,
     build_optimizers,
     build_tokenizer,
+    document_end,
     filled,
     label_of,
     place_of,
@@ -40,12 +42,13 @@ from llmexp.assembly.targets import bind, hook
 from llmexp.assembly.trial import try_model
 from llmexp.compare.throughput import single_rank_rate
 from llmexp.config import Batch, Config, ConfigError, plain, refuse
+from llmexp.data.reader import Hidden
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
-from llmexp.run import Facts, Run, check_model, solve
+from llmexp.run import Facts, Run, SourceShare, check_model, solve
 from llmexp.run.batch import solve_batch, solve_rates
 
 
@@ -66,6 +69,16 @@ class Parts:
     hooks: list[tuple[str, Callable[..., Any]]]
     user: dict[str, Any]  # the section user
 
+    @property
+    def document_end(self) -> int | None:
+        """Return the id that attention and targets do not reach across; None: there is none."""
+        return document_end(self.config, self.tokenizer)
+
+    @property
+    def hidden(self) -> Hidden:
+        """Return which targets do not count."""
+        return Hidden(self.config.data.get("ignore_id"), self.document_end)
+
 
 def assemble(
     config: Config, *, write: bool, shared: Shared | None = None, tried: bool = False
@@ -81,15 +94,16 @@ def assemble(
     length = batch.sequence_length
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     hooks = [hook(entry, number) for number, entry in enumerate(config.hooks)]
-
     tokenizer, model_section = once(
         "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
     )
     config = dataclasses.replace(config, model=model_section)
     bound = bind("model", config.model, {})
-    make_model = functools.partial(build_model, bound, config.model, place.precision, config.train)
+    end = document_end(config, tokenizer)
+    of_model = (bound, config.model, place.precision, config.train, end)
+    make_model = functools.partial(build_model, *of_model)
     make_optimizers = functools.partial(build_optimizers, optimizer)
-    deciding = [config.model, place.precision]
+    deciding = [config.model, place.precision, end]
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
     # Before the data are prepared for nothing.
@@ -115,7 +129,7 @@ def assemble(
     solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
         config=solved,
-        run=_completed(solved, run),
+        run=_completed(solved, run, corpus),
         device=place.device,
         precision=place.precision,
         tokenizer=tokenizer,
@@ -172,6 +186,7 @@ def _facts(
         layout=place.layout,
         threads_per_rank=threads_per_rank(place.layout.nproc_per_node),
         train_tokens=len(corpus.train),
+        train_sequences=corpus.train_sequences(config.batch.sequence_length),
         val_tokens=len(corpus.val) if corpus.val is not None else 0,
         data=redacted(corpus.description),
         model=redacted(label_of(config.model)),
@@ -236,10 +251,18 @@ def _solved(
     )
 
 
-def _completed(config: Config, run: Run) -> Run:
-    """Return the run with a warning of a warm-up without an end, and with the rate of a single
-    rank."""
+def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
+    """Return the run with its sources, with a warning of a warm-up without an end, and with the
+    rate of a single rank. Raises ConfigError for a source that is walked too often."""
     facts = run.facts
+    sources = []
+    if (mixed := corpus.mixed) is not None:
+        shares = mixed.shares(run.total_sequences, run.sequence_length)
+        for name, (sequences, epochs) in shares.items():
+            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
+                text = f"the run would walk the source {name} {epochs:.4g} times"
+                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
+            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
     if run.warmup_updates > run.max_steps:
         text = (
             f"the warm-up of {run.warmup_updates} updates is longer than the run of "
@@ -248,7 +271,7 @@ def _completed(config: Config, run: Run) -> Run:
         facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
     if config.metrics.single_rank_rates is not None:
         facts = with_single_rank_rate(config, facts)
-    return dataclasses.replace(run, facts=facts)
+    return dataclasses.replace(run, facts=facts, sources=tuple(sources))
 
 
 def with_single_rank_rate(config: Config, facts: Facts) -> Facts:

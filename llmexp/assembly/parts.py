@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from llmexp import optim, precision
 from llmexp.assembly.targets import bind, described, locate, place
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Train, fill, refuse
+from llmexp.data import corpus
 from llmexp.data.stream import Corpus, as_corpus
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 
 T = TypeVar("T")
 DATA_COMMON = (
@@ -90,8 +91,39 @@ def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write
         raise ConfigError(f"{error}{place_of(data, 'data')}") from None
 
 
+def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
+    """Return the id that ends a document where the run has document masks, else None. Raises
+    ConfigError."""
+    if not config.batch.document_mask:
+        return None
+    if config.data["_target_"] == "llmexp.data.sources.synthetic":
+        raise refuse("batch.document_mask", True, "data=synthetic has no documents", False)
+    if (found := end_of_text(tokenizer)) is None:
+        text = f"the tokenizer {tokenizer.name} has no token that ends a document"
+        raise refuse("batch.document_mask", True, text, False)
+    return found
+
+
+def training_texts(config: Config) -> Iterator[str]:
+    """Yield the training documents of a filled config. Raises ConfigError for data that are not
+    text."""
+    data = config.data
+    target = data["_target_"]
+    if target == "llmexp.data.corpus.corpus":
+        yield from corpus.training_texts(data["sources"], data["val"], data["on_bad_record"])
+    elif target == "llmexp.data.sources.text":
+        yield from corpus.training_texts({"text": {"files": data["train_files"]}}, {}, "refuse")
+    else:
+        text = "has no documents of text; use data=corpus or data=text"
+        raise refuse("data._target_", target, text, "llmexp.data.corpus.corpus")
+
+
 def build_model(
-    make: Callable[[], Any], section: dict[str, Any], kind: str, train: Train
+    make: Callable[[], Any],
+    section: dict[str, Any],
+    kind: str,
+    train: Train,
+    end: int | None = None,
 ) -> nn.Module:
     """Return what `make` makes of the model section, in the type of its parameters for the
     precision `kind`, with the weights of this run's seed and twin. Raise ConfigError for what
@@ -106,6 +138,14 @@ def build_model(
         raise refuse(
             "model._target_", dotted, f"has no parameters to train{place_of(section, 'model')}"
         )
+    if end is not None:
+        if not hasattr(model, "document_end"):
+            text = (
+                f"{dotted} knows nothing of documents; give it an attribute `document_end`, the "
+                "last id of each, which it has to keep attention inside of"
+            )
+            raise refuse("batch.document_mask", True, text, False)
+        setattr(model, "document_end", end)  # noqa: B010
     model = model.to(precision.parameter_dtype(kind))
     precision.nudge(model, train.seed, train.twin)
     return model

@@ -23,12 +23,12 @@ from llmexp.values import hint
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
 OWN = {
-    "model": "llmexp.models",
-    "data": "llmexp.data.sources",
-    "tokenizer": "llmexp.data.tokenizers",
-    "optimizer": "llmexp.optim",
-    "schedule": "llmexp.schedule",
-    "hooks": "llmexp.verify.record",
+    "model": ("llmexp.models",),
+    "data": ("llmexp.data.sources", "llmexp.data.corpus"),
+    "tokenizer": ("llmexp.data.tokenizers", "llmexp.data.tokenizer_files"),
+    "optimizer": ("llmexp.optim",),
+    "schedule": ("llmexp.schedule",),
+    "hooks": ("llmexp.verify.record",),
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
 EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
@@ -45,7 +45,7 @@ def allowed_packages(section: str) -> list[str]:
     """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated;
     --allow adds to it)."""
     extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
-    return [name for name in (OWN.get(section, ""), *extra) if name]
+    return [name for name in (*OWN.get(section, ()), *extra) if name]
 
 
 def _inside(module: str, packages: list[str]) -> bool:

@@ -6,6 +6,7 @@ queue        how a run made with --queue is started
 resume       go on with a run or a sweep
 plan         check everything, print the banner, start nothing
 prepare      tokenise the data into the cache
+tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
 derived      what `explain` knows about derived numbers
 compare      arguments of the comparison

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import COLUMNS, common_position, figures, left_out, rounded
+from llmexp.compare.figures import columns_of, common_position, figures, left_out, rounded
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
+from llmexp.compare.rows import is_of_named_set
 from llmexp.config import ConfigError, nearest
 
 ALIGNMENTS = ("tokens", "steps", "time")
@@ -104,7 +105,7 @@ def _problems(records: Sequence[Record]) -> list[str]:
 
 def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
     """Return the column that orders the entries. Raises ConfigError for a name that is none."""
-    columns = {c.key: c for c in COLUMNS}
+    columns = {c.key: c for c in columns_of({key for e in entries for key in e.figures})}
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
         if key not in columns:
@@ -150,7 +151,14 @@ def _columns(
         titles["final val/loss"] = "val loss"
     elif at is not None:
         titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
-    found = [replace(c, title=titles.get(c.key, c.title)) for c in COLUMNS if c.key in known]
+    for key in [key for key in known if is_of_named_set(key) and key != metric.key]:
+        # Of a named set the loss alone, and not the main one's again.
+        again = all(of.get(key) == of.get("val/loss") for of in alive)
+        if again or key.endswith("/bits_per_byte"):
+            known.remove(key)
+    found = [
+        replace(c, title=titles.get(c.key, c.title)) for c in columns_of(known) if c.key in known
+    ]
     return tuple(sorted(found, key=lambda c: c.key != metric.key))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmexp.compare.records import APART, Column, Entry, Record, as_dict
-from llmexp.compare.rows import elapsed
+from llmexp.compare.rows import elapsed, is_of_named_set, named_sets
 from llmexp.knobs import is_record
 from llmexp.metrics.keys import KEYS
 
@@ -219,6 +219,7 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
         found |= _losses(columns, rows, bool(reached))
+        found |= _on_named_sets(record, rows, bool(reached))
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if value is None:
@@ -245,6 +246,22 @@ def _losses(columns: Mapping[str, np.ndarray], rows: int, reached: bool) -> dict
     if len(losses):
         found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
     return found
+
+
+def _on_named_sets(record: Record, rows: int, reached: bool) -> dict[str, float]:
+    """Return the losses on the named validation sets."""
+    found = {}
+    for key in named_sets(record.columns) if reached else ():
+        seen = _finite(record.columns[key][:rows])
+        if len(seen):
+            found[key] = float(seen[-1])
+    return found
+
+
+def columns_of(known: Iterable[str]) -> tuple[Column, ...]:
+    """Return all columns, with those of the named validation sets among the keys `known`."""
+    named = sorted(key for key in known if is_of_named_set(key))
+    return (*COLUMNS, *(Column(key, key.replace("/", " "), "lower", 5) for key in named))
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

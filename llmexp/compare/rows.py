@@ -19,11 +19,9 @@ _NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _ROW = re.compile(
     rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?"
 )
-_SPARSE = {
-    key: re.compile(b'"%s":%s[,}]' % (key.encode(), _NUMBER))
-    for key in ("val/loss", "val/bits_per_byte")
-}
-QUICK = ("step", "tokens_seen", "train/loss", *_SPARSE)
+# Of the validation, and of each named set.
+_VAL = re.compile(rb'"(val/(?:[\w-]+/)?(?:loss|bits_per_byte))":' + _NUMBER + rb"[,}]")
+QUICK = ("step", "tokens_seen", "train/loss", "val/loss", "val/bits_per_byte")
 
 
 class Columns(Mapping[str, np.ndarray]):
@@ -65,6 +63,11 @@ class Columns(Mapping[str, np.ndarray]):
             self._columns = more | self._columns
         return self
 
+    @property
+    def quick(self) -> dict[str, np.ndarray]:
+        """Return the columns that were read so far."""
+        return self._columns
+
     def __getitem__(self, key: str) -> np.ndarray:
         return (self if key in QUICK else self.load())._columns[key]
 
@@ -73,6 +76,17 @@ class Columns(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.load()._columns)
+
+
+def named_sets(columns: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the keys of the losses on named validation sets."""
+    known = columns.quick if isinstance(columns, Columns) else columns
+    return [key for key in known if is_of_named_set(key)]
+
+
+def is_of_named_set(key: str) -> bool:
+    """Tell whether a key is that of a loss on a named validation set: val/NAME/loss."""
+    return key.count("/") == 2 and key.startswith("val/")
 
 
 def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -108,9 +122,9 @@ def _quick(text: bytes) -> dict[str, np.ndarray] | None:
     place = text.find(b'"val/')
     while place >= 0:
         row = int(np.searchsorted(ends, place))
-        for key, pattern in _SPARSE.items():
-            if match := pattern.search(text, place, int(ends[row])):
-                columns.setdefault(key, np.full(rows, np.nan))[row] = float(match.group(1))
+        for match in _VAL.finditer(text, place, int(ends[row])):
+            key = match.group(1).decode()
+            columns.setdefault(key, np.full(rows, np.nan))[row] = float(match.group(2))
         place = text.find(b'"val/', int(ends[row]))
     return {key: np.where(np.isfinite(column), column, np.nan) for key, column in columns.items()}
 

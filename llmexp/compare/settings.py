@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from llmexp import labels
-from llmexp.compare.figures import COLUMNS
+from llmexp.compare.figures import columns_of
 from llmexp.compare.records import APART, SEED, TWIN, Entry, Record
 from llmexp.compare.statistics import mean_interval
 from llmexp.knobs import affects, is_record
@@ -96,7 +96,7 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
     usable = [r for r in group if not r.out] or group
     values: dict[str, float] = {}
     intervals = {}
-    for key in (column.key for column in COLUMNS):
+    for key in (column.key for column in columns_of({key for r in usable for key in r.figures})):
         if known := [r.figures[key] for r in usable if key in r.figures]:
             values[key], interval = mean_interval(known)
             if (

@@ -96,6 +96,10 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         parser.add_argument(
             "--queue", action="store_true", help="make the run folder and start nothing"
         )
+    if command == "tokenizer":
+        parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer")
+        parser.add_argument("--pattern", default="gpt2", help="how text is split before")
+        parser.add_argument("--out", help="folder of the tokenizer")
     if command == "verify":
         parser.add_argument("--steps", type=int, help="optimizer steps of each run")
         parser.add_argument(
@@ -110,9 +114,19 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
                 "files are options of the groups: --config-dir DIR with DIR/experiment/mine.yaml, "
                 "then experiment=mine"
             )
+    args.overrides = [opened(override) for override in args.overrides]
     check_overrides(args.overrides)
     refuse_search_path(args.config_dir, args.overrides)
     return args
+
+
+# Below these a name is the user's own.
+NAMED_BY_USER = ("user.", "data.sources.", "data.val.")
+
+
+def opened(override: str) -> str:
+    """Return an override that Hydra takes: one of a key with a name of the user's may add it."""
+    return f"++{override}" if override.startswith(NAMED_BY_USER) else override
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

@@ -4,10 +4,18 @@ order        sequence k of a run: a pure function of the seed and k
 reader       from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
 sources      the sources of conf/data
+corpus       data=corpus: named sources, mixed, with named validation sets
+mixture      which source sequence k of a mixture comes from
+source       one source: its splits and its shards in the cache
+readers      documents of text, JSON lines and Parquet, plain or compressed
+shards       documents -> token shards, in order, by all cores
+places       files here, and addresses that fsspec reads
 documents    text files as documents, for training and for validation
 encode       documents -> token ids
 prepare      token shards in the cache
 token_files  ids that somebody else has prepared
 files        find and identify input files
 tokenizers   tiktoken's encodings, bytes, the user's own
+tokenizer_files  tokenizers of Hugging Face, tiktoken and sentencepiece in files
+train_tokenizer  a byte-level BPE from documents
 """

@@ -163,7 +163,12 @@ def recorded(path: Path) -> dict[str, str]:
     Less where an older version wrote it, nothing for what is no shard of the cache.
     """
     try:
-        found = json.loads((path.parent / MANIFEST).read_text())["splits"][path.stem]
+        manifest, split = path.parent / MANIFEST, path.stem
+        part = "splits"
+        if "." in split:  # of a corpus: CHUNK.SPLIT.bin
+            chunk, _, split = split.partition(".")
+            manifest, part = path.parent / f"{chunk}.json", "shards"
+        found = json.loads(manifest.read_text())[part][split]
         return {key: found[key] for key in ("sha256", "sample") if isinstance(found.get(key), str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmexp.data.mixture import Mixed
 from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 
@@ -42,6 +43,24 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """Which targets do not count: those with an id, and those that follow a document's end."""
+
+    ignore_id: int | None = None
+    document_end: int | None = None
+
+    def at(self, ids_nrs: np.ndarray) -> np.ndarray | None:
+        """Return bool (n, r, t) of the targets that do not count; None: all do."""
+        found = None
+        if self.ignore_id is not None:
+            found = ids_nrs[..., 1:] == self.ignore_id
+        if self.document_end is not None:
+            after = ids_nrs[..., :-1] == self.document_end
+            found = after if found is None else found | after
+        return found
+
+
+@dataclass(frozen=True)
 class Order:
     """The sequences of a run: step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as
     there are `total_sequences`; sequence i is the tokens [i*T, i*T + T], T = sequence_length."""
@@ -52,16 +71,22 @@ class Order:
     total_sequences: int
     seed: int
     shuffle: bool = True
-    ignore_id: int | None = None
+    hidden: Hidden = Hidden()
+    mixed: Mixed | None = None  # where the stream holds several sources
 
     def rows(self, first: np.ndarray, count: int) -> np.ndarray:
         """Return the ids (n, r, s) of the `count` sequences from each of `first` (n) on."""
-        n = self.stream.n_sequences(self.sequence_length)
         k_nr = first[:, None] + np.arange(count)
-        index = sequence_index(self.seed, k_nr.ravel(), n, self.shuffle)
         width = self.sequence_length + 1
-        ids = self.stream.gather(index * self.sequence_length, width)
+        ids = self.stream.gather(self.starts(k_nr.ravel()), width)
         return ids.reshape(*k_nr.shape, width)
+
+    def starts(self, k: np.ndarray) -> np.ndarray:
+        """Return int64 [n]: the first token of each of the sequences `k` of the run."""
+        if self.mixed is not None:
+            return self.mixed.starts(k, self.seed, self.shuffle, self.sequence_length)
+        n = self.stream.n_sequences(self.sequence_length)
+        return sequence_index(self.seed, k, n, self.shuffle) * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,7 @@ def _windows(
         tokens_nrs = order.rows((step + np.arange(count)) * real + first_row, rows)
         micro_steps = max(1, -(-most // cut.micro_batch_size))
         batches, target_counts = _micro_batches(
-            tokens_nrs, micro_steps, cut.micro_batch_size, order.ignore_id, pin_memory
+            tokens_nrs, micro_steps, cut.micro_batch_size, order.hidden, pin_memory
         )
         for i in range(count):
             digested = _digest(tokens_nrs[i], first_row) if digest else 0
@@ -132,7 +157,7 @@ def eval_batches(
     *,
     sequence_length: int,
     max_sequences: int,
-    ignore_id: int | None,
+    hidden: Hidden,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
     over the stream.
@@ -147,14 +172,14 @@ def eval_batches(
         index = np.arange(first, max(first, min(first + micro, stop)), dtype=np.int64)
         starts = index * there // max(1, total) * sequence_length
         tokens_rs = stream.gather(starts, sequence_length + 1)
-        yield _micro_batches(tokens_rs[None], 1, micro, ignore_id, False)[0][0][0]
+        yield _micro_batches(tokens_rs[None], 1, micro, hidden, False)[0][0][0]
 
 
 def _micro_batches(
     tokens_nrs: np.ndarray,
     micro_steps: int,
     micro_batch_size: int,
-    ignore_id: int | None,
+    hidden: Hidden,
     pin_memory: bool,
 ) -> tuple[list[list[tuple[Tensor, Tensor]]], list[int]]:
     """Per window its micro-batches and the number of their valid targets.
@@ -171,9 +196,8 @@ def _micro_batches(
     filled_tokens[:, :rows], filled_tokens[:, rows:] = tokens_nrs[..., :-1], 0
     filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], MASKED
     valid = np.full(windows, rows * length)
-    if ignore_id is not None:
-        ignored = filled_targets == ignore_id
-        filled_targets[ignored] = MASKED
+    if (ignored := hidden.at(tokens_nrs)) is not None:
+        filled_targets[:, :rows][ignored] = MASKED
         valid -= ignored.sum((1, 2))
     cut_tokens = tokens.view(-1, micro_batch_size, length).unbind()
     cut_targets = targets.view(-1, micro_batch_size, length).unbind()

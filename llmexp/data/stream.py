@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.data.mixture import Mixed
+
 
 class DataChanged(OSError, ValueError):
     """A data file is not any more what it was when it was opened."""
@@ -102,6 +104,16 @@ class TokenStream:
         stream = cls([])
         stream._unprepared_length = length
         return stream
+
+    @classmethod
+    def joined(cls, streams: Sequence[TokenStream]) -> TokenStream:
+        """Return the tokens of several streams, one after the other; shares their files."""
+        if any(stream._unprepared_length is not None for stream in streams):
+            return cls.unprepared(sum(map(len, streams)))
+        found = cls([])
+        arrays = [array for stream in streams for array in stream._arrays]
+        found._set(arrays, [shard for stream in streams for shard in stream.shards])
+        return found
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._unprepared_length is None else self._unprepared_length
@@ -196,10 +208,21 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
+    mixed: Mixed | None = None  # of several sources; None: one stream in one order
+    val_sets: dict[str, TokenStream] = field(default_factory=dict)  # named ones, `val` among them
+    table: list[dict[str, Any]] = field(default_factory=list)  # a row for each source, to print
+
+    def train_sequences(self, sequence_length: int) -> int:
+        """Return how many sequences one epoch has."""
+        if self.mixed is not None:
+            return sum(self.mixed.sequences(sequence_length).values())
+        return self.train.n_sequences(sequence_length)
 
     def shards(self) -> list[Shard]:
-        """Return the arrays of both streams, each once."""
-        both = [*self.train.shards, *(self.val.shards if self.val is not None else ())]
+        """Return the arrays of all streams, each once."""
+        val = [self.val] if self.val is not None else []
+        streams = [self.train, *val, *self.val_sets.values()]
+        both = [shard for stream in streams for shard in stream.shards]
         return list({id(s.array): s for s in both}.values())
 
     def differences(self, harmful: bool) -> Iterator[str]:

@@ -6,6 +6,7 @@ checks       checks of their arguments
 loss         `WindowLoss`: token ids and targets -> summed cross-entropy
 chunked      its kernel for large vocabularies, which never holds all logits
 recompute    activation checkpointing
+documents    causal attention, inside documents where a model knows their last id
 memory       what a forward pass keeps, counted
 sampling     text, token by token
 """

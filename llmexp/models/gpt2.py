@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
 from llmexp.models.common import FLOPS_FORMULA, flops_per_token, init_weights, logits
+from llmexp.models.documents import Documents, attend, find_documents
 
 
 class Attention(nn.Module):
@@ -28,16 +29,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, documents: Documents | None = None) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q_bhtk = self.q_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         k_bhtk = self.k_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         v_bhtk = self.v_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
-        y_bhtk = F.scaled_dot_product_attention(
-            q_bhtk, k_bhtk, v_bhtk, dropout_p=dropout, is_causal=True
-        )
+        y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)
         return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -64,8 +63,8 @@ class Block(nn.Module):
         self.mlp = MLP(d_model, d_ff)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h_btd: Tensor) -> Tensor:
-        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd)))
+    def forward(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), documents))
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
@@ -77,6 +76,7 @@ class GPT2(nn.Module):
     Raises ValueError for sizes that do not fit together.
     """
 
+    document_end: int | None = None  # the last id of a document, to keep attention inside each
     flops_formula = FLOPS_FORMULA
     init_weights, forward, flops_per_token = init_weights, logits, flops_per_token
 
@@ -127,8 +127,11 @@ class GPT2(nn.Module):
         sequence."""
         t = tokens_bt.shape[1]
         check_length(t, self.max_position_embeddings)
-        positions_t = torch.arange(t, device=tokens_bt.device)
-        h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions_t))
+        positions, documents = torch.arange(t, device=tokens_bt.device), None
+        if self.document_end is not None:
+            documents = find_documents(tokens_bt, self.document_end)
+            positions = documents.positions_bt
+        h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
         for block in self.blocks:
-            h_btd = block(h_btd)
+            h_btd = block(h_btd, documents)
         return self.final_norm(h_btd)

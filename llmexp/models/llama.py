@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
 from llmexp.models.common import FLOPS_FORMULA, flops_per_token, init_weights, logits
+from llmexp.models.documents import Documents, attend, find_documents
 
 
 def rope_tables(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,18 +53,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x_btd: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
+    def forward(
+        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q_bhtk = self.q_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         k_bgtk = self.k_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
         v_bgtk = self.v_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
-        q_bhtk = apply_rope(q_bhtk, cos_tk, sin_tk)
-        k_bgtk = apply_rope(k_bgtk, cos_tk, sin_tk)
+        q_bhtk = apply_rope(q_bhtk, cos, sin)
+        k_bgtk = apply_rope(k_bgtk, cos, sin)
         dropout = self.dropout if self.training else 0.0
-        y_bhtk = F.scaled_dot_product_attention(
-            q_bhtk, k_bgtk, v_bgtk, dropout_p=dropout, is_causal=True, enable_gqa=self.grouped
-        )
+        y_bhtk = attend(q_bhtk, k_bgtk, v_bgtk, documents, dropout, self.grouped)
         return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -99,8 +100,11 @@ class Block(nn.Module):
         self.mlp = MLP(d_model, d_ff)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h_btd: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
-        h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), cos_tk, sin_tk))
+    def forward(
+        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        attended_btd = self.attention(self.attention_norm(h_btd), cos, sin, documents)
+        h_btd = h_btd + self.dropout(attended_btd)
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
 
@@ -114,6 +118,7 @@ class Llama(nn.Module):
     together.
     """
 
+    document_end: int | None = None  # the last id of a document, to keep attention inside each
     flops_formula = FLOPS_FORMULA
     init_weights, forward, flops_per_token = init_weights, logits, flops_per_token
 
@@ -190,7 +195,12 @@ class Llama(nn.Module):
         h_btd = self.dropout(self.token_embedding(tokens_bt))
         # Made anew each time: a buffer would not survive `to_empty`, and the tables are a few
         # kilobytes.
-        cos_tk, sin_tk = rope_tables(t, self.head_dim, self.rope_theta, like=h_btd)
+        cos, sin = rope_tables(t, self.head_dim, self.rope_theta, like=h_btd)
+        documents = None
+        if self.document_end is not None:
+            documents = find_documents(tokens_bt, self.document_end)
+            at = documents.positions_bt
+            cos, sin = cos[at][:, None], sin[at][:, None]  # (b, 1, t, k)
         for block in self.blocks:
-            h_btd = block(h_btd, cos_tk, sin_tk)
+            h_btd = block(h_btd, cos, sin, documents)
         return self.final_norm(h_btd)

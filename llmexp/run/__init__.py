@@ -25,6 +25,7 @@ class Facts:
     layout: Layout
     threads_per_rank: int
     train_tokens: int
+    train_sequences: int  # whole ones, of all sources
     val_tokens: int
     data: str
     model: str
@@ -44,6 +45,16 @@ class Facts:
     # tokens/s of the same run on one rank, where it was measured
     single_rank_rate: float | None = None
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What a run reads of one source of its data."""
+
+    name: str
+    tokens: int  # that the source has
+    sequences: int  # that the run trains on
+    epochs: float
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,14 @@ class Run:
     facts: Facts
     versions: dict[str, str]
     commit: str | None
+    sources: tuple[SourceShare, ...] = ()  # of data that are mixed from several
 
     def as_dict(self) -> dict[str, Any]:
         """Flat and plain, for run.json and the tracker."""
         flat = asdict(self)
         facts = flat.pop("facts")
+        if not self.sources:
+            flat.pop("sources")
         return {**facts.pop("layout"), **facts, **flat}
 
 
@@ -116,7 +130,7 @@ def solve(
     """
     batch = solve_batch(config.batch, facts.layout.dp_size)
     length, real = batch.sequence_length, batch.real_batch_size
-    train_sequences = max(0, facts.train_tokens - 1) // length
+    train_sequences = facts.train_sequences
     val_sequences = max(0, facts.val_tokens - 1) // length
     if train_sequences < 1:
         raise refuse(

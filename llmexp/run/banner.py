@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmexp.run import Run
+from llmexp.run import Run, SourceShare
 
 
 def batch_equation(run: Run) -> str:
@@ -35,6 +35,14 @@ def ranks_sentence(run: Run) -> str:
     return f"{hosts}{layout.nproc_per_node} ({kind}: {' x '.join(parts)}), {threads}"
 
 
+def _source_text(run: Run, source: SourceShare) -> str:
+    share = source.sequences / run.total_sequences
+    return (
+        f"{source.name}: {share:.4g} of the sequences = {source.sequences:,}, "
+        f"{source.epochs:.4g} epochs of its {source.tokens:,} tokens"
+    )
+
+
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs that say in plain words what is about to happen."""
     f = run.facts
@@ -50,7 +58,8 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     train = (
         f"{f.train_tokens:,} tokens, {run.train_sequences:,} sequences of {run.sequence_length:,}"
     )
-    if rest := f.train_tokens - 1 - run.train_sequences * run.sequence_length:  # 1: a last target
+    rest = f.train_tokens - 1 - run.train_sequences * run.sequence_length  # 1: a last target
+    if rest and not run.sources:
         train += f"; the last {rest:,} token{' is' if rest == 1 else 's are'} too few for another"
     val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
@@ -58,6 +67,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     rows = [
         ("data", f"{f.data}; tokenizer {f.tokenizer}"),
         ("train", train),
+        *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{f.model}, {f.parameters:,} parameters"),
         ("batch", batch_equation(run)),

@@ -1,6 +1,7 @@
 """Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
 
-step           one optimizer step, one evaluation, and the live parts they work on
+step           one optimizer step, and the live parts it works on
+evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to write a row, evaluate, save, stop
 row            a row of metrics.jsonl from what was measured

@@ -18,12 +18,13 @@ from llmexp.data.reader import Window
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.train.checkpointing import go_on_saving, save
+from llmexp.train.evaluation import evaluate
 from llmexp.train.hooks import call_hooks
 from llmexp.train.profiling import start_profiler
 from llmexp.train.row import Measures, build_row
 from llmexp.train.sampling import print_sample
 from llmexp.train.state import Loop
-from llmexp.train.step import Step, TrainingFailed, evaluate, seed_step, train_step
+from llmexp.train.step import Step, TrainingFailed, seed_step, train_step
 from llmexp.train.verdicts import settle
 from llmexp.train.windows import read_ahead
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from llmexp import clip as clipping
 from llmexp import mesh, optim, precision
 from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
-from llmexp.data.reader import Cut, Window, eval_batches
+from llmexp.data.reader import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
@@ -170,42 +169,6 @@ def look_for_outlier(setup: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> 
         return torch.where(outside & (code == OK), OUTLIER, code)
     # the same on all ranks
     return mesh.maximum(setup.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))
-
-
-@torch.no_grad()
-def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
-    """Token-weighted validation loss over all ranks, summed in float64; the training RNG is not
-    touched."""
-    run, val = setup.parts.run, setup.parts.corpus.val
-    if val is None or not run.eval_sequences:
-        return {}
-    sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
-    was_training = setup.model.training
-    setup.model.eval()
-    for tokens_bt, targets_bt in eval_batches(
-        val,
-        Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
-        sequence_length=run.sequence_length,
-        max_sequences=run.eval_sequences,
-        ignore_id=setup.parts.config.data.get("ignore_id"),
-    ):
-        valid = targets_bt >= 0
-        with precision.autocast(setup.parts.precision, setup.mesh.device):
-            sums[0] += setup.loss(tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device))
-        sums[1] += int(valid.sum())
-        sums[2] += int(byte_lengths[targets_bt[valid]].sum())
-    setup.model.train(was_training)
-    nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
-    if not targets:
-        return {}
-    if not math.isfinite(nll):
-        raise TrainingFailed("the validation loss is not finite")
-    found = {"val/loss": nll / targets}
-    if found["val/loss"] < 700:  # beyond that exp overflows
-        found["val/ppl"] = math.exp(found["val/loss"])
-    if count_bytes:
-        found["val/bits_per_byte"] = nll / math.log(2) / count_bytes
-    return found
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

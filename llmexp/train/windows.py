@@ -19,7 +19,8 @@ def order_of(parts: Parts) -> Order:
         run.total_sequences,
         config.train.seed,
         config.data.get("shuffle", True),
-        config.data.get("ignore_id"),
+        parts.hidden,
+        parts.corpus.mixed,
     )
 
 

@@ -4,6 +4,7 @@ epoch."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,10 @@ def check_order(parts: Parts) -> list[Check]:
     ranks."""
     run, order = parts.run, order_of(parts)
     n, real = run.train_sequences, run.real_batch_size
-    checks = [covers(epoch, order.seed, n, order.shuffle) for epoch in (0, 1)]
+    if order.mixed is None:
+        checks = [covers(epoch, order.seed, n, order.shuffle) for epoch in (0, 1)]
+    else:
+        checks = [mixes(order, name) for name in order.mixed.tokens]
     some = np.random.default_rng(0).integers(0, run.max_steps, WINDOWS).tolist()
     boundary = n // real  # the window with the first sequence of epoch 1
     sampled = sorted(s for s in {0, boundary, run.max_steps - 1, *some} if s < run.max_steps)
@@ -202,6 +206,33 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
     )
 
 
+def mixes(order: Order, name: str) -> Check:
+    """Return whether a source of a mixture has its share of the run, and none of its sequences
+    comes again before all have come."""
+    assert order.mixed is not None
+    sizes, length = order.mixed.tokens, order.sequence_length
+    before = list(itertools.takewhile(lambda other: other != name, sizes))
+    first = sum(sizes[other] for other in before)
+    n = order.mixed.sequences(length)[name]
+    visits = np.zeros(n, dtype=np.int64)
+    outside = 0
+    for start in range(0, order.total_sequences, 1 << 18):
+        k = np.arange(start, min(order.total_sequences, start + (1 << 18)))
+        at = order.starts(k) - first
+        mine = at[(at >= 0) & (at < sizes[name])]
+        outside += int((mine % length != 0).sum())
+        visits += np.bincount(mine // length, minlength=n)[:n]
+    wanted, _ = order.mixed.shares(order.total_sequences, length)[name]
+    uneven = int(visits.max() - visits.min())
+    return Check(
+        f"sequences of the source {name}, none twice in an epoch",
+        int(visits.sum()) == wanted and uneven <= 1 and not outside,
+        int(visits.sum()),
+        wanted,
+        f"train.seed={order.seed}; {n:,} in the source",
+    )
+
+
 def other_window(order: Order, cut: Cut, step: int) -> str:
     """Return how the window that the rank's reader gives differs from the sequences of its place;
     "" where it does not."""
@@ -209,23 +240,27 @@ def other_window(order: Order, cut: Cut, step: int) -> str:
     length, per_rank = order.sequence_length, order.real_batch_size // cut.dp_size
     first = step * order.real_batch_size + cut.rank * per_rank
     last = max(first, min(first + per_rank, order.total_sequences))
-    n = order.stream.n_sequences(length)
-    index = sequence_index(order.seed, np.arange(first, last), n, order.shuffle).tolist()
+    k = np.arange(first, last)
+    if order.mixed is not None:
+        starts = order.mixed.starts(k, order.seed, order.shuffle, length).tolist()
+    else:
+        n = order.stream.n_sequences(length)
+        starts = (sequence_index(order.seed, k, n, order.shuffle) * length).tolist()
     tokens, targets = (torch.cat(both).numpy() for both in zip(*window.micro_batches, strict=True))
-    if len(tokens) < len(index):
-        return f"{len(tokens)} rows, not {len(index)}"
+    if len(tokens) < len(starts):
+        return f"{len(tokens)} rows, not {len(starts)}"
     valid = 0
-    for row, sequence in enumerate(index):
-        ids = order.stream.read(sequence * length, length + 1)
+    for row, start in enumerate(starts):
+        ids = order.stream.read(start, length + 1)
         wanted = ids[1:]
-        if order.ignore_id is not None:
-            wanted = np.where(wanted == order.ignore_id, MASKED, wanted)
+        if (hidden := order.hidden.at(ids)) is not None:
+            wanted = np.where(hidden, MASKED, wanted)
         if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):
             return f"row {row} is not sequence {first + row:,} of the run"
         valid += int((wanted != MASKED).sum())
-    surplus = np.flatnonzero((targets[len(index) :] != MASKED).any(axis=1))
+    surplus = np.flatnonzero((targets[len(starts) :] != MASKED).any(axis=1))
     if len(surplus):
-        return f"row {len(index) + surplus[0]}, which is missing, is not masked"
+        return f"row {len(starts) + surplus[0]}, which is missing, is not masked"
     if window.target_count != valid:
         return f"the window says {window.target_count} targets, {valid} are there"
     return ""

@@ -152,7 +152,10 @@ def test_a_digest_sees_tokens_and_places() -> None:
 
 
 def test_ignored_ids_are_masked_as_targets_only() -> None:
-    plain, masked = next(_windows(shuffle=False)), next(_windows(shuffle=False, ignore_id=7))
+    plain, masked = (
+        next(_windows(shuffle=False)),
+        next(_windows(shuffle=False, hidden=reader.Hidden(7))),
+    )
     assert masked.target_count == plain.target_count - 1
     for (tokens, targets), (tokens_m, targets_m) in zip(
         plain.micro_batches, masked.micro_batches, strict=True
@@ -174,7 +177,7 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
                 Cut(2, rank, dp),
                 sequence_length=LENGTH,
                 max_sequences=wanted,
-                ignore_id=None,
+                hidden=reader.Hidden(),
             )
         )
         counts.append(len(batches))

@@ -1,0 +1,54 @@
+"""`llmexp tokenizer --vocab-size N data=...`: train a tokenizer on the training documents."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmexp.cli import hydra_flags
+from llmexp.compose import app, command_line
+from llmexp.config import ConfigError
+from llmexp.fileio import write_whole
+
+
+def tokenizer(arguments: list[str]) -> int:
+    """Train a byte-level BPE tokenizer and write it as tokenizer.json and as a .tiktoken file."""
+    args = command_line.parse("tokenizer", arguments)
+    if hydra_flags.asked(args):
+        return hydra_flags.answer(args)
+    if args.multirun:
+        raise ConfigError(
+            "-m: llmexp tokenizer trains one tokenizer; leave out -m, and compare several with "
+            "llmexp train -m tokenizer=file tokenizer.path=a,b"
+        )
+    from llmexp.assembly.parts import filled
+    from llmexp.data.tokenizer_files import PATTERNS
+    from llmexp.data.train_tokenizer import SMALLEST, train
+
+    if args.vocab_size is None or args.vocab_size < SMALLEST:
+        given = "is needed" if args.vocab_size is None else f"{args.vocab_size} is too small"
+        raise ConfigError(
+            f"--vocab-size: {given}; at least {SMALLEST} ids (the bytes and the token between "
+            "documents), for example --vocab-size 32768"
+        )
+    if args.pattern not in PATTERNS:
+        raise ConfigError(f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}")
+    folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
+    if re.search(r"[\x00-\x1f]", str(folder)) or folder.exists():
+        raise ConfigError(f"--out {folder}: is there already; name a new folder")
+    with app.hydra_app(args.config_dir) as hydra:
+        config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
+    from llmexp.assembly.parts import training_texts
+
+    found = train(training_texts(config), args.vocab_size, args.pattern)
+    folder.mkdir(parents=True)
+    write_whole(folder / "tokenizer.json", found.tokenizer_json)
+    write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)
+    print(
+        f"{found.n_vocab:,} ids from {found.documents:,} documents, "
+        f"{found.bytes_per_token:.2f} bytes per token on a sample of them"
+    )
+    if found.n_vocab < args.vocab_size:
+        print(f"fewer than {args.vocab_size:,}: the text has no more pairs to merge")
+    print(f"use it: llmexp train tokenizer=file tokenizer.path={folder} ...")
+    return 0

@@ -1,0 +1,333 @@
+"""Read the documents of files: text, JSON lines and Parquet, each plain or compressed, on this
+machine or in a bucket. A file is read as what it is, whatever its name.
+
+A document comes in pieces of text, so that a long file is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llmexp.data.files import sha256_of
+from llmexp.data.places import in_time, need, open_file
+
+BOM = b"\xef\xbb\xbf"
+BLANK = b" \t\r\n"
+BLOCK = 1 << 19  # bytes read at a time
+LONGEST_LINE = 1 << 30  # bytes of a record
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+# What else a file may be, by its first bytes, and what to do with it.
+OTHERS = {
+    b"BZh": ("compressed by bzip2", "pack it as .gz or .zst"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "pack it as .gz or .zst"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"\x93NUMPY": ("an array of NumPy", "token ids are read by data=tokens"),
+    b"ARROW1": ("an Arrow file", "give the folder of the dataset as data.sources.NAME.hf"),
+}
+
+
+class BadRecord(ValueError):
+    """One record of a file cannot be read as a document; the next one may be."""
+
+
+@dataclass
+class Counts:
+    """What was read of a source so far."""
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    first_bad: str = ""
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(
+            self.documents + other.documents,
+            self.empty + other.empty,
+            self.bad + other.bad,
+            self.first_bad or other.first_bad,
+        )
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text in pieces, which can be read once; `digest` (16 bytes) is of all its UTF-8 bytes."""
+
+    digest: bytes
+    pieces: Iterator[str] = field(repr=False)
+
+
+class Zstd(io.RawIOBase):
+    """The content of zstd frames one after the other. Raises EOFError for a file that is cut short,
+    which the library's own reader takes for the end."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None  # under way
+        self._rest = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._rest or self._file.read(BLOCK)
+            self._rest = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame has no end")
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(packed)
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def unpacked(key: str, place: str, file: BinaryIO) -> BinaryIO:
+    """Return the file, or the content of one that is compressed by gzip or zstd."""
+    head = file.read(4)
+    file.seek(0)
+    if head.startswith(GZIP):
+        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+    if head.startswith(ZSTD):
+        zstandard = need("zstandard", key, f"reading {place}")
+        return io.BufferedReader(
+            Zstd(file, zstandard.ZstdDecompressor(max_window_size=2**31)), BLOCK
+        )
+    return file
+
+
+def kind_of(key: str, place: str) -> str:
+    """Return what a file is: "parquet", "jsonl", "text" or "empty". Raises ValueError for what
+    holds no documents."""
+    with open_file(key, place) as file:
+        head = file.read(8)
+        for magic, (what, way) in OTHERS.items():
+            if head.startswith(magic):
+                raise ValueError(f"{key}={place}: is {what}; {way}")
+        if head.startswith(PARQUET):
+            return "parquet"
+        file.seek(0)
+        try:
+            with unpacked(key, place, file) as inner:
+                return _kind_of_text(key, place, inner)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise ValueError(f"{key}={place}: {_torn(error)}") from None
+        except Exception as error:
+            if type(error).__name__ == "ZstdError":
+                raise ValueError(f"{key}={place}: {_torn(error)}") from None
+            raise
+
+
+def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
+    line = file.readline(LONGEST_LINE)
+    if not line:
+        return "empty"
+    if _named(place, ".jsonl", ".ndjson"):
+        return "jsonl"
+    line = line.removeprefix(BOM)
+    while line and not line.strip(BLANK):
+        line = file.readline(LONGEST_LINE)
+    try:
+        return "jsonl" if isinstance(json.loads(line), dict) else "text"
+    except (ValueError, RecursionError):
+        return "text"
+
+
+def _named(place: str, *endings: str) -> bool:
+    bare = place.lower().removesuffix(".gz").removesuffix(".zst")
+    return bare.endswith(endings)
+
+
+def _torn(error: Exception) -> str:
+    return f"is cut short or damaged ({error}); get the file again"
+
+
+def documents(
+    key: str, place: str, text_key: str, skip_bad: bool, counts: Counts
+) -> Iterator[Document]:
+    """Yield the documents of one file in order; empty ones are counted and left out.
+
+    A record that cannot be read is counted and left out with `skip_bad`, else refused. Raises
+    ValueError that names the file and the place in it.
+    """
+    kind = kind_of(key, place)
+    read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
+    try:
+        for found in read(key, place, text_key):
+            if isinstance(found, BadRecord):
+                if not skip_bad:
+                    raise found
+                counts.bad += 1
+                counts.first_bad = counts.first_bad or str(found)
+            elif found is None:
+                counts.empty += 1
+            else:
+                counts.documents += 1
+                yield found
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{key}={place}: {_torn(error)}") from None
+    except OSError as error:  # gzip's BadGzipFile among them
+        raise ValueError(f"{key}={place}: {_torn(error)}") from None
+    except Exception as error:
+        if type(error).__name__ in ("ZstdError", "ArrowInvalid"):
+            raise ValueError(f"{key}={place}: {_torn(error)}") from None
+        raise
+
+
+Found = Document | BadRecord | None  # None: an empty document
+
+
+def whole(text: str) -> Found:
+    """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
+    if not text:
+        return None
+    return Document(hashlib.blake2b(text.encode(), digest_size=16).digest(), iter((text,)))
+
+
+def _nothing(key: str, place: str, text_key: str) -> Iterator[Found]:
+    yield None
+
+
+def _text(key: str, place: str, text_key: str) -> Iterator[Found]:
+    """Yield a text file's one document. It is read twice: for its digest, and in pieces."""
+    digest = hashlib.blake2b(digest_size=16)
+    size = 0
+    try:
+        for piece in _pieces(key, place):
+            size += len(piece)
+            digest.update(piece.encode())
+    except BadRecord as bad:
+        yield bad
+        return
+    yield Document(digest.digest(), _pieces(key, place)) if size else None
+
+
+def _pieces(key: str, place: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    at = 0
+    with open_file(key, place) as packed, unpacked(key, place, packed) as file:
+        while True:
+            raw = file.read(BLOCK)
+            before = at - len(decoder.getstate()[0])
+            at += len(raw)
+            if before == 0 and raw.startswith(BOM):
+                raw = raw[len(BOM) :]
+                before = len(BOM)
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                raise BadRecord(
+                    f"{key}={place}: not UTF-8 at byte {before + error.start:,} ({error.reason}); "
+                    "convert the file, for example with iconv -f latin1 -t utf-8"
+                ) from None
+            if text:
+                yield text
+            if not raw:
+                return
+
+
+def _json_lines(key: str, place: str, text_key: str) -> Iterator[Found]:
+    with open_file(key, place) as packed, unpacked(key, place, packed) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 and line.startswith(BOM):
+                line = line[len(BOM) :]
+            if line.strip(BLANK):
+                yield _record(f"{key}={place}, line {number:,}", line, text_key)
+
+
+def _record(where: str, line: bytes, text_key: str) -> Found:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRecord(f"{where}: no valid JSON ({error})")
+    if not isinstance(record, dict):
+        return BadRecord(f"{where}: no JSON object but {type(record).__name__}")
+    return _field(where, record, text_key)
+
+
+def _field(where: str, record: dict[str, Any], text_key: str) -> Found:
+    if text_key not in record:
+        there = ", ".join(map(str, list(record)[:8])) or "none"
+        return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
+    text = record[text_key]
+    if not isinstance(text, str):
+        return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
+    try:
+        return whole(text)
+    except UnicodeEncodeError:
+        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
+
+
+def _parquet(key: str, place: str, text_key: str) -> Iterator[Found]:
+    parquet = need("pyarrow.parquet", key, f"reading {place}")
+    with open_file(key, place) as file:
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        if text_key not in names:
+            raise ValueError(
+                f"{key}={place}: no column {text_key!r}; the columns are: {', '.join(names[:8])}"
+            )
+        kind = str(table.schema_arrow.field(text_key).type)
+        if kind not in ("string", "large_string", "string_view"):
+            raise ValueError(f"{key}={place}: the column {text_key!r} is no text but {kind}")
+        number = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+            for text in batch.column(0).to_pylist():
+                number += 1
+                where = f"{key}={place}, row {number:,}"
+                if text is None:
+                    yield BadRecord(f"{where}: {text_key!r} is null")
+                else:
+                    yield whole(text)
+
+
+def hub_documents(
+    key: str, name: str, split: str, text_key: str, skip_bad: bool, counts: Counts
+) -> Iterator[Document]:
+    """Yield the documents of a Hugging Face dataset: a folder made by `save_to_disk`, or a name on
+    the hub, which is streamed. Raises ValueError."""
+    datasets = need("datasets", key, f"reading {name}")
+    if Path(name).is_dir():
+        found = in_time(key, name, lambda: datasets.load_from_disk(name))
+        table = found[split] if isinstance(found, dict) else found
+    else:
+        table = in_time(key, name, lambda: datasets.load_dataset(name, split=split, streaming=True))
+    for number, record in enumerate(table, 1):
+        one = _field(f"{key}={name}, record {number:,}", record, text_key)
+        if isinstance(one, BadRecord):
+            if not skip_bad:
+                raise one
+            counts.bad += 1
+            counts.first_bad = counts.first_bad or str(one)
+        elif one is None:
+            counts.empty += 1
+        else:
+            counts.documents += 1
+            yield one
+
+
+def hub_identity(key: str, name: str) -> str:
+    """Return what identifies the content of a Hugging Face dataset: the digests of a folder's
+    files, or the commit on the hub. Raises ValueError."""
+    folder = Path(name)
+    if folder.is_dir():
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = [str(path.relative_to(folder)) for path in paths]
+        return json.dumps([names, sha256_of(paths)])
+    hub = need("huggingface_hub", key, f"reading {name}")
+    found = in_time(key, name, lambda: hub.HfApi().dataset_info(name))
+    return f"{name}@{found.sha}"

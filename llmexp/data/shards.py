@@ -1,0 +1,306 @@
+"""Token shards of documents: the files that `llmexp prepare` writes for a source, and how it
+writes them: in order, by all cores, in constant memory. docs/corpus.md describes the format.
+
+The files of a source are dealt out to units. A unit is written in chunks; a chunk holds a shard for
+each split: NAME.bin (ids, little-endian), NAME.ends (uint64: where each document ends, in ids from
+the start of the shard) and NAME.digests (16 bytes a document). A chunk counts once its .json is
+there, so what a killed process left is written again, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from llmexp.data.encode import CUTTABLE, MAX_THREADS, PIECE_CHARACTERS, cut
+from llmexp.data.files import cpu_count
+from llmexp.data.readers import Counts, Document
+from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+
+CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
+JOB_BYTES = 1 << 18  # text that a thread encodes at a time
+DIGEST_BYTES = 16
+
+SplitOf = Callable[[bytes], str]  # of a document's digest
+Read = Callable[[Counts], Iterator[Document]]
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype:
+    """Return the type of the ids on disk."""
+    return np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+
+
+def chunk_name(unit: int, chunk: int) -> str:
+    return f"{unit:05d}-{chunk:05d}"
+
+
+def chunks_of(folder: Path, unit: int) -> list[dict[str, Any]]:
+    """Return the committed chunks of a unit, in order: "counts" from the unit's start to the end of
+    the chunk, "last" of the unit or not, and "shards" by split."""
+    found: list[dict[str, Any]] = []
+    while True:
+        try:
+            found.append(json.loads((folder / f"{chunk_name(unit, len(found))}.json").read_text()))
+        except FileNotFoundError:
+            return found
+
+
+def is_whole(chunks: Sequence[dict[str, Any]]) -> bool:
+    """Return whether these chunks are all of their unit."""
+    return bool(chunks) and bool(chunks[-1]["last"])
+
+
+def write_unit(
+    folder: Path,
+    unit: int,
+    read: Read,
+    tokenizer: Tokenizer,
+    split_of: SplitOf,
+    splits: Sequence[str],
+    progress: Callable[[int], None],
+) -> None:
+    """Write the chunks of a unit that are not there yet. `read` yields its documents, the same ones
+    each time; `progress` gets the bytes of text that were done."""
+    with _locked(folder / f"{unit:05d}.lock"):
+        there = chunks_of(folder, unit)
+        if is_whole(there):
+            return
+        counts = Counts()
+        documents = read(counts)
+        if there:
+            _pass_over(documents, counts, there[-1]["counts"]["documents"])
+        number = len(there)
+        dtype = id_type(tokenizer)
+        with contextlib.closing(encoded(documents, counts, tokenizer)) as jobs:
+            writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+            try:
+                for job, arrays in jobs:
+                    for part, ids in zip(job.parts, arrays, strict=True):
+                        writer.add(split_of(part.digest), part, ids)
+                    progress(sum(part.n_bytes for part in job.parts))
+                    if job.counts is None:
+                        continue
+                    writer.commit(job.counts, job.last)
+                    number += 1
+                    writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+            finally:
+                writer.remove()
+
+
+def _pass_over(documents: Iterator[Document], counts: Counts, done: int) -> None:
+    """Read the documents that were written before, without encoding them."""
+    while counts.documents < done:
+        for _ in next(documents).pieces:
+            pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a document's text; `ends` the document or not."""
+
+    text: str
+    digest: bytes
+    ends: bool
+    n_bytes: int
+
+
+@dataclass
+class Job:
+    """What one thread encodes at a time. At the end of a chunk it has the counts so far."""
+
+    parts: list[Part] = field(default_factory=list)
+    counts: dict[str, Any] | None = None
+    last: bool = False
+
+
+def encoded(
+    documents: Iterator[Document], counts: Counts, tokenizer: Tokenizer
+) -> Generator[tuple[Job, list[np.ndarray]], None, None]:
+    """Yield the jobs in order with the ids of each part; the end-of-text token ends a document.
+
+    Threads encode ahead (tiktoken lets the interpreter lock go). The cut into jobs, and the number
+    of threads, never show in the ids. Raises ValueError for text that the tokenizer gives up on.
+    """
+    end = np.array([end_of_text_id(tokenizer)])
+    as_bytes = is_byte_level(tokenizer)
+
+    def ids_of(text: str) -> np.ndarray:
+        if as_bytes:
+            return np.frombuffer(text.encode(), dtype=np.uint8)
+        try:
+            return tokenizer.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:
+            raise ValueError(f"the tokenizer {tokenizer.name} gave up on a text: {error}") from None
+
+    def encode(job: Job) -> list[np.ndarray]:
+        return [
+            np.concatenate((ids_of(part.text), end)) if part.ends else ids_of(part.text)
+            for part in job.parts
+        ]
+
+    threads = min(cpu_count(), MAX_THREADS)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
+    ahead: deque[tuple[Job, Future[list[np.ndarray]]]] = deque()
+    try:
+        for job in _jobs(documents, counts, tokenizer):
+            ahead.append((job, pool.submit(encode, job)))
+            while len(ahead) > 2 * threads:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        while ahead:
+            done, future = ahead.popleft()
+            yield done, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _jobs(documents: Iterator[Document], counts: Counts, tokenizer: Tokenizer) -> Iterator[Job]:
+    """Yield the documents as jobs of about JOB_BYTES; a chunk ends with the document that fills
+    it."""
+    cuttable = tokenizer.name in CUTTABLE and not isinstance(tokenizer, Own)
+    job, size, in_chunk = Job(), 0, 0
+    for document in documents:
+        texts = document.pieces
+        if not is_byte_level(tokenizer):
+            texts = cut(texts, PIECE_CHARACTERS) if cuttable else iter(("".join(texts),))
+        for text, ends in _with_end(texts):
+            job.parts.append(Part(text, document.digest, ends, len(text.encode())))
+            size += job.parts[-1].n_bytes
+            in_chunk += job.parts[-1].n_bytes
+            if size >= JOB_BYTES and not ends:
+                yield job
+                job, size = Job(), 0
+        if in_chunk >= CHUNK_BYTES:
+            job.counts = asdict(counts)
+            in_chunk = 0
+        if size >= JOB_BYTES or job.counts:
+            yield job
+            job, size = Job(), 0
+    job.counts, job.last = asdict(counts), True
+    yield job
+
+
+def _with_end(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each text with whether it is the last one."""
+    held = next(texts)
+    for text in texts:
+        yield held, False
+        held = text
+    yield held, True
+
+
+class _Writer:
+    """The shards of one chunk, while it is written."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, splits: Sequence[str]) -> None:
+        self._folder, self._name, self._dtype = folder, name, dtype
+        self._shards = {split: _Shard(folder / f"{name}.{split}", dtype) for split in splits}
+
+    def add(self, split: str, part: Part, ids: np.ndarray) -> None:
+        self._shards[split].add(part, ids)
+
+    def commit(self, counts: dict[str, Any], last: bool) -> None:
+        """Make the chunk count: its shards are on the disk before its .json is."""
+        shards = {split: shard.close() for split, shard in self._shards.items()}
+        sync_folder(self._folder)
+        found = {"counts": counts, "last": last, "shards": shards}
+        write_json(self._folder / f"{self._name}.json", found)
+        self._shards = {}
+
+    def remove(self) -> None:
+        for shard in self._shards.values():
+            shard.remove()
+
+
+class _Shard:
+    """The files of one split in one chunk."""
+
+    def __init__(self, stem: Path, dtype: np.dtype) -> None:
+        self._stem, self._dtype = stem, dtype
+        self._file: IO[bytes] = open(f"{stem}.bin", "wb")  # noqa: SIM115
+        self._sha = hashlib.sha256()
+        self._ends: list[int] = []
+        self._digests: list[bytes] = []
+        self._tokens = self._bytes = 0
+
+    def add(self, part: Part, ids: np.ndarray) -> None:
+        written = ids.astype(self._dtype).data
+        self._file.write(written)
+        self._sha.update(written)
+        self._tokens += len(ids)
+        self._bytes += part.n_bytes
+        if part.ends:
+            self._ends.append(self._tokens)
+            self._digests.append(part.digest)
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left to the disk. Return what the chunk records of this shard."""
+        _close(self._file)
+        for ending, content in (
+            ("ends", np.array(self._ends, "<u8").tobytes()),
+            ("digests", b"".join(self._digests)),
+        ):
+            file = open(f"{self._stem}.{ending}", "wb")  # noqa: SIM115
+            file.write(content)
+            _close(file)
+        return {
+            "tokens": self._tokens,
+            "documents": len(self._ends),
+            "text_bytes": self._bytes,
+            "sha256": self._sha.hexdigest(),
+        }
+
+    def remove(self) -> None:
+        self._file.close()
+        for ending in ("bin", "ends", "digests"):
+            Path(f"{self._stem}.{ending}").unlink(missing_ok=True)
+
+
+def _close(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that is there whole or not at all, whatever happens."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the kernel lets it go when the process dies."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"waiting for another process that prepares the same data ({path})"
+            print(text, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

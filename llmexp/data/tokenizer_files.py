@@ -1,0 +1,209 @@
+"""tokenizer=file: tokenizers that lie in files, of Hugging Face, tiktoken and sentencepiece.
+
+Each is read by the library that made it and offers what `tokenizers.PARTS` lists.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from llmexp.data.places import need
+from llmexp.data.tokenizers import PROBE
+
+# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it.
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+}
+# The usual names of the token between documents, looked for in this order.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+def from_file(path: str | None, end_of_text: str | None, pattern: str | None) -> Any:
+    """Return the tokenizer of a file: a Hugging Face tokenizer.json or the folder that holds it, a
+    .tiktoken file, or a sentencepiece .model.
+
+    `end_of_text`: the text of the token between documents; None finds the usual ones. `pattern`:
+    of a .tiktoken file, a name in PATTERNS or a regular expression. Raises ValueError.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f"tokenizer.path={'null' if path is None else path}: a file or folder is needed; for "
+            "example tokenizer.path=tokenizer.json"
+        )
+    file = Path(path).expanduser()
+    if file.is_dir():
+        inside = [file / name for name in ("tokenizer.json", "tokenizer.model")]
+        found = next((one for one in inside if one.is_file()), None)
+        if found is None:
+            raise ValueError(
+                f"tokenizer.path={path}: the folder holds neither tokenizer.json nor "
+                "tokenizer.model"
+            )
+        file = found
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"tokenizer.path={path}: cannot be read: {error.strerror}") from None
+    if file.suffix == ".tiktoken":
+        return _tiktoken(path, file, content, end_of_text, pattern)
+    if pattern is not None:
+        raise ValueError(
+            f"tokenizer.pattern={pattern}: belongs to a .tiktoken file; {file.name} says itself "
+            "how text is split"
+        )
+    if content.lstrip()[:1] == b"{":
+        return HuggingFace(path, file, end_of_text)
+    return SentencePiece(path, content, end_of_text)
+
+
+def _tiktoken(
+    path: str, file: Path, content: bytes, end_of_text: str | None, pattern: str | None
+) -> tiktoken.Encoding:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(
+                f"tokenizer.path={path}: line {number} is no token and its number (base64, a "
+                "space, a number)"
+            ) from None
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise ValueError(
+            f"tokenizer.path={path}: {len(missing)} of the 256 bytes have no token, byte "
+            f"{missing[0]} is the first"
+        )
+    split = PATTERNS.get(pattern or "gpt2", pattern)
+    special = {end_of_text or ENDS[0]: max(ranks.values()) + 1}
+    try:
+        return tiktoken.Encoding(
+            name=file.name, pat_str=str(split), mergeable_ranks=ranks, special_tokens=special
+        )
+    except Exception as error:  # tiktoken's own, of its regular expressions
+        raise ValueError(
+            f"tokenizer.pattern={pattern}: is neither {' nor '.join(PATTERNS)} nor a regular "
+            f"expression ({error})"
+        ) from None
+
+
+def _end(path: str, given: str | None, known: Sequence[str], ids: Any) -> int | None:
+    """Return the id of the token between documents. Raises ValueError for one that is not there."""
+    if given is not None and given not in known:
+        raise ValueError(
+            f"tokenizer.end_of_text={given}: {path} has no such token; its special tokens are: "
+            f"{', '.join(list(known)[:12]) or 'none'}"
+        )
+    name = given or next((end for end in ENDS if end in known), None)
+    return None if name is None else int(ids(name))
+
+
+class HuggingFace:
+    """A tokenizer.json, read by the library tokenizers."""
+
+    def __init__(self, path: str, file: Path, end_of_text: str | None) -> None:
+        library = need("tokenizers", "tokenizer", f"reading {path}")
+        try:
+            self._tokenizer = library.Tokenizer.from_file(str(file))
+        except Exception as error:  # of the library's Rust side
+            raise ValueError(f"tokenizer.path={path}: is no tokenizer.json ({error})") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
+        self.n_vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: number for number, token in added.items() if token.special}
+        given = end_of_text or _declared_end(file)
+        self.eot_token = _end(path, given, list(self._special), self._special.get)
+        self.byte_lengths = self._byte_lengths()
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [one.ids for one in found]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _byte_lengths(self) -> np.ndarray:
+        """Count the bytes of each token as its decoder writes them: one for each character of a
+        byte-level token; of others, one for <0xNN> and for the mark of a space."""
+        lengths = np.zeros(self.n_vocab, dtype=np.int64)
+        is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token not in self._special:
+                lengths[number] = len(token) if is_byte_level else _piece_bytes(token)
+        return lengths
+
+
+def _declared_end(file: Path) -> str | None:
+    """Return the end-of-text token that the tokenizer_config.json beside a tokenizer.json names."""
+    try:
+        found = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    text = found.get("content") if isinstance(found, dict) else found
+    return text if isinstance(text, str) else None
+
+
+def _piece_bytes(token: str) -> int:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return 1
+    return len(token.replace("\u2581", " ").encode())
+
+
+class SentencePiece:
+    """A sentencepiece model."""
+
+    def __init__(self, path: str, content: bytes, end_of_text: str | None) -> None:
+        library = need("sentencepiece", "tokenizer", f"reading {path}")
+        self._model = library.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(content)
+        except Exception:  # of the library's C++ side
+            raise ValueError(
+                f"tokenizer.path={path}: is neither a tokenizer.json, nor a .tiktoken file, nor a "
+                "sentencepiece model"
+            ) from None
+        self.name = Path(path).stem
+        self.n_vocab = self._model.GetPieceSize()
+        self._control = [i for i in range(self.n_vocab) if self._model.IsControl(i)]
+        names = [self._model.IdToPiece(i) for i in self._control]
+        self.eot_token = _end(path, end_of_text, names, self._model.PieceToId)
+        self.byte_lengths = np.array([self._bytes(i) for i in range(self.n_vocab)], dtype=np.int64)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        found: list[list[int]] = self._model.EncodeAsIds(texts)
+        return found
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._model.DecodeIds(ids)
+        return text
+
+    def _bytes(self, number: int) -> int:
+        if self._model.IsControl(number) or self._model.IsUnknown(number):
+            return 0
+        return _piece_bytes(self._model.IdToPiece(number))
+
+
+def keeps_bytes(tokenizer: Any) -> bool:
+    """Return whether the byte lengths of a text's ids add up to the text's bytes, so that losses
+    per byte mean what they say. A tokenizer that changes the text before (lower case, a space in
+    front) does not keep them."""
+    (ids,) = tokenizer.encode_batch([PROBE])
+    return int(tokenizer.byte_lengths[ids].sum()) == len(PROBE.encode())

@@ -1,0 +1,96 @@
+"""Train a byte-level BPE tokenizer on documents, with the library tokenizers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from llmexp.data.places import need
+from llmexp.data.tokenizer_files import PATTERNS
+
+END = "<|endoftext|>"
+SMALLEST = 257  # the bytes, and the token between documents
+BATCH = 256  # texts handed to the library at a time
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tokenizer in two forms that give the same ids."""
+
+    tokenizer_json: str
+    tiktoken: bytes  # the lines of a .tiktoken file
+    n_vocab: int
+    documents: int  # that it was trained on
+    bytes_per_token: float  # of a sample of them
+
+
+def train(texts: Iterable[str], vocab_size: int, pattern: str) -> Trained:
+    """Return a tokenizer of `vocab_size` ids: the bytes, merges of them, and the token between
+    documents as the last. Fewer come out where the text has no more pairs to merge. `pattern`: a
+    name in PATTERNS. Raises ValueError.
+    """
+    library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    split = library.Regex(PATTERNS[pattern])
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
+        [
+            library.pre_tokenizers.Split(split, "isolated"),
+            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # without the token between documents, which comes last
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    sample: list[str] = []
+    counted = 0
+
+    def batches() -> Iterator[list[str]]:
+        nonlocal counted
+        batch: list[str] = []
+        for text in texts:
+            counted += 1
+            if counted % 100 == 1 and len(sample) < 100:
+                sample.append(text)
+            batch.append(text)
+            if len(batch) == BATCH:
+                yield batch
+                batch = []
+        yield batch
+
+    tokenizer.train_from_iterator(batches(), trainer)
+    if not counted:
+        raise ValueError("data: there are no documents to train a tokenizer on")
+    tokenizer.add_special_tokens([library.AddedToken(END, special=True)])
+    tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
+    size = sum(len(text.encode()) for text in sample)
+    return Trained(
+        tokenizer.to_str(pretty=True),
+        _tiktoken(tokenizer.to_str()),
+        tokenizer.get_vocab_size(),
+        counted,
+        size / tokens,
+    )
+
+
+def _tiktoken(text: str) -> bytes:
+    """Return the lines of a .tiktoken file: each token's bytes in base64, and its id."""
+    character = {name: value for value, name in _byte_names().items()}
+    vocabulary = json.loads(text)["model"]["vocab"]
+    lines = []
+    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+        packed = base64.b64encode(bytes(character[c] for c in token))
+        lines.append(packed + f" {number}\n".encode())
+    return b"".join(lines)
+
+
+def _byte_names() -> dict[int, str]:
+    """Return the character that stands for each byte in a byte-level vocabulary (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    names = {value: chr(value) for value in printable}
+    return names | {value: chr(256 + number) for number, value in enumerate(others)}

@@ -1,0 +1,71 @@
+"""Causal attention, inside documents where a model knows the last id of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHORT = 32  # documents of fewer tokens on average are masked instead of attended to one by one
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch lie: as spans, or as a mask."""
+
+    positions_bt: Tensor  # int64, from 0 in each document
+    spans: list[tuple[int, int, int]] | None  # (row, start, stop)
+    mask_b1ts: Tensor | None  # bool: true where the query t may look at s
+
+
+def find_documents(tokens_bt: Tensor, end: int) -> Documents:
+    """Return where documents lie; `end` is the last id of each. A window's start begins one.
+
+    Spans are for the CPU, where the host knows the ids, and save what attention between documents
+    would cost; a device is not waited for and gets a mask, and so do compiled graphs.
+    """
+    b, t = tokens_bt.shape
+    index_t = torch.arange(t, device=tokens_bt.device)
+    starts_bt = (tokens_bt == end).roll(1, dims=1)
+    starts_bt[:, 0] = True
+    first_bt = torch.where(starts_bt, index_t, 0).cummax(1).values  # of the token's document
+    positions_bt = index_t - first_bt
+    if tokens_bt.device.type == "cpu" and not torch.compiler.is_compiling():
+        found = starts_bt.nonzero().tolist()
+        if len(found) * SHORT <= b * t:
+            following = [*found[1:], [b, 0]]
+            spans = [
+                (row, start, stop if row == next_row else t)
+                for (row, start), (next_row, stop) in zip(found, following, strict=True)
+            ]
+            return Documents(positions_bt, spans, None)
+    causal_ts = index_t[:, None] >= index_t
+    same_bts = first_bt[:, :, None] == first_bt[:, None, :]
+    return Documents(positions_bt, None, (causal_ts & same_bts)[:, None])
+
+
+def attend(
+    q_bhtk: Tensor,
+    k_bgtk: Tensor,
+    v_bgtk: Tensor,
+    documents: Documents | None,
+    dropout: float,
+    grouped: bool = False,
+) -> Tensor:
+    """Return (b, h, t, k): causal attention, each token to those of its own document. `grouped`:
+    several query heads share a key and value head."""
+    if documents is None or documents.spans is None:
+        mask = None if documents is None else documents.mask_b1ts
+        return F.scaled_dot_product_attention(
+            q_bhtk, k_bgtk, v_bgtk, mask, dropout, is_causal=mask is None, enable_gqa=grouped
+        )
+    parts: list[list[Tensor]] = [[] for _ in range(len(q_bhtk))]
+    for row, start, stop in documents.spans:
+        q, k, v = (x[row : row + 1, :, start:stop] for x in (q_bhtk, k_bgtk, v_bgtk))
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+        parts[row].append(y)
+    return torch.cat([torch.cat(row, 2) for row in parts])

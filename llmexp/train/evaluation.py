@@ -1,0 +1,68 @@
+"""Validation: the loss of the whole run over its validation sets."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from llmexp import mesh, precision
+from llmexp.data.reader import Cut, eval_batches
+from llmexp.data.stream import TokenStream
+from llmexp.train.step import Setup, TrainingFailed
+
+
+def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
+    """Token-weighted validation losses over all ranks, summed in float64: of the main set, and of
+    each named one. The training RNG is not touched."""
+    run, corpus = setup.parts.run, setup.parts.corpus
+    if corpus.val is None or not run.eval_sequences:
+        return {}
+    found = evaluate_stream(setup, corpus.val, run.eval_sequences, byte_lengths, "val")
+    most, sets = setup.parts.config.train.eval_tokens, dict[str, float]()
+    for name, stream in corpus.val_sets.items():
+        if stream is corpus.val:
+            given = {f"val/{name}/{key[4:]}": value for key, value in found.items()}
+        else:
+            there = stream.n_sequences(run.sequence_length)
+            sequences = min(there, -(-most // run.sequence_length)) if most else there
+            given = evaluate_stream(setup, stream, sequences, byte_lengths, f"val/{name}")
+        given.pop(f"val/{name}/ppl", None)
+        sets |= given
+    return found | sets
+
+
+@torch.no_grad()
+def evaluate_stream(
+    setup: Setup, stream: TokenStream, sequences: int, byte_lengths: Tensor, name: str
+) -> dict[str, float]:
+    """Return loss, perplexity and bits per byte over so many sequences, which are spread evenly."""
+    run = setup.parts.run
+    sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
+    was_training = setup.model.training
+    setup.model.eval()
+    for tokens_bt, targets_bt in eval_batches(
+        stream,
+        Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
+        sequence_length=run.sequence_length,
+        max_sequences=sequences,
+        hidden=setup.parts.hidden,
+    ):
+        valid = targets_bt >= 0
+        with precision.autocast(setup.parts.precision, setup.mesh.device):
+            sums[0] += setup.loss(tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device))
+        sums[1] += int(valid.sum())
+        sums[2] += int(byte_lengths[targets_bt[valid]].sum())
+    setup.model.train(was_training)
+    nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
+    if not targets:
+        return {}
+    if not math.isfinite(nll):
+        raise TrainingFailed("the validation loss is not finite")
+    found = {f"{name}/loss": nll / targets}
+    if nll / targets < 700:  # beyond that exp overflows
+        found[f"{name}/ppl"] = math.exp(nll / targets)
+    if count_bytes:
+        found[f"{name}/bits_per_byte"] = nll / math.log(2) / count_bytes
+    return found

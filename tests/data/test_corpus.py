@@ -1,0 +1,256 @@
+"""data=corpus: ids against other libraries, shards that do not depend on who wrote them, shares of
+documents, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.data import shards
+from llmexp.data.corpus import corpus
+from llmexp.data.readers import Counts, documents
+from llmexp.data.tokenizers import byte_level
+
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+
+LENGTH = 8
+
+
+def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
+    content = "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def texts_of(name: str, count: int) -> list[str]:
+    return [f"{name} {i}: " + "so many words " * (1 + i % 5) for i in range(count)]
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    json_lines(tmp_path / "web.jsonl", texts_of("web", 80))
+    json_lines(tmp_path / "code.jsonl.gz", texts_of("code", 40), "body")
+    json_lines(tmp_path / "val.jsonl", texts_of("val", 10))
+    return tmp_path
+
+
+def made(folder: Path, **changes: Any):
+    knobs: dict[str, Any] = {
+        "sources": {
+            "web": {"files": f"{folder}/web.jsonl"},
+            "code": {"files": f"{folder}/code.jsonl.gz", "text_key": "body"},
+        },
+        "val": {"far": {"files": f"{folder}/val.jsonl"}},
+        "val_main": None,
+        "stages": [],
+        "max_epochs": None,
+        "on_bad_record": "refuse",
+        "cache_dir": f"{folder}/cache",
+        "tokenizer": byte_level(),
+        "sequence_length": LENGTH,
+    }
+    return corpus(**knobs | changes)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Digest of each file, but for locks."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def ids_of(stream) -> list[int]:
+    return stream.read(0, len(stream)).tolist()
+
+
+def test_sources_lie_one_after_the_other_each_document_with_its_end(files):
+    found = made(files)
+    expected = []
+    for text in texts_of("web", 80) + texts_of("code", 40):
+        expected += [*text.encode(), 256]
+    assert ids_of(found.train) == expected
+    assert ids_of(found.val)[:5] == [*b"val 0"]
+    counted = made(files, cache_dir=f"{files}/other", write=False)
+    assert not (files / "other").exists()
+    assert (len(counted.train), counted.fingerprint) == (len(found.train), found.fingerprint)
+    assert counted.table == found.table
+    row = found.table[1]
+    assert (row["source"], row["documents"], row["files"]) == ("code", 40, 1)
+    assert row["bytes_per_token"] == pytest.approx(1 - 40 / row["tokens"])
+
+
+@settings(max_examples=25)
+@given(st.lists(st.text(), min_size=1, max_size=30))
+def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, texts):
+    from llmexp.data.tokenizer_files import from_file
+    from llmexp.data.tokenizers import as_tokenizer
+    from llmexp.data.train_tokenizer import train
+
+    folder = tmp_path_factory.mktemp("other")
+    trained = train(["so many words, so little time " * 9, "Grüße, 你好 \U0001f600"], 300, "gpt2")
+    (folder / "tokenizer.json").write_text(trained.tokenizer_json)
+    path = json_lines(folder / "a.jsonl", [*texts, "the end"])
+    other = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    table = datasets.Dataset.from_list([json.loads(line) for line in path.open()])
+    expected = []
+    for record in table:
+        if record["text"]:
+            ids = other.encode(record["text"], add_special_tokens=False).ids
+            expected += [*ids, other.token_to_id("<|endoftext|>")]
+    tokenizer = as_tokenizer(from_file(str(folder), None, None))
+    found = Counts()
+    read = documents("k", str(path), "text", False, found)
+    (folder / "out").mkdir()
+    shards.write_unit(
+        folder / "out", 0, lambda counts: read, tokenizer, lambda digest: "train", ["train"],
+        lambda done: None,
+    )  # fmt: skip
+    written = np.fromfile(folder / "out" / "00000-00000.train.bin", "<u2").tolist()
+    assert written == expected
+
+
+def test_a_dataset_of_hugging_face_in_a_folder(files):
+    table = datasets.Dataset.from_dict({"body": texts_of("web", 80)})
+    datasets.DatasetDict({"train": table}).save_to_disk(str(files / "saved"))
+    found = made(files, sources={"web": {"hf": f"{files}/saved", "text_key": "body"}})
+    assert ids_of(found.train) == ids_of(
+        made(files, sources={"web": {"files": f"{files}/web.jsonl"}}).train
+    )
+
+
+def test_an_address_is_read_like_a_file(files):
+    there = {"web": {"files": f"file://{files}/we*.jsonl"}}
+    here = {"web": {"files": f"{files}/web.jsonl"}}
+    assert ids_of(made(files, sources=there).train) == ids_of(made(files, sources=here).train)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
+    """And wherever the writing was cut off."""
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(shards, "JOB_BYTES", 90)
+    knobs = {"val": {"near": {"share": 0.2}}, "write": True}
+    made(files, **knobs, cache_dir=f"{files}/whole")
+    monkeypatch.setattr(shards, "cpu_count", lambda: cores)
+    whole = tree(files / "whole" / "corpus")
+    assert len([name for name in whole if name.endswith(".json")]) > 8
+
+    class Cut(BaseException):
+        pass
+
+    left = 0
+    write = shards.write_json
+
+    def dies(path: Path, value: Any) -> None:
+        nonlocal left
+        if not left:
+            raise Cut
+        left -= 1
+        write(path, value)
+
+    monkeypatch.setattr(shards, "write_json", dies)
+    for left in (3, 0, 1, 4, 100):  # noqa: B007
+        try:
+            made(files, **knobs, cache_dir=f"{files}/cut")
+        except Cut:
+            continue
+    assert tree(files / "cut" / "corpus") == whole
+
+
+def test_a_share_is_of_documents_and_none_moves(files):
+    small = made(files, val={"near": {"share": 0.1}})
+    large = made(files, val={"near": {"share": 0.3}, "other": {"share": 0.1}})
+
+    def split(stream) -> set[bytes]:
+        return set(bytes(min(i, 255) for i in ids_of(stream)).split(b"\xff")) - {b""}
+
+    assert split(small.val) < split(large.val)
+    assert split(large.train) < split(small.train)
+    every = [split(large.train), split(large.val), split(large.val_sets["other"])]
+    assert set.union(*every) == {
+        text.encode() for text in texts_of("web", 80) + texts_of("code", 40)
+    }
+    assert sum(map(len, every)) == 120
+
+
+def test_a_shard_that_is_damaged_is_made_anew(files):
+    whole = ids_of(made(files).train)
+    for path in (files / "cache" / "corpus").glob("*/*.train.bin"):
+        path.write_bytes(path.read_bytes()[:-3] + b"abc")
+    assert ids_of(made(files).train) == whole
+
+
+WEB = {"files": "FOLDER/web.jsonl"}
+REFUSED = {
+    "no source": ({"sources": {}}, "data.sources: name one source at least"),
+    "no place": ({"sources": {"web": {"weight": 1.0}}}, "data.sources.web: either files or hf"),
+    "no match": ({"sources": {"web": {"files": "FOLDER/x*"}}}, "no file matches"),
+    "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
+    "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"data.sources.web.weight=0: a number ab"),
+    "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: a number above 0"),
+    "some weights": (
+        {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},
+        "data.sources.two.weight: the other sources have weights",
+    ),
+    "twice": ({"sources": {"web": WEB, "two": WEB}}, "is in data.sources.web too"),
+    "in both": ({"val": {"far": WEB}}, "is in data.sources.web too"),
+    "text key": ({"sources": {"web": WEB | {"text_key": "body"}}}, "line 1: no key 'body'; the ke"),
+    "share": ({"val": {"near": {"share": 1.5}}}, r"data.val.near.share=1.5: a number above 0 and"),
+    "shares": ({"val": {"a": {"share": 0.6}, "b": {"share": 0.6}}}, "the shares add up to 1.2"),
+    "main": ({"val_main": "near"}, "data.val_main=near: there is no such validation set; known: f"),
+    "bad": ({"on_bad_record": "ignore"}, "data.on_bad_record=ignore: must be refuse or skip"),
+    "stage": ({"stages": [{"from_tokens": 9}]}, r"data.stages\[0\]=.*from_tokens and weights"),
+    "stage weight": (
+        {"stages": [{"from_tokens": 9, "weights": {"web": 1.0}}]},
+        "each source needs a weight: web, code",
+    ),
+    "stages": (
+        {"stages": [{"from_tokens": n, "weights": {"web": 1, "code": 0}} for n in (900, 90)]},
+        "stages stand in order",
+    ),
+    "name": ({"sources": {"a.b": WEB}}, "a name has letters, digits"),
+    "length": ({"sequence_length": 100_000}, "do not fill one sequence"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_leaves_nothing(files, name):
+    changes, reason = REFUSED[name]
+    changes = json.loads(json.dumps(changes).replace("FOLDER", str(files)))
+    with pytest.raises(ValueError, match=reason):
+        made(files, **changes)
+    if name not in ("length", "text key"):
+        assert not (files / "cache" / "corpus").exists()
+
+
+def test_records_that_are_left_out_are_counted(files):
+    with open(files / "web.jsonl", "a") as file:
+        file.write('{"text": 7}\n{"text": ""}\n')
+    with pytest.raises(ValueError, match="line 81: 'text' is no text but int"):
+        made(files)
+    found = made(files, on_bad_record="skip")
+    assert (found.table[0]["bad"], found.table[0]["empty"]) == (1, 1)
+    assert "1 record that cannot be read was left out" in found.description
+    (files / "web.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match=r"data.sources.web: there are no documents; 1 is empty"):
+        made(files)
+
+
+def test_another_mixture_prepares_nothing(files, monkeypatch):
+    made(files)
+    monkeypatch.setattr(shards, "write_unit", None)
+    again = made(files, stages=[{"from_tokens": 80, "weights": {"web": 0, "code": 1}}])
+    counts = again.mixed.mixture.counts(20).tolist()
+    assert counts[0] + counts[1] == 20
+    assert counts[0] <= 10

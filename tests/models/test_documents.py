@@ -1,0 +1,108 @@
+"""Attention inside documents: a packed window computes what its documents compute alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from llmexp.models import documents
+from llmexp.models.documents import find_documents
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
+from llmexp.models.loss import WindowLoss
+
+END = 31
+DOCUMENTS = st.lists(
+    st.lists(st.integers(0, END - 1), max_size=9).map(lambda ids: [*ids, END]),
+    min_size=1,
+    max_size=6,
+)
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 32, "max_position_embeddings": 64, "n_layers": 2, "n_heads": 4}
+    widths = {"d_model": 16, "d_ff": 24}
+    if kind == "gpt2":
+        model: nn.Module = GPT2(**sizes, **widths)
+    else:
+        model = Llama(**sizes, **widths, n_kv_heads=2)
+    model.document_end = END
+    with torch.no_grad():  # larger than at their start, where attention hardly matters
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model.double()
+
+
+def target_of(tokens: Tensor) -> Tensor:
+    """The next id; none for what follows a document's end, or the window's."""
+    targets = tokens.roll(-1, dims=1)
+    targets[:, -1] = -100
+    return torch.where(tokens == END, -100, targets)
+
+
+@pytest.mark.parametrize("kernel", ["plain", "chunked"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@settings(max_examples=25)
+@given(lists=DOCUMENTS)
+def test_a_packed_window_is_the_sum_of_its_documents(kind, kernel, lists):
+    loss = WindowLoss(model_of(kind), kernel)
+    packed = torch.tensor([list(itertools.chain.from_iterable(lists))])
+    whole = loss(packed, target_of(packed))
+    whole.backward()
+    gradients = [p.grad.clone() for p in loss.parameters()]
+    loss.zero_grad()
+    parts = [torch.tensor([ids]) for ids in lists]
+    alone = sum(loss(ids, target_of(ids)) for ids in parts)
+    alone.backward()
+    assert whole.item() == pytest.approx(alone.item(), rel=1e-12)
+    for ours, theirs in zip(gradients, loss.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_another_document_moves_no_logit(kind):
+    model = model_of(kind)
+    tokens = torch.tensor([[1, 2, 3, END, 4, 5, 6, END, 7, 8]])
+    other = tokens.clone()
+    other[0, :3] = torch.tensor([9, 8, 7])
+    logits, changed = model(tokens), model(other)
+    assert torch.equal(logits[:, 4:], changed[:, 4:])
+    assert not torch.allclose(logits[:, :3], changed[:, :3])
+    model.document_end = None
+    assert not torch.allclose(model(tokens)[:, 4:], model(other)[:, 4:])
+
+
+def test_positions_begin_anew_and_a_window_begins_a_document():
+    tokens = torch.tensor([[5, END, END, 1, 2, 3], [END, 1, 2, END, 4, 4]])
+    found = find_documents(tokens, END)
+    assert found.positions_bt.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 0, 1]]
+    assert found.spans is None  # so short are they
+    for b, ids in enumerate(tokens.tolist()):
+        for t in range(6):
+            for s in range(6):
+                same = s <= t and END not in ids[s:t]
+                assert bool(found.mask_b1ts[b, 0, t, s]) == same
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_spans_and_masks_compute_the_same(kind, monkeypatch):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, END, (3, 40))
+    tokens[0, 12] = tokens[1, 0] = tokens[2, 39] = END
+    model = model_of(kind)
+    found = {}
+    for short in (1, 1000):
+        monkeypatch.setattr(documents, "SHORT", short)
+        assert (find_documents(tokens, END).spans is None) == (short == 1000)
+        model.zero_grad()
+        WindowLoss(model)(tokens, target_of(tokens)).backward()
+        found[short] = [p.grad.clone() for p in model.parameters()]
+    assert find_documents(tokens, END).mask_b1ts is not None
+    for spans, masks in zip(*found.values(), strict=True):
+        torch.testing.assert_close(spans, masks, rtol=1e-12, atol=1e-12)
