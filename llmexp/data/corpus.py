@@ -53,45 +53,62 @@ def corpus(  # noqa: PLR0913 (its knobs)
     chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
     _refuse_shared_files([*chosen.values(), *held_out.values()])
     cache = cache_folder(cache_dir)
-    ready = {
-        name: prepare(source, skip_bad, tokenizer, cache, write)
-        for name, source in (chosen | held_out).items()
-    }
-    streams = {name: ready[name].streams[TRAIN] for name in chosen}
-    for name, stream in streams.items():
-        if stream.n_sequences(sequence_length) < 1:
-            raise ValueError(
-                f"data.sources.{name}: {len(stream):,} training tokens do not fill one sequence; "
-                f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
-            )
-    if weights is None:  # each source as often as it has sequences
-        weights = {name: s.n_sequences(sequence_length) for name, s in streams.items()}
-    val_sets = {name: ready[name].streams[TRAIN] for name in held_out}
-    for name, _ in shares:
-        val_sets[name] = TokenStream.joined([ready[source].streams[name] for source in chosen])
-    val_sets = {name: val_sets[name] for name in val}
-    for name, stream in val_sets.items():
-        if not len(stream):
-            raise ValueError(f"data.val.{name}: no document came into this validation set")
+    ready, ready_val = (
+        {name: prepare(source, skip_bad, tokenizer, cache, write) for name, source in some.items()}
+        for some in (chosen, held_out)
+    )
+    streams = {name: one.streams[TRAIN] for name, one in ready.items()}
+    sequences = _check_lengths(streams, sequence_length)
+    val_sets = _val_sets(list(val), ready, ready_val)
+    every = [*ready.items(), *ready_val.items()]
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
-        description=_description(ready, list(chosen)),
+        description=_description(ready),
         fingerprint={
             "tokenizer": tokenizer.name,
             "tokenizer_sha256": identity(tokenizer),
             "sources": {name: one.content for name, one in ready.items()},
-            "val_files": _main_texts(main, ready, list(chosen), shares),
+            "val_sets": {name: one.content for name, one in ready_val.items()},
+            "val_files": _main_texts(main, ready, ready_val, shares),
         },
         is_text=True,
         mixed=Mixed(
             {name: len(stream) for name, stream in streams.items()},
-            {0: weights} | mixed,
+            # Without weights each source comes as often as it has sequences.
+            {0: weights or sequences} | mixed,
             max_epochs,
         ),
         val_sets=val_sets,
-        table=[row for name, one in ready.items() for row in _rows(name, one)],
+        table=[row for name, one in every for row in _rows(name, one)],
     )
+
+
+def _check_lengths(streams: Mapping[str, TokenStream], length: int) -> dict[str, float]:
+    """Return the sequences of each source. Raises ValueError where one has none."""
+    for name, stream in streams.items():
+        if stream.n_sequences(length) < 1:
+            raise ValueError(
+                f"data.sources.{name}: {len(stream):,} training tokens do not fill one sequence; "
+                f"batch.sequence_length={length} needs {length + 1:,}"
+            )
+    return {name: float(stream.n_sequences(length)) for name, stream in streams.items()}
+
+
+def _val_sets(
+    names: Sequence[str], ready: Mapping[str, Prepared], ready_val: Mapping[str, Prepared]
+) -> dict[str, TokenStream]:
+    """Return the validation sets in the order of their names: of files of their own, or the shares
+    of all sources."""
+    found = {}
+    for name in names:
+        if name in ready_val:
+            found[name] = ready_val[name].streams[TRAIN]
+        else:
+            found[name] = TokenStream.joined([one.streams[name] for one in ready.values()])
+        if not len(found[name]):
+            raise ValueError(f"data.val.{name}: no document came into this validation set")
+    return found
 
 
 def _sources(sections: Mapping[str, Any]) -> tuple[dict[str, Source], dict[str, float] | None]:
@@ -241,8 +258,8 @@ def _refuse_shared_files(sources: Sequence[Source]) -> None:
             seen[real] = source.key
 
 
-def _description(ready: Mapping[str, Prepared], chosen: Sequence[str]) -> str:
-    parts = [f"{name} {len(ready[name].streams[TRAIN]):,} tokens" for name in chosen]
+def _description(ready: Mapping[str, Prepared]) -> str:
+    parts = [f"{name} {len(one.streams[TRAIN]):,} tokens" for name, one in ready.items()]
     bad = sum(one.counts.bad for one in ready.values())
     text = f"corpus of {', '.join(parts)}"
     if bad:
@@ -256,14 +273,16 @@ def _description(ready: Mapping[str, Prepared], chosen: Sequence[str]) -> str:
 def _main_texts(
     main: str | None,
     ready: Mapping[str, Prepared],
-    chosen: Sequence[str],
+    ready_val: Mapping[str, Prepared],
     shares: Sequence[tuple[str, float]],
 ) -> dict[str, str]:
     """Return what identifies the text of the main validation set."""
-    if main is None or main in ready:
-        return {main: ready[main].key.text} if main else {}
+    if main is None:
+        return {}
+    if main in ready_val:
+        return {main: ready_val[main].key.text}
     at = [name for name, _ in shares].index(main)
-    found = {name: ready[name].key.text for name in chosen}
+    found = {name: one.key.text for name, one in ready.items()}
     return found | {"shares": str([share for _, share in shares[: at + 1]])}
 
 

@@ -53,6 +53,7 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
         gradient_accumulation_steps=accum,
         real_batch_size=real,
         sequence_length=batch.sequence_length,
+        document_mask=batch.document_mask,
     )
 
 

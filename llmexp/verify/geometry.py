@@ -30,6 +30,7 @@ from llmexp.verify.reference import (
     errors,
     follow,
     read_windows,
+    targets_of,
 )
 from llmexp.verify.runs import rows, shrunk, train, trial
 from llmexp.verify.tolerance import FLOOR, MARGIN, NO_FLOOR, Off, derived, judge, off_from
@@ -71,7 +72,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     windows = read_windows(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
     planned = dataclasses.replace(planned, data=planned.data | {"ignore_id": ignore_id})
-    print_wrapped(describe(windows, ignore_id, length))
+    print_wrapped(describe(windows, ignore_id, parts.document_end))
     refuse_random(parts, windows[0][:1, :-1])
 
     cuts, left_out = cuts_of(own, real)
@@ -232,10 +233,10 @@ def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, l
     return int(counts.argmax()), []
 
 
-def describe(windows: Sequence[Tensor], ignore_id: int | None, length: int) -> str:
-    valid = torch.cat(
-        [(w[:, 1:] != (-1 if ignore_id is None else ignore_id)).sum(1) for w in windows]
-    )
+def describe(windows: Sequence[Tensor], ignore_id: int | None, document_end: int | None) -> str:
+    length = windows[0].shape[1] - 1
+    counted = [(targets_of(w, ignore_id, document_end) != -100).sum(1) for w in windows]
+    valid = torch.cat(counted)
     return (
         f"{len(windows)} steps of {len(windows[0])} sequences of {length} tokens, "
         f"{len(windows[-1])} in the last; targets with id {ignore_id} masked: {int(valid.min())} "

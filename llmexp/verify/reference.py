@@ -53,9 +53,23 @@ def read_windows(parts: Parts, steps: int, real_batch: int, tail: int) -> list[T
     config, stream = parts.config, parts.corpus.train
     length, shuffle = config.batch.sequence_length, config.data.get("shuffle", True)
     there, total = (len(stream) - 1) // length, (steps - 1) * real_batch + tail
-    index = sequence_index(config.train.seed, np.arange(total), there, shuffle).tolist()
-    rows = [torch.from_numpy(stream.read(i * length, length + 1)) for i in index]
+    if parts.corpus.mixed is None:
+        starts = sequence_index(config.train.seed, np.arange(total), there, shuffle) * length
+    else:
+        starts = parts.corpus.mixed.starts(np.arange(total), config.train.seed, shuffle, length)
+    rows = [torch.from_numpy(stream.read(start, length + 1)) for start in starts.tolist()]
     return [torch.stack(rows[first : first + real_batch]) for first in range(0, total, real_batch)]
+
+
+def targets_of(rows: Tensor, ignore_id: int | None, document_end: int | None) -> Tensor:
+    """Return the targets (r, t) of sequences (r, t + 1); -100 where one does not count: an ignored
+    id, and what follows the end of a document."""
+    targets = rows[:, 1:].clone()
+    if ignore_id is not None:
+        targets[targets == ignore_id] = -100
+    if document_end is not None:
+        targets[rows[:, :-1] == document_end] = -100
+    return targets
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
@@ -188,9 +202,8 @@ def follow(
     )
     for rows in windows:
         rows = rows.to(device)
-        count = (
-            int((rows[:, 1:] != ignore_id).sum()) if ignore_id is not None else rows[:, 1:].numel()
-        )
+        targets = targets_of(rows, ignore_id, parts.document_end)
+        count = int((targets != -100).sum())
         factor = parts.rate_factor(update)
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
@@ -204,7 +217,7 @@ def follow(
         if off is not None:  # a matmul is given rounded weights, the same in all passes of a window
             for p in parameters:
                 off.disturb(p.detach(), off.sizes.operand)
-        found.losses.append(_backward(model, parameters, rows, ignore_id, count, off))
+        found.losses.append(_backward(model, parameters, rows, targets, count, off))
         for p, value in zip(parameters, exact, strict=True):
             p.detach().copy_(value)
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -228,7 +241,7 @@ def _backward(
     model: nn.Module,
     parameters: Sequence[Tensor],
     rows: Tensor,
-    ignore_id: int | None,
+    targets: Tensor,
     count: int,
     rounding: Roundoff | None,
 ) -> float:
@@ -237,16 +250,11 @@ def _backward(
         p.grad = torch.zeros_like(p)
     losses = []
     with rounding or contextlib.nullcontext():
-        for some in rows.split(max(1, PASS_TOKENS // rows.shape[1])):
-            targets = some[:, 1:].flatten()
-            targets = (
-                targets if ignore_id is None else targets.masked_fill(targets == ignore_id, -100)
-            )
-            logits = logits_of(model, some[:, :-1])
-            loss = (
-                F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-                / count
-            )
+        size = max(1, PASS_TOKENS // rows.shape[1])
+        for some, wanted in zip(rows.split(size), targets.split(size), strict=True):
+            logits = logits_of(model, some[:, :-1]).flatten(0, 1)
+            nll = F.cross_entropy(logits, wanted.flatten(), ignore_index=-100, reduction="sum")
+            loss = nll / count
             loss.backward()
             losses.append(loss.item())
     return math.fsum(losses)

@@ -1,0 +1,88 @@
+"""Runs on data=corpus: any number of ranks and any cut see the same sequences and targets, document
+masks included; a run goes on inside a stage as if it had not been stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, Result, llmexp, train
+from tests.tools import cut_after, exact, same_state
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for name in ("web", "code", "far"):
+        texts = [f"{name} {i} " + "many words " * (i % 4) for i in range(150)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+def settings(files: Path) -> list[str]:
+    stage = "{from_tokens: 200, weights: {web: 1, code: 3}}"
+    return [
+        "data=corpus", f"data.sources.web.files={files}/web.jsonl", "data.sources.web.weight=0.7",
+        f"data.sources.code.files={files}/code.jsonl", "data.sources.code.weight=0.3",
+        f"data.stages=[{stage}]", f"data.val.far.files={files}/far.jsonl",
+        "data.val.near.share=0.1", "data.val_main=near", "batch.document_mask=true",
+        "precision=fp64", "train.max_steps=8", "batch.real_batch_size=6", "train.data_digest=true",
+        "train.log_every=1", "train.eval_every=4", "optimizer.lr=0.01", "checkpoint.every=2",
+        "checkpoint.keep=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(files, tmp_path_factory) -> Result:
+    return train(tmp_path_factory.mktemp("one"), "run", *settings(files))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 1), (3, 2)])
+def test_ranks_and_cuts_see_the_same_and_compute_the_same(one, files, tmp_path, ranks, micro):
+    several = ["parallelism=ddp", f"parallelism.nproc_per_node={ranks}"] if ranks > 1 else []
+    cut = f"batch.micro_batch_size={micro}"
+    other = train(tmp_path, "run", *settings(files), *several, cut)
+    for ours, theirs in zip(one.rows(), other.rows(), strict=True):
+        for key in ("data_digest", "target_tokens"):
+            assert ours[key] == theirs[key]
+        keys = [k for k in ours if k in ("train/loss", "grad_norm") or k.startswith("val/")]
+        assert {k: ours[k] for k in keys} == pytest.approx(
+            {k: theirs[k] for k in keys}, rel=1e-9, abs=0
+        )
+    assert any(row["target_tokens"] < 6 * 12 for row in one.rows())  # the mask hides some
+
+
+def test_named_sets_have_rows_of_their_own(one):
+    (row,) = [row for row in one.rows() if row["step"] == 4]
+    assert row["val/loss"] == row["val/near/loss"] != row["val/far/loss"]
+    assert row["val/far/bits_per_byte"] > 0
+    sources = one.json("run.json")["sources"]
+    assert [source["name"] for source in sources] == ["web", "code"]
+    assert sum(source["sequences"] for source in sources) == 48
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_goes_on_inside_a_stage(one, tmp_path, step):
+    """The other weights begin with sequence 17, in step 3."""
+    copy = cut_after(one, tmp_path, step)
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    resumed = Result(0, again.out, again.err, copy)
+    assert exact(resumed) == exact(one)
+    same_state(resumed.checkpoint(8), one.checkpoint(8))
+
+
+def test_a_source_that_is_walked_too_often_is_refused(files, tmp_path):
+    result = llmexp("plan", *TINY, *settings(files), "data.max_epochs=0.01", cwd=tmp_path)
+    assert result.code == 2
+    assert "data.max_epochs=0.01: the run would walk the source web 0.0" in result.err
+
+
+def test_a_mask_needs_documents(tmp_path):
+    mask = ["batch.document_mask=true", "data=synthetic"]
+    result = llmexp("plan", *TINY, *mask, cwd=tmp_path)
+    assert result.code == 2
+    assert "batch.document_mask=True: data=synthetic has no documents" in result.err
