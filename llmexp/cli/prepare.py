@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
 from llmexp.config import ConfigError
+from llmexp.sweep import show
+
+HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    per_token = row["bytes_per_token"]
+    counts = (f"{row[name]:,}" for name in ("files", "documents", "tokens"))
+    shown = "-" if per_token is None else f"{per_token:.3f}"
+    return (row["source"], row["split"], *counts, shown, f"{row['empty']:,}", f"{row['bad']:,}")
 
 
 def prepare(arguments: list[str]) -> int:
@@ -23,6 +35,8 @@ def prepare(arguments: list[str]) -> int:
         config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True
     )
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
+    if corpus.table:
+        print(show.table([HEADS, *map(_cells, corpus.table)], left=2))
     print(
         f"train {len(corpus.train):,} tokens, validation "
         f"{len(corpus.val) if corpus.val is not None else 0:,} tokens"

@@ -20,22 +20,18 @@ NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, a
 MOST_LINE = 1 << 24  # bytes of a first line that is looked at
 BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
 PARQUET = b"PAR1"
-# First bytes of files that hold text, or tokens, in another form: what they are, and what to do.
+# First bytes of files that are no plain text: what they are, and what to do with them.
+READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
+REPACK = "pack it as .gz or .zst, and " + READ_BY_CORPUS
 PACKED = {
-    b"\x1f\x8b": ("compressed by gzip", "unpack it first: gzip -dc {path} > {out}"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it first: zstd -dc {path} -o {out}"),
-    b"BZh91AY&SY": ("compressed by bzip2", "unpack it first: bzip2 -dc {path} > {out}"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "unpack it first: xz -dc {path} > {out}"),
+    b"\x1f\x8b": ("compressed by gzip", READ_BY_CORPUS),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", READ_BY_CORPUS),
+    PARQUET: ("a Parquet file", READ_BY_CORPUS),
+    b"BZh91AY&SY": ("compressed by bzip2", REPACK),
+    b"\xfd7zXZ\x00": ("compressed by xz", REPACK),
     b"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
-    PARQUET: (
-        "a Parquet file",
-        "write its texts to a plain file first, for example: python -c "
-        "\"import sys, pyarrow.parquet as p; [print(t) for t in "
-        "p.read_table(sys.argv[1])['text'].to_pylist()]\" "
-        "{path} > {out}",
-    ),
     b"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
-}  # fmt: skip
+}
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -122,12 +118,9 @@ def match_files(key: str, patterns: Any) -> list[Path]:
 
 
 def refuse_packed(key: str, path: Path) -> None:
-    """Raise ValueError, with a way to plain text, for a file that is not plain text by its first
+    """Raise ValueError, with a way to read it, for a file that is not plain text by its first
     bytes."""
-    bare = path.with_suffix("")
-    plain = bare if bare.suffix and bare != path else path.with_suffix(".txt")
-    plain = plain if plain != path else path.with_name(f"{bare.name}-plain.txt")
-    names = {"path": shlex.quote(str(path)), "out": shlex.quote(str(plain))}
+    quoted = shlex.quote(str(path))
     with open(path, "rb") as file:
         head = file.read(16)
         file.seek(max(0, path.stat().st_size - 4))
@@ -135,25 +128,21 @@ def refuse_packed(key: str, path: Path) -> None:
         file.seek(0)
         for magic, (kind, way) in PACKED.items():
             if head.startswith(magic) and (magic != PARQUET or is_parquet):
-                raise ValueError(f"{key}={path}: is {kind}, not plain text; {way.format(**names)}")
+                text = f"is {kind}, not plain text; {way.format(path=quoted)}"
+                raise ValueError(f"{key}={path}: {text}")
         line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        field = next(
-            (k for k in ("text", "content", *found) if isinstance(found.get(k), str)), "text"
-        )
-        code = (
-            f"import json, sys; [print(json.loads(s)[{json.dumps(field)}]) for s in sys.stdin "
-            "if s.strip()]"
-        )
-        raise ValueError(
-            f"{key}={path}: is JSON lines, not plain text (its first line is an object with the "
-            f"keys {', '.join(map(str, list(found)[:5]))}); take the texts out first, for example: "
-            f"python -c {shlex.quote(code)} < {names['path']} > {names['out']}"
-        )
+        texts = [name for name, value in found.items() if isinstance(value, str)]
+        way = READ_BY_CORPUS.format(path=quoted)
+        if "text" not in texts and texts:
+            way += f" data.sources.main.text_key={shlex.quote(str(texts[0]))}"
+        keys = ", ".join(map(str, list(found)[:5]))
+        text = f"its first line is an object with the keys {keys}"
+        raise ValueError(f"{key}={path}: is JSON lines, not plain text ({text}); {way}")
 
 
 def _first_line(file: BinaryIO) -> bytes:
