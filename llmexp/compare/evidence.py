@@ -101,7 +101,7 @@ def place_of(record: Record, align: str, at: float | None, metric: str) -> Place
     """Return where the run stands at the common position `at` (None: at its own end), in the row
     that the metric is read from: for a validation loss the last evaluation up to there. None where
     that is not known."""
-    tokens = record.columns.get("tokens_seen", np.zeros(0))
+    tokens = positions(record, "tokens")
     where = positions(record, align)
     if not len(tokens) or len(where) != len(tokens):
         return None

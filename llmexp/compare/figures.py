@@ -115,9 +115,12 @@ def half_width(entry: Entry, column: Column) -> float | None:
 
 def positions(record: Record, align: str) -> np.ndarray:
     """Return the position of each row in target tokens, steps, or seconds of training; empty where
-    not known."""
+    not known. Document masks hide other targets in each mixture: there it is in tokens read."""
     if align == "time":
         return elapsed(record.columns)
+    per_step, most = record.facts.get("tokens_per_step"), record.facts.get("max_tokens")
+    if align == "tokens" and per_step and most and record.config.get("batch.document_mask"):
+        return np.minimum(record.columns["step"] * per_step, most)
     return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
 
 

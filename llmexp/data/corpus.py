@@ -60,7 +60,6 @@ def corpus(  # noqa: PLR0913 (its knobs)
     streams = {name: one.streams[TRAIN] for name, one in ready.items()}
     sequences = _check_lengths(streams, sequence_length)
     val_sets = _val_sets(list(val), ready, ready_val)
-    every = [*ready.items(), *ready_val.items()]
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
@@ -80,7 +79,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
             max_epochs,
         ),
         val_sets=val_sets,
-        table=[row for name, one in every for row in _rows(name, one)],
+        table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
     )
 
 
@@ -286,20 +285,22 @@ def _main_texts(
     return found | {"shares": str([share for _, share in shares[: at + 1]])}
 
 
-def _rows(name: str, one: Prepared) -> Iterator[dict[str, Any]]:
-    """Yield a row for each split of a source, for the table of `llmexp prepare`."""
-    for split, stream in one.streams.items():
-        tokens = len(stream)
-        yield {
-            "source": name,
-            "split": split,
-            "files": len(one.source.files),
-            "documents": one.documents[split],
-            "tokens": tokens,
-            "bytes_per_token": one.text_bytes[split] / tokens if tokens else None,
-            "empty": one.counts.empty,
-            "bad": one.counts.bad,
-        }
+def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each split of each source, for the table of `llmexp prepare`. `whole`: what
+    the split is called that is no share."""
+    for name, one in sources.items():
+        for split, stream in one.streams.items():
+            tokens, first = len(stream), split == TRAIN
+            yield {
+                "source": name,
+                "split": whole if first else split,
+                "files": len(one.source.files),
+                "documents": one.documents[split],
+                "tokens": tokens,
+                "bytes_per_token": one.text_bytes[split] / tokens if tokens else None,
+                "empty": one.counts.empty if first else 0,  # of the whole source
+                "bad": one.counts.bad if first else 0,
+            }
 
 
 def training_texts(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +28,7 @@ from llmexp.tracker.position import (
     upload_is_pending,
     write_position,
 )
-from tests.conftest import ROOT
+from tests.tools import option
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -95,10 +94,7 @@ def test_where_a_login_is_found(
 
 
 def test_both_configs_have_what_a_later_upload_uses() -> None:
-    wandb, none = (
-        yaml.safe_load((ROOT / "conf/tracker" / f"{kind}.yaml").read_text())
-        for kind in ("wandb", "none")
-    )
+    wandb, none = option("tracker/wandb"), option("tracker/none")
     assert (wandb.pop("kind"), none.pop("kind")) == ("wandb", "none")
     assert none.keys() == {"project", "entity", "name", "group", "tags", "notes"}
     assert none.items() <= wandb.items()
