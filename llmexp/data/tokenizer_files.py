@@ -18,11 +18,12 @@ import tiktoken
 from llmexp.data.places import need
 from llmexp.data.tokenizers import PROBE
 
-# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it.
+# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. In both
+# dialects of regular expressions, tiktoken's and that of tokenizers, where {1,3}+ is a repetition.
 PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k_base": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+"
         r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
     ),
 }
@@ -131,6 +132,7 @@ class HuggingFace:
         given = end_of_text or _declared_end(file)
         self.eot_token = _end(path, given, list(self._special), self._special.get)
         self.byte_lengths = self._byte_lengths()
+        self.exact_bytes = keeps_bytes(self)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -186,6 +188,7 @@ class SentencePiece:
         names = [self._model.IdToPiece(i) for i in self._control]
         self.eot_token = _end(path, end_of_text, names, self._model.PieceToId)
         self.byte_lengths = np.array([self._bytes(i) for i in range(self.n_vocab)], dtype=np.int64)
+        self.exact_bytes = keeps_bytes(self)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         found: list[list[int]] = self._model.EncodeAsIds(texts)

@@ -84,7 +84,9 @@ def newest_checkpoint(
 
 def byte_lengths(parts: Parts) -> torch.Tensor:
     """Return the bytes of each token of the model's vocabulary, 0 for those that are no text."""
-    lengths = token_byte_lengths(parts.tokenizer) * parts.corpus.is_text
+    # Of a tokenizer that changes the text first, bits per byte would not mean what they say.
+    known = parts.corpus.is_text and getattr(parts.tokenizer, "exact_bytes", True)
+    lengths = token_byte_lengths(parts.tokenizer) * known
     missing = max(0, (parts.run.facts.vocab_size or 0) - len(lengths))
     return torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64))
 

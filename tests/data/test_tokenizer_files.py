@@ -1,0 +1,120 @@
+"""Tokenizers in files give the ids of the libraries that made them; what is no tokenizer is
+refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
+from llmexp.data.tokenizers import as_tokenizer, end_of_text, token_byte_lengths
+from llmexp.data.train_tokenizer import SMALLEST, train
+
+tokenizers = pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog, 1234 times. " * 3,
+    "Grüße aus München, 你好! \U0001f600 don't we'll\n\n\tindented  text\r\n",
+    "def f(x):\n    return x ** 2  # squares\n" * 4,
+]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def trained(request, tmp_path_factory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("bpe")
+    found = train(TEXTS, 320, request.param)
+    (folder / "tokenizer.json").write_text(found.tokenizer_json)
+    (folder / "mine.tiktoken").write_bytes(found.tiktoken)
+    assert (found.n_vocab, found.documents) == (320, 3)
+    return folder, request.param
+
+
+@given(text=st.one_of(st.text(), st.sampled_from(TEXTS)))
+def test_both_forms_of_a_trained_tokenizer_give_the_ids_of_the_library(trained, text):
+    folder, pattern = trained
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wanted = library.encode(text, add_special_tokens=False).ids
+    for path, split in ((folder, None), (folder / "mine.tiktoken", pattern)):
+        ours = as_tokenizer(from_file(str(path), None, split))
+        assert ours.encode_ordinary(text) == wanted
+        assert ours.decode(wanted) == text
+        assert token_byte_lengths(ours)[wanted].sum() == len(text.encode())
+        assert (ours.n_vocab, end_of_text(ours)) == (320, 319)
+
+
+def test_fewer_ids_than_asked_for_where_nothing_is_left_to_merge():
+    found = train(["ab"], 1000, "gpt2")
+    assert found.n_vocab == SMALLEST + 1
+    with pytest.raises(ValueError, match="no documents"):
+        train([], 1000, "gpt2")
+
+
+def test_a_sentencepiece_model(tmp_path):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 20), model_writer=model, vocab_size=330, byte_fallback=True,
+        model_type="bpe", minloglevel=2,
+    )  # fmt: skip
+    path = tmp_path / "sp.model"
+    path.write_bytes(model.getvalue())
+    ours = as_tokenizer(from_file(str(path), None, None))
+    library = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for text in TEXTS:
+        assert ours.encode_ordinary(text) == library.encode(text)
+    assert ours.n_vocab == 330
+    assert end_of_text(ours) == library.eos_id()
+    assert not keeps_bytes(ours.given)  # it puts a space in front
+    assert ours.byte_lengths[library.piece_to_id("<0x41>")] == 1
+
+
+def test_a_published_vocabulary_of_tiktoken(tmp_path):
+    """In a file, with its pattern by name, it is the same tokenizer."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"th": 256, b"the": 257}
+    lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items())
+    (tmp_path / "x.tiktoken").write_bytes(lines)
+    ours = from_file(str(tmp_path / "x.tiktoken"), None, "gpt2")
+    theirs = tiktoken.Encoding("t", pat_str=PATTERNS["gpt2"], mergeable_ranks=ranks,
+                               special_tokens={END: 258})  # fmt: skip
+    for text in (*TEXTS, "the then breathe"):
+        assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
+    assert np.array_equal(token_byte_lengths(ours), token_byte_lengths(theirs))
+
+
+REFUSED = {
+    "nothing": (None, None, None, "tokenizer.path=null: a file or folder is needed"),
+    "missing": ("nope.json", None, None, "nope.json: cannot be read: No such file"),
+    "empty folder": ("empty", None, None, "holds neither tokenizer.json nor tokenizer.model"),
+    "text": ("text.txt", None, None, "is neither a tokenizer.json, nor a .tiktoken file, nor a"),
+    "json": ("other.json", None, None, "is no tokenizer.json"),
+    "end": ("good", "<end>", None, "tokenizer.end_of_text=<end>: .* special tokens are: <|endof"),
+    "pattern": ("good", None, "gpt2", "tokenizer.pattern=gpt2: belongs to a .tiktoken file"),
+    "line": ("bad.tiktoken", None, None, "line 2 is no token and its number"),
+    "bytes": ("few.tiktoken", None, None, "255 of the 256 bytes have no token, byte 0 is the firs"),
+    "regex": ("good/mine.tiktoken", None, "(", r"tokenizer.pattern=\(: is neither gpt2 nor cl100k"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    found = train(TEXTS, 300, "gpt2")
+    for folder in ("empty", "good"):
+        Path(folder).mkdir()
+    Path("good/tokenizer.json").write_text(found.tokenizer_json)
+    Path("good/mine.tiktoken").write_bytes(found.tiktoken)
+    Path("text.txt").write_text("no tokenizer\n")
+    Path("other.json").write_text('{"a": 1}')
+    Path("bad.tiktoken").write_text("YQ== 1\nYQ==\n")
+    Path("few.tiktoken").write_text("YQ== 1\n")
+    path, end, pattern, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason.replace("<|", r"<\|")):
+        from_file(path, end, pattern)
