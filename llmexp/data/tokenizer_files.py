@@ -18,8 +18,8 @@ import tiktoken
 from llmexp.data.places import need
 from llmexp.data.tokenizers import PROBE
 
-# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. In both
-# dialects of regular expressions, tiktoken's and that of tokenizers, where {1,3}+ is a repetition.
+# How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. The
+# expressions mean the same to tiktoken and to tokenizers, where {1,3}+ would be a repetition.
 PATTERNS = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k_base": (
@@ -125,6 +125,7 @@ class HuggingFace:
             raise ValueError(f"tokenizer.path={path}: is no tokenizer.json ({error})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
         self.n_vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         added = self._tokenizer.get_added_tokens_decoder()
