@@ -76,8 +76,10 @@ DERIVED = {
     "train_sequences": Derived(
         "sequences in the training data",
         ("train_tokens", "batch.sequence_length"),
-        "(train_tokens {train_tokens} - 1) / sequence_length {sequence_length}, rounded down",
+        "(train_tokens {train_tokens} - 1) / sequence_length {sequence_length}, rounded down; "
+        "of a corpus, of each source by itself",
     ),
+    "sources": Derived("sequences and epochs of each source of a corpus", (*_BUDGET, *_DATA)),
     "val_sequences": Derived(
         "sequences in the validation data",
         ("val_tokens", "batch.sequence_length"),

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ import numpy as np
 
 from llmexp.data.documents import Document, refuse_changed
 from llmexp.data.encode import encode_documents
+from llmexp.data.progress import Progress
 from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
 FORMAT = 1  # of the shards; part of their key
 MANIFEST = "manifest.json"
-QUIET_S = 2.0  # shorter preparations print nothing
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ def prepare(
     folder = cache / "tokens" / _key(splits, encoding)
     if (there := _open(folder, list(splits))) is not None:
         return there
-    progress = _Progress(sum(d.size for s in splits.values() for d in s.documents), write)
+    size = sum(d.size for s in splits.values() for d in s.documents)
+    progress = Progress(f"{size / 1e6:,.0f} MB of text", write)
     if not write:
         counted = {}
         for name, split in splits.items():
@@ -89,9 +89,7 @@ def _key(splits: dict[str, Split], encoding: Tokenizer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _build(
-    folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress: _Progress
-) -> None:
+def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress: Progress) -> None:
     """Write a shard per split beside `folder`, the manifest last, and rename. The caller holds the
     lock."""
     # one name: what a killed process left is cleared by the next one
@@ -200,31 +198,3 @@ def _locked(path: Path) -> Iterator[None]:
             )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-class _Progress:
-    """A line on stderr every two seconds of a preparation that takes longer."""
-
-    def __init__(self, total_bytes: int, write: bool) -> None:
-        self.total, self.done = total_bytes, 0
-        self.verb = "preparing" if write else "counting the tokens of"
-        self.started = self.last = time.monotonic()
-        self.printed = False
-
-    def add(self, n_bytes: int) -> None:
-        self.done += n_bytes
-        now = time.monotonic()
-        if now - self.last >= QUIET_S:
-            self.last, self.printed = now, True
-            self._line(
-                f"{self.done / 1e6:,.0f} MB, {self.done / 1e6 / (now - self.started):.1f} MB/s"
-            )
-
-    def end(self) -> None:
-        if self.printed:
-            self._line(f"done in {time.monotonic() - self.started:.1f} s")
-
-    def _line(self, text: str) -> None:
-        print(
-            f"{self.verb} {self.total / 1e6:,.0f} MB of text: {text}", file=sys.stderr, flush=True
-        )

@@ -16,6 +16,7 @@ import numpy as np
 
 from llmexp.data import shards
 from llmexp.data.places import contents_of
+from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts, Document, documents, hub_documents, hub_identity
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
@@ -102,8 +103,9 @@ def prepare(
     if (found := _open(source, folder, key)) is not None:
         return found
     units = _units(source, sizes)
+    progress = Progress(f"{source.key}, {sum(sizes) / 1e6:,.1f} MB in files", write)
     if not write:
-        return _counted(source, units, skip_bad, tokenizer, key)
+        return _counted(source, units, skip_bad, tokenizer, key, progress)
     try:
         if (folder / "manifest.json").exists():
             shutil.rmtree(folder)  # it was whole once, and is damaged
@@ -116,8 +118,9 @@ def prepare(
                 tokenizer,
                 source.split_of,
                 source.splits,
-                lambda done: None,
+                progress.add,
             )
+        progress.end()
         _finish(source, folder, len(units), tokenizer)
     except OSError as error:
         raise ValueError(
@@ -151,7 +154,12 @@ def _units(source: Source, sizes: Sequence[int]) -> list[tuple[str, ...]]:
 
 
 def _counted(
-    source: Source, units: Sequence[tuple[str, ...]], skip_bad: bool, tokenizer: Tokenizer, key: Key
+    source: Source,
+    units: Sequence[tuple[str, ...]],
+    skip_bad: bool,
+    tokenizer: Tokenizer,
+    key: Key,
+    progress: Progress,
 ) -> Prepared:
     """Return what preparing would give, with streams that know their lengths only."""
     tokens, number, size = (dict.fromkeys(source.splits, 0) for _ in range(3))
@@ -164,6 +172,8 @@ def _counted(
                 tokens[split] += len(ids)
                 number[split] += part.ends
                 size[split] += part.n_bytes
+                progress.add(part.n_bytes)
+    progress.end()
     _refuse_empty(source, counts)
     streams = {name: TokenStream.unprepared(count) for name, count in tokens.items()}
     return Prepared(source, streams, counts, number, size, key)

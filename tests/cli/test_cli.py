@@ -158,7 +158,7 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
-    ("llmexp ", {"train", "plan", "explain", "prepare", "resume", "sample", "compare", "runs",
+    ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "compare", "runs",
     "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small",
