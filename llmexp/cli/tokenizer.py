@@ -11,8 +11,25 @@ from llmexp.config import ConfigError
 from llmexp.fileio import write_whole
 
 
+USAGE = """\
+llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
+
+Train a byte-level BPE tokenizer on the training documents of data=corpus or data=text. Writes
+tokenizer.json and a .tiktoken file, which give the same ids.
+
+  --vocab-size N   ids of the tokenizer, the token between documents among them
+  --pattern NAME   how text is split before bytes are merged (default gpt2)
+  --out FOLDER     a new folder (default tokenizers/bpe-N)
+
+Then: llmexp train tokenizer=file tokenizer.path=tokenizers/bpe-N ...
+"""
+
+
 def tokenizer(arguments: list[str]) -> int:
     """Train a byte-level BPE tokenizer and write it as tokenizer.json and as a .tiktoken file."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
     args = command_line.parse("tokenizer", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)

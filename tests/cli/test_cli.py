@@ -73,7 +73,9 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
         assert re.search(rf"^  {re.escape(knob)}(  +\S|\n      \S)", text, re.M), knob
 
 
-@pytest.mark.parametrize("command", ["", "plan", "explain", "prepare", "resume", "sample"])
+@pytest.mark.parametrize(
+    "command", ["", "plan", "explain", "prepare", "tokenizer", "resume", "sample"]
+)
 def test_help_of_every_command(capsys, command):
     code: object
     try:
@@ -158,7 +160,8 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
-    ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "compare", "runs",
+    ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "compare",
+                "runs",
     "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small",
@@ -550,3 +553,25 @@ def test_kill_of_the_parent_ends_a_running_worker(tmp_path):
     process.kill()
     process.wait()
     assert all_gone(process.pid, 10)
+
+
+def test_a_tokenizer_is_trained_and_used(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "so many words, so little time"}\n' * 40)
+    source = "data.sources.words.files=a.jsonl"
+    made = llmexp("tokenizer", "--vocab-size", "270", "data=corpus", source, cwd=tmp_path)
+    assert made.code == 0, made.err
+    assert "ids from 40 documents" in made.out
+    assert (tmp_path / "tokenizers/bpe-270/bpe-270.tiktoken").exists()
+    use = ["tokenizer=file", "tokenizer.path=tokenizers/bpe-270"]
+    prepared = llmexp("prepare", "data=corpus", source, *use, cwd=tmp_path)
+    assert prepared.code == 0, prepared.err
+    assert prepared.out.splitlines()[1].split()[:3] == ["source", "split", "files"]
+    for arguments, reason in (
+        (["data=corpus", source], "--vocab-size: is needed"),
+        (["--vocab-size=100", "data=corpus", source], "--vocab-size: 100 is too small"),
+        (["--vocab-size=300", "data=synthetic"], "has no documents of text"),
+        (["--vocab-size=300", "--pattern=x", "data=corpus", source], "--pattern x: must be gpt2"),
+        (["--vocab-size=270", "data=corpus", source], "--out tokenizers/bpe-270: is there already"),
+    ):
+        refused = llmexp("tokenizer", *arguments, cwd=tmp_path)
+        assert (refused.code, reason in refused.err) == (2, True), refused.err
