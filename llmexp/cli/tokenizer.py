@@ -10,7 +10,6 @@ from llmexp.compose import app, command_line
 from llmexp.config import ConfigError
 from llmexp.fileio import write_whole
 
-
 USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
 
