@@ -114,7 +114,7 @@ def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
                 f"Known: {', '.join(columns)}; for example --sort val/loss"
             )
         return columns[key]
-    # What is read at one position.
+    # The figures that are read at one position.
     order = ("val/bits_per_byte" if mixed else "val/loss", "train/loss")
     live = [e for e in entries if not e.out] or entries
     return columns[next((key for key in order if any(key in e.figures for e in live)), order[0])]
@@ -152,7 +152,7 @@ def _columns(
     elif at is not None:
         titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
     for key in [key for key in known if is_of_named_set(key) and key != metric.key]:
-        # Of a named set the loss alone, and not the main one's again.
+        # A named set shows its loss alone; the main one's stands there already.
         again = all(of.get(key) == of.get("val/loss") for of in alive)
         if again or key.endswith("/bits_per_byte"):
             known.remove(key)

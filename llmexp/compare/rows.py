@@ -19,7 +19,7 @@ _NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _ROW = re.compile(
     rb'\{"step":(\d{1,15}),"tokens_seen":(\d{1,15}),(?:[^\n]*?"train/loss":' + _NUMBER + rb"[,}])?"
 )
-# Of the validation, and of each named set.
+# The losses of the validation, and of each named set.
 _VAL = re.compile(rb'"(val/(?:[\w-]+/)?(?:loss|bits_per_byte))":' + _NUMBER + rb"[,}]")
 QUICK = ("step", "tokens_seen", "train/loss", "val/loss", "val/bits_per_byte")
 

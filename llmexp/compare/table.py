@@ -84,7 +84,7 @@ def _fitting(c: Comparison, width: int) -> list[list[str]]:
     differences = ["difference", *(difference(e) for e in c.entries)]
     room = width - sum(map(_width, kept))
     for cells in (differences, *first, *figures.values()):
-        # What the metric says already is no news.
+        # The metric's own column says it already.
         news = len(set(cells[1:])) > 1 and all(cells[1:] != known[1:] for known in metric)
         if news and room >= _width(cells):
             room -= _width(cells)

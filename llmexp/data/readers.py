@@ -26,7 +26,7 @@ BLANK = b" \t\r\n"
 BLOCK = 1 << 19  # bytes read at a time
 LONGEST_LINE = 1 << 30  # bytes of a record
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-# What else a file may be, by its first bytes, and what to do with it.
+# Other files, by their first bytes, and a way to read them.
 OTHERS = {
     b"BZh": ("compressed by bzip2", "pack it as .gz or .zst"),
     b"\xfd7zXZ\x00": ("compressed by xz", "pack it as .gz or .zst"),
@@ -42,7 +42,7 @@ class BadRecord(ValueError):
 
 @dataclass
 class Counts:
-    """What was read of a source so far."""
+    """Counts of what was read of a source so far."""
 
     documents: int = 0
     empty: int = 0

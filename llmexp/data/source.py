@@ -28,7 +28,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from, and for which splits: share of the documents by split."""
+    """A place that documents come from, with the share of each validation set in them."""
 
     key: str  # data.sources.NAME or data.val.NAME
     text_key: str
@@ -64,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Key:
-    """What identifies a source."""
+    """The identity of a source."""
 
     text: str  # its documents, whatever the tokenizer
     shards: str  # and what is made of them

@@ -1,4 +1,4 @@
-"""What GPT2 and Llama share: their initial values, their logits and the count of their FLOPs.
+"""Share between GPT2 and Llama: their initial values, their logits and the count of their FLOPs.
 
 A model has `blocks`, `head_weight` and `features`; these functions stand in its class as methods.
 """

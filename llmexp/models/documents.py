@@ -13,7 +13,7 @@ SHORT = 32  # documents of fewer tokens on average are masked instead of attende
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch lie: as spans, or as a mask."""
+    """The places of a micro-batch's documents, as spans or as a mask."""
 
     positions_bt: Tensor  # int64, from 0 in each document
     spans: list[tuple[int, int, int]] | None  # (row, start, stop)

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward pass, counted without computing anything."""
+"""Count what a forward pass keeps for its backward pass, without computing anything."""
 
 from __future__ import annotations
 

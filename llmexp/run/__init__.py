@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What a run reads of one source of its data."""
+    """The part of a run that one source of its data makes."""
 
     name: str
     tokens: int  # that the source has

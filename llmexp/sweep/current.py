@@ -1,4 +1,4 @@
-"""What all parts of a running sweep share."""
+"""Hold what all parts of a running sweep share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a sweep before anything is spent: a row a point, and a warning of unequal
+"""Describe a sweep before anything is spent: a row a point, and a warning of unequal
 budgets."""
 
 from __future__ import annotations

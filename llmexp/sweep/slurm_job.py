@@ -18,7 +18,7 @@ from pathlib import Path
 from llmexp.child import DONE, PREEMPTED, REFUSED, leave, start_worker
 
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
-# What describes the job that this process is in, its GPUs and its ranks included.
+# The variables that describe the job that this process is in, its GPUs and its ranks included.
 OF_THE_JOB = re.compile(
     r"SLURM(?!_CONF)|SRUN_|PMI|(CUDA_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
     r"|ZE_AFFINITY_MASK|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE)$"

@@ -84,7 +84,7 @@ def newest_checkpoint(
 
 def byte_lengths(parts: Parts) -> torch.Tensor:
     """Return the bytes of each token of the model's vocabulary, 0 for those that are no text."""
-    # Of a tokenizer that changes the text first, bits per byte would not mean what they say.
+    # Bits per byte mean nothing where a tokenizer changes the text first.
     known = parts.corpus.is_text and getattr(parts.tokenizer, "exact_bytes", True)
     lengths = token_byte_lengths(parts.tokenizer) * known
     missing = max(0, (parts.run.facts.vocab_size or 0) - len(lengths))

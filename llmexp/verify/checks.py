@@ -1,4 +1,4 @@
-"""What a verification finds: a list of checks, each with its figure and its limit."""
+"""The findings of a verification: a list of checks, each with its figure and its limit."""
 
 from __future__ import annotations
 
