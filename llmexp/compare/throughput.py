@@ -95,7 +95,8 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     return float(row["tokens/s"] / row["ranks"] / np.median(alone))
 
 
-# The settings that decide the rate of a rank besides the device, by config key or section: its work between two
+# The settings that decide the rate of a rank besides the device, by config key or section: its
+# work between two
 # communications.
 WORK = (
     "model.", "optimizer._target_", "clip.kind", "precision.kind", "train.compile",

@@ -118,7 +118,7 @@ class Part:
 
 @dataclass
 class Job:
-    """The text that one thread encodes at a time. At the end of a chunk it has the counts so far."""
+    """The text that a thread encodes at a time. At the end of a chunk it has the counts so far."""
 
     parts: list[Part] = field(default_factory=list)
     counts: dict[str, Any] | None = None
