@@ -121,7 +121,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 
 
 # Below these a name is the user's own.
-NAMED_BY_USER = ("user.", "data.sources.", "data.val.")
+NAMED_BY_USER = ("data.sources.", "data.val.")
 
 
 def opened(override: str) -> str:
