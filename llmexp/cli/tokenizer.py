@@ -56,7 +56,10 @@ def tokenizer(arguments: list[str]) -> int:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
     from llmexp.assembly.parts import training_texts
 
-    found = train(training_texts(config), args.vocab_size, args.pattern)
+    try:
+        found = train(training_texts(config), args.vocab_size, args.pattern)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     folder.mkdir(parents=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)
     write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)

@@ -43,8 +43,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
     all sources, chosen by their content. `stages`: [{from_tokens, weights}], each replaces the
     weights from there on. Raises ValueError.
     """
-    if on_bad_record not in ("refuse", "skip"):
-        raise ValueError(f"data.on_bad_record={on_bad_record}: must be refuse or skip")
+    _check_kinds(val, stages, on_bad_record)
     skip_bad = on_bad_record == "skip"
     chosen, weights = _sources(sources)
     held_out, shares = _validation(val)
@@ -59,7 +58,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
     )
     streams = {name: one.streams[TRAIN] for name, one in ready.items()}
     sequences = _check_lengths(streams, sequence_length)
-    val_sets = _val_sets(list(val), ready, ready_val)
+    val_sets = _val_sets(list(val), ready, ready_val, sequence_length)
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
@@ -83,6 +82,15 @@ def corpus(  # noqa: PLR0913 (its knobs)
     )
 
 
+def _check_kinds(val: Any, stages: Any, on_bad_record: Any) -> None:
+    if not isinstance(val, Mapping):
+        raise ValueError(f"data.val={val}: named sets are needed; for example data.val={{}}")
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        raise ValueError(f"data.stages={stages}: a list is needed; for example data.stages=[]")
+    if on_bad_record not in ("refuse", "skip"):
+        raise ValueError(f"data.on_bad_record={on_bad_record}: must be refuse or skip")
+
+
 def _check_lengths(streams: Mapping[str, TokenStream], length: int) -> dict[str, float]:
     """Return the sequences of each source. Raises ValueError where one has none."""
     for name, stream in streams.items():
@@ -95,7 +103,10 @@ def _check_lengths(streams: Mapping[str, TokenStream], length: int) -> dict[str,
 
 
 def _val_sets(
-    names: Sequence[str], ready: Mapping[str, Prepared], ready_val: Mapping[str, Prepared]
+    names: Sequence[str],
+    ready: Mapping[str, Prepared],
+    ready_val: Mapping[str, Prepared],
+    length: int,
 ) -> dict[str, TokenStream]:
     """Return the validation sets in the order of their names: of files of their own, or the shares
     of all sources."""
@@ -105,8 +116,11 @@ def _val_sets(
             found[name] = ready_val[name].streams[TRAIN]
         else:
             found[name] = TokenStream.joined([one.streams[name] for one in ready.values()])
-        if not len(found[name]):
-            raise ValueError(f"data.val.{name}: no document came into this validation set")
+        if found[name].n_sequences(length) < 1:
+            raise ValueError(
+                f"data.val.{name}: {len(found[name]):,} tokens do not fill one sequence; "
+                f"batch.sequence_length={length} needs {length + 1:,}"
+            )
     return found
 
 
@@ -247,7 +261,10 @@ def _refuse_shared_files(sources: Sequence[Source]) -> None:
     """Refuse a file that two sources read: it would count twice, or be trained and validated."""
     seen: dict[str, str] = {}
     for source in sources:
-        names = source.files or (f"{source.hf}, split {source.split}",)
+        hf = source.hf
+        if hf is not None and os.path.isdir(hf):
+            hf = os.path.realpath(hf)
+        names = source.files or (f"{hf}, split {source.split}",)
         for name in names:
             real = name if source.hf or is_remote(name) else os.path.realpath(name)
             if real in seen:

@@ -56,7 +56,7 @@ def allow_open_files(count: int) -> None:
         text = (
             f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
         )
-        raise ValueError(f"data.train_files: {text}; join them to fewer")
+        raise ValueError(f"data: {text}; join them to fewer")
     if (wanted := min(count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 

@@ -83,6 +83,8 @@ def match_places(key: str, patterns: Any) -> list[str]:
         return [str(path) for path in match_files(key, patterns)]
     found: dict[str, None] = {}
     for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{key}={wanted}: a list of paths, globs and addresses is needed")
         if is_remote(pattern):
             names = _match_remote(key, pattern)
         else:

@@ -136,8 +136,10 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
     line = file.readline(LONGEST_LINE)
     if not line:
         return "empty"
-    if _named(place, ".jsonl", ".ndjson"):
+    if _named(place, ".jsonl", ".ndjson", ".json"):
         return "jsonl"
+    if b"\0" in line[:BLOCK]:
+        raise ValueError(f"{key}={place}: is no text: there are zero bytes in it")
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
         line = file.readline(LONGEST_LINE)
@@ -303,7 +305,11 @@ def hub_documents(
     datasets = need("datasets", key, f"reading {name}")
     if Path(name).is_dir():
         found = in_time(key, name, lambda: datasets.load_from_disk(name))
-        table = found[split] if isinstance(found, dict) else found
+        parts = found if isinstance(found, dict) else {"train": found}
+        if split not in parts:
+            known = ", ".join(parts)
+            raise ValueError(f"{key}={name}: there is no split {split}; the splits are: {known}")
+        table = parts[split]
     else:
         table = in_time(key, name, lambda: datasets.load_dataset(name, split=split, streaming=True))
     for number, record in enumerate(table, 1):

@@ -73,36 +73,37 @@ def write_unit(
 ) -> None:
     """Write the chunks of a unit that are not there yet. `read` yields its documents, the same ones
     each time; `progress` gets the bytes of text that were done."""
-    with _locked(folder / f"{unit:05d}.lock"):
-        there = chunks_of(folder, unit)
-        if is_whole(there):
-            return
-        counts = Counts()
-        documents = read(counts)
-        if there:
-            _pass_over(documents, counts, there[-1]["counts"]["documents"])
-        number = len(there)
-        dtype = id_type(tokenizer)
-        with contextlib.closing(encoded(documents, counts, tokenizer)) as jobs:
-            writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
-            try:
-                for job, arrays in jobs:
-                    for part, ids in zip(job.parts, arrays, strict=True):
-                        writer.add(split_of(part.digest), part, ids)
-                    progress(sum(part.n_bytes for part in job.parts))
-                    if job.counts is None:
-                        continue
-                    writer.commit(job.counts, job.last)
-                    number += 1
-                    writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
-            finally:
-                writer.remove()
+    there = chunks_of(folder, unit)
+    if is_whole(there):
+        return
+    counts = Counts()
+    documents = read(counts)
+    if there:
+        _pass_over(documents, counts, there[-1]["counts"]["documents"])
+    number = len(there)
+    dtype = id_type(tokenizer)
+    with contextlib.closing(encoded(documents, counts, tokenizer)) as jobs:
+        writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+        try:
+            for job, arrays in jobs:
+                for part, ids in zip(job.parts, arrays, strict=True):
+                    writer.add(split_of(part.digest), part, ids)
+                progress(sum(part.n_bytes for part in job.parts))
+                if job.counts is None:
+                    continue
+                writer.commit(job.counts, job.last)
+                number += 1
+                writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+        finally:
+            writer.remove()
 
 
 def _pass_over(documents: Iterator[Document], counts: Counts, done: int) -> None:
     """Read the documents that were written before, without encoding them."""
     while counts.documents < done:
-        for _ in next(documents).pieces:
+        if (document := next(documents, None)) is None:
+            raise ValueError("a file of this source became shorter while it was prepared")
+        for _ in document.pieces:
             pass
 
 
@@ -294,7 +295,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file; the kernel lets it go when the process dies."""
     with open(path, "a") as file:
         try:

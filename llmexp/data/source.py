@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from llmexp.data import shards
-from llmexp.data.places import contents_of
+from llmexp.data.files import allow_open_files, state_of
+from llmexp.data.places import contents_of, is_remote
 from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts, Document, documents, hub_documents, hub_identity
-from llmexp.data.stream import TokenStream, sample_digest
+from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
 FORMAT = 1  # of the shards; part of their key
 UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
 TRAIN = "train"
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -107,30 +109,48 @@ def prepare(
     if not write:
         return _counted(source, units, skip_bad, tokenizer, key, progress)
     try:
-        if (folder / "manifest.json").exists():
-            shutil.rmtree(folder)  # it was whole once, and is damaged
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(len(units)):
-            shards.write_unit(
-                folder,
-                number,
-                functools.partial(source.read, skip_bad=skip_bad, files=units[number]),
-                tokenizer,
-                source.split_of,
-                source.splits,
-                progress.add,
-            )
-        progress.end()
-        _finish(source, folder, len(units), tokenizer)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with shards.locked(folder.with_suffix(".lock")):
+            if (found := _open(source, folder, key)) is None:  # else another process was faster
+                _build(source, folder, units, skip_bad, tokenizer, progress)
+                found = _open(source, folder, key)
+    except DataChanged:  # is an OSError too
+        raise
     except OSError as error:
         raise ValueError(
             f"data.cache_dir={cache}: the token cache cannot be written there "
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
             "LLMEXP_CACHE_DIR to a folder with room that you may write to"
         ) from error
-    if (found := _open(source, folder, key)) is None:
+    if found is None:
         raise ValueError(f"data.cache_dir={cache}: what was written to {folder} reads back damaged")
     return found
+
+
+def _build(
+    source: Source,
+    folder: Path,
+    units: Sequence[tuple[str, ...]],
+    skip_bad: bool,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> None:
+    """Write what is missing of a source's shards. The caller holds the lock."""
+    if (folder / MANIFEST).exists():
+        shutil.rmtree(folder)  # it was whole once, and is damaged
+    folder.mkdir(exist_ok=True)
+    states = {name: state_of(Path(name)) for name in source.files if not is_remote(name)}
+    for number, files in enumerate(units):
+        read = functools.partial(source.read, skip_bad=skip_bad, files=files)
+        shards.write_unit(
+            folder, number, read, tokenizer, source.split_of, source.splits, progress.add
+        )
+        for name in files:
+            if name in states and state_of(Path(name)) != states[name]:
+                shutil.rmtree(folder)  # else other text would be found under the old one's hash
+                raise DataChanged(f"{name}: this file changed while it was prepared; start again")
+    progress.end()
+    _finish(source, folder, len(units), tokenizer)
 
 
 def _digest(recipe: list[Any]) -> str:
@@ -205,7 +225,7 @@ def _finish(source: Source, folder: Path, units: int, tokenizer: Tokenizer) -> N
         split: sample_digest(_stream(folder, chunks, split, dtype)) for split in source.splits
     }
     shards.write_json(
-        folder / "manifest.json",
+        folder / MANIFEST,
         {
             "format": FORMAT,
             "dtype": dtype,
@@ -233,7 +253,8 @@ def _stream(
 def _open(source: Source, folder: Path, key: Key) -> Prepared | None:
     """Return a source from its shards, or None where they are missing, torn or damaged."""
     try:
-        found = json.loads((folder / "manifest.json").read_text())
+        found = json.loads((folder / MANIFEST).read_text())
+        allow_open_files(len(found["chunks"]) * len(source.splits))  # a map keeps its file open
         streams = {}
         for split in source.splits:
             streams[split] = _stream(folder, found["chunks"], split, found["dtype"])
@@ -243,7 +264,7 @@ def _open(source: Source, folder: Path, key: Key) -> Prepared | None:
         documents_of = {split: _sum(found, split, "documents") for split in source.splits}
         bytes_of = {split: _sum(found, split, "text_bytes") for split in source.splits}
         return Prepared(source, streams, counts, documents_of, bytes_of, key)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -90,6 +90,8 @@ def _tiktoken(
             f"tokenizer.path={path}: {len(missing)} of the 256 bytes have no token, byte "
             f"{missing[0]} is the first"
         )
+    if sorted(ranks.values()) != sorted(set(ranks.values())) or max(ranks.values()) >= 1 << 31:
+        raise ValueError(f"tokenizer.path={path}: two tokens have one number, or one is too large")
     split = PATTERNS.get(pattern or "gpt2", pattern)
     special = {end_of_text or ENDS[0]: max(ranks.values()) + 1}
     try:

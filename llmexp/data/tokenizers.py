@@ -184,11 +184,12 @@ def is_byte_level(encoding: Tokenizer) -> bool:
 
 def end_of_text(encoding: Tokenizer) -> int | None:
     """Return the id between documents; None where there is no such token."""
-    return (
-        encoding.eot_token
-        if isinstance(encoding, Own)
-        else encoding._special_tokens.get(END_OF_TEXT)
-    )
+    if isinstance(encoding, Own):
+        return encoding.eot_token
+    special = encoding._special_tokens
+    if len(special) == 1:  # of a file, whatever it is called
+        return next(iter(special.values()))
+    return special.get(END_OF_TEXT)
 
 
 def end_of_text_id(encoding: Tokenizer) -> int:

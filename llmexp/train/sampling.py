@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llmexp import precision
-from llmexp.assembly.parts import build_tokenizer
+from llmexp.assembly.parts import build_tokenizer, document_end
 from llmexp.assembly.targets import bind
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
@@ -62,14 +62,17 @@ def sample(
     return prompt + encoding.decode(new, errors="replace")
 
 
-def first_words(encoding: Tokenizer, corpus: Corpus) -> str:
+def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = None) -> str:
     """Return what the samples of a run begin with: nothing, where the start of a document is among
     the training tokens; else the first words of the validation text. A corpus of one document has
-    no such start, and its token is not trained."""
-    if not corpus.is_text or corpus.train.holds(end_of_text(encoding)):
+    no such start, and its token is not trained; under a document mask (`document_end`) what
+    follows that token is no target."""
+    known = document_end is None and corpus.train.holds(end_of_text(encoding))
+    if not corpus.is_text or known:
         return ""
     text = corpus.val if corpus.val is not None else corpus.train
-    opening = encoding.decode(text.read(0, min(64, len(text))).tolist(), errors="replace")
+    ids = text.read(0, min(64, len(text))).tolist()
+    opening = encoding.decode([i for i in ids if i != document_end], errors="replace")
     words = re.match(r"\s*\S+(\s+\S+){0,3}(?=\s)", opening)
     return words[0] if words else opening
 
@@ -84,6 +87,8 @@ def load_for_sampling(config: Config, loaded: loading.Loaded) -> tuple[Tokenizer
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
     model: nn.Module = bind("model", config.model, {})()
     model.to(precision.parameter_dtype(config.precision.kind))
+    if (end := document_end(config, encoding)) is not None:
+        setattr(model, "document_end", end)  # noqa: B010
     loading.restore_model(loaded, model)
     return encoding, model
 
@@ -93,7 +98,7 @@ def sample_text(loop: Loop) -> str:
     text, on one line."""
     parts, tokens = loop.setup.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
-    prompt = first_words(parts.tokenizer, parts.corpus)
+    prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
     text = sample(parts.tokenizer, loop.setup.loss, length, parts.precision, prompt, tokens)
     return " ".join(text.split())
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from llmexp.data import shards
 from llmexp.data.corpus import corpus
 from llmexp.data.readers import Counts, documents
 from llmexp.data.tokenizers import byte_level
+from tests.conftest import ROOT
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -254,3 +258,70 @@ def test_another_mixture_prepares_nothing(files, monkeypatch):
     counts = again.mixed.mixture.counts(20).tolist()
     assert counts[0] + counts[1] == 20
     assert counts[0] <= 10
+
+
+PREPARE = """
+import sys
+from llmexp.data.corpus import corpus
+from llmexp.data.tokenizers import byte_level
+from tests.conftest import ROOT
+found = corpus(
+    sources={"web": {"files": sys.argv[1]}}, val={}, val_main=None, stages=[], max_epochs=None,
+    on_bad_record="refuse", cache_dir=sys.argv[2], tokenizer=byte_level(), sequence_length=8,
+)
+print(len(found.train))
+"""
+
+
+def test_several_processes_prepare_one_source_at_once(files):
+    for attempt in range(4):
+        command = [sys.executable, "-c", PREPARE, f"{files}/web.jsonl", f"{files}/cold{attempt}"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        several = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(4)
+        ]
+        answers = {process.communicate()[0] for process in several}
+        assert [process.returncode for process in several] == [0] * 4
+        assert answers == {f"{len(made(files).train) - sum_of_code()}\n"}
+
+
+def sum_of_code() -> int:
+    return sum(len(text) + 1 for text in texts_of("code", 40))
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_nothing(files, monkeypatch):
+    write = shards.write_unit
+
+    def changes(*arguments: Any) -> None:
+        write(*arguments)
+        json_lines(files / "web.jsonl", texts_of("other", 90))
+
+    monkeypatch.setattr(shards, "write_unit", changes)
+    with pytest.raises(ValueError, match="this file changed while it was prepared; start again"):
+        made(files)
+    monkeypatch.setattr(shards, "write_unit", write)
+    assert bytes(ids_of(made(files).train)[:5]) == b"other"
+
+
+def test_a_cache_that_cannot_be_read_now_is_not_taken_for_damaged(files, monkeypatch):
+    made(files)
+    before = tree(files / "cache" / "corpus")
+
+    def too_many(*arguments: Any, **more: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", too_many)
+        with pytest.raises((ValueError, OSError), match="Too many open files"):
+            made(files)
+    assert tree(files / "cache" / "corpus") == before
+
+
+def test_a_split_of_a_dataset_that_is_not_there(files):
+    table = datasets.Dataset.from_dict({"text": texts_of("web", 80)})
+    table.save_to_disk(str(files / "saved"))
+    source = {"web": {"hf": f"{files}/saved"}}
+    with pytest.raises(ValueError, match="there is no split validation; the splits are: train"):
+        made(files, sources=source, val={"v": {"hf": f"{files}/saved", "split": "validation"}})
+    with pytest.raises(ValueError, match=r"is in data\.sources\.web too"):
+        made(files, sources=source, val={"v": {"hf": f"{files}/./saved"}})
