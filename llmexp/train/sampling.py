@@ -67,8 +67,9 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = 
     the training tokens; else the first words of the validation text. A corpus of one document has
     no such start, and its token is not trained; under a document mask (`document_end`) what
     follows that token is no target."""
-    known = document_end is None and corpus.train.holds(end_of_text(encoding))
-    if not corpus.is_text or known:
+    if not corpus.is_text:
+        return ""
+    if document_end is None and corpus.train.holds(end_of_text(encoding)):
         return ""
     text = corpus.val if corpus.val is not None else corpus.train
     ids = text.read(0, min(64, len(text))).tolist()
