@@ -58,7 +58,7 @@ def looped(
     encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False
 ) -> Any:
     facts = SimpleNamespace(max_position_embeddings=32)
-    parts = SimpleNamespace(document_end=None, 
+    parts = SimpleNamespace(document_end=None,
         run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
