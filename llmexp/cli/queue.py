@@ -1,4 +1,4 @@
-"""How a run that was queued (`llmexp train --queue`) is started."""
+"""Say how to start a run that was queued (`llmexp train --queue`)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ documents    text files as documents, for training and for validation
 encode       documents -> token ids
 prepare      token shards in the cache
 token_files  ids that somebody else has prepared
+cache        write into the token cache: lock, flush, errors
 progress     a line while a preparation lasts
 files        find and identify input files
 tokenizers   tiktoken's encodings, bytes, the user's own

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from llmexp.data.cache import building, flushed, id_type, sync_folder
 from llmexp.data.documents import Document, refuse_changed
 from llmexp.data.encode import encode_documents
 from llmexp.data.progress import Progress
-from llmexp.data.stream import DataChanged, TokenStream, sample_digest
+from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identity
 
 FORMAT = 1  # of the shards; part of their key
@@ -55,21 +51,11 @@ def prepare(
             counted[name] = TokenStream.unprepared(sum(map(len, arrays)))
         progress.end()
         return counted
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
-            if (there := _open(folder, list(splits))) is None:  # else another process was faster
-                _build(folder, splits, encoding, progress)
-                progress.end()
-                there = _open(folder, list(splits))
-    except DataChanged:  # is an OSError too
-        raise
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={cache}: the token cache cannot be written there "
-            f"({error.strerror or error}); set data.cache_dir or the environment variable "
-            "LLMEXP_CACHE_DIR to a folder with room that you may write to"
-        ) from error
+    with building(folder, cache):
+        if (there := _open(folder, list(splits))) is None:  # else another process was faster
+            _build(folder, splits, encoding, progress)
+            progress.end()
+            there = _open(folder, list(splits))
     if there is None:
         raise ValueError(
             f"data.cache_dir={cache}: what was just written to {folder} reads back damaged"
@@ -96,12 +82,12 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")
+    dtype = id_type(encoding)
     manifest: dict[str, Any] = {"format": FORMAT, "dtype": dtype.str, "splits": {}}
     try:
         for name, split in splits.items():
             path, count, content = temporary / f"{name}.bin", 0, hashlib.sha256()
-            with _flushed(path) as file:
+            with flushed(path) as file:
                 for tokens in encode_documents(
                     split.documents, encoding, split.max_tokens, progress.add
                 ):
@@ -117,23 +103,14 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
             }
             # else other tokens would be found under the hash of the old text
             refuse_changed(split.documents)
-        with _flushed(temporary / MANIFEST) as file:
+        with flushed(temporary / MANIFEST) as file:
             file.write(json.dumps(manifest).encode())
-        _sync_folder(temporary)
+        sync_folder(temporary)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         temporary.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _flushed(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that is on the disk when it is closed."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
@@ -174,27 +151,3 @@ def recorded(path: Path) -> dict[str, str]:
 
 def _shard(path: Path, dtype: np.dtype, count: int) -> TokenStream:
     return TokenStream([np.memmap(path, dtype, "r", shape=(count,))] if count else [])
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the kernel lets it go when the process dies."""
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(
-                f"waiting for another process that prepares the same data ({path})",
-                file=sys.stderr,
-                flush=True,
-            )
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

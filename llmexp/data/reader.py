@@ -44,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Which targets do not count: those with an id, and those that follow a document's end."""
+    """The targets that do not count: those with an id, and those that follow a document's end."""
 
     ignore_id: int | None = None
     document_end: int | None = None

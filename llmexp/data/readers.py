@@ -169,20 +169,8 @@ def documents(
     kind = kind_of(key, place)
     read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
     try:
-        for found in read(key, place, text_key):
-            if isinstance(found, BadRecord):
-                if not skip_bad:
-                    raise found
-                counts.bad += 1
-                counts.first_bad = counts.first_bad or str(found)
-            elif found is None:
-                counts.empty += 1
-            else:
-                counts.documents += 1
-                yield found
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"{key}={place}: {_torn(error)}") from None
-    except OSError as error:  # gzip's BadGzipFile among them
+        yield from _counted(read(key, place, text_key), skip_bad, counts)
+    except (EOFError, zlib.error, OSError) as error:  # gzip's BadGzipFile among them
         raise ValueError(f"{key}={place}: {_torn(error)}") from None
     except Exception as error:
         if type(error).__name__ in ("ZstdError", "ArrowInvalid"):
@@ -191,6 +179,21 @@ def documents(
 
 
 Found = Document | BadRecord | None  # None: an empty document
+
+
+def _counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
+    """Yield the documents among the records, and count all."""
+    for found in records:
+        if isinstance(found, BadRecord):
+            if not skip_bad:
+                raise found
+            counts.bad += 1
+            counts.first_bad = counts.first_bad or str(found)
+        elif found is None:
+            counts.empty += 1
+        else:
+            counts.documents += 1
+            yield found
 
 
 def whole(text: str) -> Found:
@@ -312,18 +315,11 @@ def hub_documents(
         table = parts[split]
     else:
         table = in_time(key, name, lambda: datasets.load_dataset(name, split=split, streaming=True))
-    for number, record in enumerate(table, 1):
-        one = _field(f"{key}={name}, record {number:,}", record, text_key)
-        if isinstance(one, BadRecord):
-            if not skip_bad:
-                raise one
-            counts.bad += 1
-            counts.first_bad = counts.first_bad or str(one)
-        elif one is None:
-            counts.empty += 1
-        else:
-            counts.documents += 1
-            yield one
+    found = (
+        _field(f"{key}={name}, record {number:,}", record, text_key)
+        for number, record in enumerate(table, 1)
+    )
+    yield from _counted(found, skip_bad, counts)
 
 
 def hub_identity(key: str, name: str) -> str:

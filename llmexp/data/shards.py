@@ -10,11 +10,9 @@ there, so what a killed process left is written again, and nothing else is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from llmexp.data.cache import flushed, id_type, sync_folder
 from llmexp.data.encode import CUTTABLE, MAX_THREADS, PIECE_CHARACTERS, cut
 from llmexp.data.files import cpu_count
 from llmexp.data.readers import Counts, Document
@@ -35,11 +34,6 @@ DIGEST_BYTES = 16
 
 SplitOf = Callable[[bytes], str]  # of a document's digest
 Read = Callable[[Counts], Iterator[Document]]
-
-
-def id_type(tokenizer: Tokenizer) -> np.dtype:
-    """Return the type of the ids on disk."""
-    return np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
 
 
 def chunk_name(unit: int, chunk: int) -> str:
@@ -248,14 +242,15 @@ class _Shard:
 
     def close(self) -> dict[str, Any]:
         """Write what is left to the disk. Return what the chunk records of this shard."""
-        _close(self._file)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
         for ending, content in (
             ("ends", np.array(self._ends, "<u8").tobytes()),
             ("digests", b"".join(self._digests)),
         ):
-            file = open(f"{self._stem}.{ending}", "wb")  # noqa: SIM115
-            file.write(content)
-            _close(file)
+            with flushed(Path(f"{self._stem}.{ending}")) as file:
+                file.write(content)
         return {
             "tokens": self._tokens,
             "documents": len(self._ends),
@@ -269,39 +264,10 @@ class _Shard:
             Path(f"{self._stem}.{ending}").unlink(missing_ok=True)
 
 
-def _close(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    with flushed(temporary) as file:
+        file.write(json.dumps(value).encode())
     temporary.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the kernel lets it go when the process dies."""
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = f"waiting for another process that prepares the same data ({path})"
-            print(text, file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

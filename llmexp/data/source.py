@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.data import shards
+from llmexp.data.cache import building, id_type
 from llmexp.data.files import allow_open_files, state_of
 from llmexp.data.places import contents_of, is_remote
 from llmexp.data.progress import Progress
@@ -108,20 +109,10 @@ def prepare(
     progress = Progress(f"{source.key}, {sum(sizes) / 1e6:,.1f} MB in files", write)
     if not write:
         return _counted(source, units, skip_bad, tokenizer, key, progress)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with shards.locked(folder.with_suffix(".lock")):
-            if (found := _open(source, folder, key)) is None:  # else another process was faster
-                _build(source, folder, units, skip_bad, tokenizer, progress)
-                found = _open(source, folder, key)
-    except DataChanged:  # is an OSError too
-        raise
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={cache}: the token cache cannot be written there "
-            f"({error.strerror or error}); set data.cache_dir or the environment variable "
-            "LLMEXP_CACHE_DIR to a folder with room that you may write to"
-        ) from error
+    with building(folder, cache):
+        if (found := _open(source, folder, key)) is None:  # else another process was faster
+            _build(source, folder, units, skip_bad, tokenizer, progress)
+            found = _open(source, folder, key)
     if found is None:
         raise ValueError(f"data.cache_dir={cache}: what was written to {folder} reads back damaged")
     return found
@@ -220,7 +211,7 @@ def _finish(source: Source, folder: Path, units: int, tokenizer: Tokenizer) -> N
         ]
         total = total.plus(Counts(**there[-1]["counts"]))
     _refuse_empty(source, total)
-    dtype = shards.id_type(tokenizer).str
+    dtype = id_type(tokenizer).str
     samples = {
         split: sample_digest(_stream(folder, chunks, split, dtype)) for split in source.splits
     }

@@ -12,7 +12,7 @@ FRESH_S = 10.0  # how long a host counts as there after it has shown itself
 
 
 class HostsMissing(RuntimeError):
-    """Not all hosts came together in time; the text says which did."""
+    """Some hosts did not come in time; the text says which did."""
 
 
 def rendezvous(nnodes: int, name: str) -> tuple[str, str]:

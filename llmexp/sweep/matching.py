@@ -1,4 +1,4 @@
-"""Which points of a command a sweep has already, and what the new ones are called."""
+"""Find the points of a command that a sweep has already, and name the new ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from llmexp.convert import section
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How the points of a sweep are run; no part of a run's own config."""
+    """The way that the points of a sweep are run; no part of a run's own config."""
 
     resume: str | None = knob(
         "folder of a sweep to go on with: finished points are skipped, cut ones resumed, failed "

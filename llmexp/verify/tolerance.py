@@ -1,4 +1,4 @@
-"""How far a run may be from the reference: what rounding alone does to the reference itself."""
+"""Bound how far a run may be from the reference: by what rounding alone does to that reference."""
 
 from __future__ import annotations
 

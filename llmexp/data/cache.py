@@ -1,0 +1,73 @@
+"""Write into the token cache: one process at a time, on the disk before it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from llmexp.data.stream import DataChanged
+from llmexp.data.tokenizers import Tokenizer
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype:
+    """Return the type of the ids on disk."""
+    return np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+
+
+@contextlib.contextmanager
+def building(folder: Path, cache: Path) -> Iterator[None]:
+    """Hold the lock of a folder of the cache. Raises ValueError where the disk does not take it,
+    DataChanged as it comes."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            yield
+    except DataChanged:  # is an OSError too
+        raise
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={cache}: the token cache cannot be written there "
+            f"({error.strerror or error}); set data.cache_dir or the environment variable "
+            "LLMEXP_CACHE_DIR to a folder with room that you may write to"
+        ) from error
+
+
+@contextlib.contextmanager
+def flushed(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that is on the disk when it is closed."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the kernel lets it go when the process dies."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                f"waiting for another process that prepares the same data ({path})",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
