@@ -70,6 +70,11 @@ def meaning(
     if kind.explained:
         return Failure(code, str(error))
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.AcceleratorError):  # the rest is advice for a debugger
+        text = (
+            f"{text.splitlines()[0]}; the operation before may have failed: with "
+            "CUDA_LAUNCH_BLOCKING=1 in the environment the trace names it"
+        )
     if parts is not None and (
         isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text
     ):

@@ -22,8 +22,10 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
     found: dict[str, Any] = {"steps": loop.progress.step}
-    tokens_seen = loop.meter.counts()[0]
-    if loop.progress.step:
+    tokens_seen = None
+    with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
+        tokens_seen = loop.meter.counts()[0]
+    if loop.progress.step and tokens_seen is not None:
         found["tokens_seen"] = tokens_seen
     for key in LOSSES:
         with contextlib.suppress(StopIteration):
@@ -36,7 +38,8 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["best val/loss"] = loop.progress.best_val_loss
     if seconds := training_time(loop, rows):
         found["train_time"] = seconds
-        found["mean tokens_per_sec"] = tokens_seen / seconds
+        if tokens_seen is not None:
+            found["mean tokens_per_sec"] = tokens_seen / seconds
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
     if loop.progress.step:
         found["skipped_steps"] = loop.progress.skipped_steps

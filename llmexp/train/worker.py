@@ -148,17 +148,23 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
 
 
 def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
-    """Save, record and upload what a run came to, also where it fails; return its figures."""
+    """Save, record and upload what a run came to, also where it fails, with a device that is lost
+    or a disk that is full; return its figures."""
     out = loop.out
     leave_saving(loop)
     summary = summarise(loop)
-    if out.rows is not None:
-        out.rows.close()
-    if out.main and state != "failed":
-        ending.record_end(out.path, state, code, None, summary=summary, **details(loop))
-    out.tracker.finish(summary, code)
-    if state == "failed":
-        out.console.close()
+    try:
+        if out.rows is not None:
+            out.rows.close()
+        if out.main and state != "failed":
+            ending.record_end(out.path, state, code, None, summary=summary, **details(loop))
+    except BaseException:
+        state, code = "failed", FAILED
+        raise
+    finally:
+        out.tracker.finish(summary, code)
+        if state == "failed":
+            out.console.close()
     return summary
 
 

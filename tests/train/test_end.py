@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from llmexp import rundir
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.train import verdicts
+from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
@@ -174,6 +175,37 @@ def test_a_save_that_fails_then_is_said(tmp_path):
     loop.writer.start(full)
     leave_saving(loop)
     assert said == ["WARNING: the checkpoint of step 2 was not finished: no room"]
+
+
+@pytest.mark.parametrize("broken", ["device", "disk"])
+def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
+    """Also where the device answers no more, as after a CUDA error, or the disk does not."""
+    loop, ended = made([row(2)], step=3), []
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def close(name: str, *arguments: Any) -> None:
+        ended.append((name, *arguments))
+        if (name, broken) == ("rows", "disk"):
+            raise OSError("no room")
+
+    def counts() -> Any:
+        raise lost
+
+    parts = {"rows": SimpleNamespace(rows=[row(2)], close=lambda: close("rows"))}
+    parts["tracker"] = SimpleNamespace(finish=lambda *found: close("tracker", *found))
+    parts["console"] = SimpleNamespace(close=lambda: close("console"))
+    loop.out = dataclasses.replace(loop.out, path=tmp_path, **parts)
+    if broken == "device":
+        loop.meter.counts = counts
+        found = worker.finish(loop, "failed", 3)
+        assert found["steps"] == 3
+        assert "tokens_seen" not in found
+    else:
+        with pytest.raises(OSError, match="no room"):
+            worker.finish(loop, "finished", 0)
+    assert [name for name, *_ in ended] == ["rows", "tracker", "console"]
+    assert ended[1][2] == 3
+    assert failing.meaning(lost).exit_code == 3
 
 
 LATE = """
