@@ -16,7 +16,7 @@ llmexp: language-model pretraining experiments
   llmexp prepare [overrides]            tokenise the data into the cache
   llmexp tokenizer --vocab-size N data=...   train a tokenizer on the training documents
   llmexp resume RUN_DIR                 go on with a run that was stopped
-  llmexp sample RUN_DIR --prompt TEXT   generate text from a run
+  llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates

@@ -234,11 +234,16 @@ def _overwrite(path: Path, text: str) -> None:
         os.fsync(f.fileno())
 
 
-def saved_step(path: Path) -> int | None:
-    """Return the step of the newest checkpoint of a run."""
+def saved_steps(path: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run, the newest last."""
     manifests = (path / CHECKPOINTS).glob("step_*/manifest.json")
     names = [manifest.parent.name.removeprefix("step_") for manifest in manifests]
-    return max((int(name) for name in names if name.isdigit()), default=None)
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def saved_step(path: Path) -> int | None:
+    """Return the step of the newest checkpoint of a run."""
+    return max(saved_steps(path), default=None)
 
 
 def how_to_resume(path: Path) -> str:

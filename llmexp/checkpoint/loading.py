@@ -34,6 +34,7 @@ from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
 
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
+KINDS = ("model", "optimizer")  # of files with tensors
 FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -91,6 +92,7 @@ def latest(
     warn: Callable[[str], None],
     agree: Callable[[bool], bool] = lambda bad: bad,
     part: tuple[int, int] = (0, 1),
+    kinds: tuple[str, ...] = KINDS,
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold; each damaged one before it is
     named in a warning.
@@ -104,7 +106,7 @@ def latest(
     for path in reversed(found):
         loaded = None
         try:
-            loaded = load(path, part)
+            loaded = load(path, part, kinds)
         except NewerFormat:
             raise
         except CheckpointError as error:
@@ -121,9 +123,9 @@ def latest(
     return None
 
 
-def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
+def load(path: Path, part: tuple[int, int] = (0, 1), kinds: tuple[str, ...] = KINDS) -> Loaded:
     """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
-    the CPU.
+    the CPU. With `kinds` ("model",) the optimizer's files are not opened.
 
     Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of
     its files are checked, and nothing is unpickled.
@@ -138,6 +140,8 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
             )
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
+        if not name.startswith((*kinds, STATE)):
+            continue
         try:
             whole = number % part[1] != part[0] or fingerprint(file) == expected
         except OSError as error:
@@ -152,7 +156,9 @@ def load(path: Path, part: tuple[int, int] = (0, 1)) -> Loaded:
             raise ValueError(f"{STATE} holds no section of values")
         model, optimizer = (
             _read_headers([path / name for name, _ in files if name.startswith(kind)], step)
-            for kind in ("model", "optimizer")
+            if kind in kinds
+            else {}
+            for kind in KINDS
         )
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None

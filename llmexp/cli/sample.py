@@ -1,25 +1,26 @@
-"""`llmexp sample RUN_DIR --prompt TEXT`: generate text from the newest checkpoint of a run."""
+"""`llmexp sample RUN[@STEP] --prompt TEXT`: generate text from a checkpoint of a run."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from pathlib import Path
 
-from llmexp import rundir
+from llmexp.assembly.naming import named_checkpoint
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
 
 
 def sample(arguments: list[str]) -> int:
-    """`llmexp sample RUN_DIR --prompt TEXT`: text from the newest checkpoint of a run."""
+    """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
     parser = argparse.ArgumentParser(
         prog="llmexp sample",
         description="Generate text from a run.",
         epilog=command_line.ALLOW_HELP,
     )
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument(
+        "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
+    )
     parser.add_argument(
         "--prompt", default="", help="text to go on from (default: the start of a document)"
     )
@@ -37,26 +38,16 @@ def sample(arguments: list[str]) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}"
             )
-    rundir.check_plain(args.run_dir)
-    config = rundir.built_config(args.run_dir)
-    from llmexp.assembly.parts import filled
-    from llmexp.checkpoint import loading
-    from llmexp.train.sampling import load_for_sampling
+    path, step = named_checkpoint(args.run)
+    from llmexp.assembly.opening import open_run
     from llmexp.train.sampling import sample as sample_text
 
-    try:
-        loaded = loading.latest(
-            args.run_dir / rundir.CHECKPOINTS, lambda text: print(text, file=sys.stderr)
-        )
-        if loaded is None:
-            raise ConfigError(f"{args.run_dir}: has no checkpoint yet")
-        tokenizer, model = load_for_sampling(filled(config), loaded)
-    except loading.CheckpointError as error:
-        raise ConfigError(str(error)) from None
+    opened = open_run(path, step, lambda text: print(text, file=sys.stderr))
+    config, model = opened.config, opened.model
     knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
     try:
-        text = sample_text(tokenizer, model, length, kind, args.prompt, args.tokens, **knobs)
+        text = sample_text(opened.tokenizer, model, length, kind, args.prompt, args.tokens, **knobs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     print(

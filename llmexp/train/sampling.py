@@ -8,10 +8,6 @@ import torch
 from torch import nn
 
 from llmexp import precision
-from llmexp.assembly.parts import build_tokenizer, document_end
-from llmexp.assembly.targets import bind
-from llmexp.checkpoint import loading
-from llmexp.config import Config, ConfigError
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
@@ -76,22 +72,6 @@ def first_words(encoding: Tokenizer, corpus: Corpus, document_end: int | None = 
     opening = encoding.decode([i for i in ids if i != document_end], errors="replace")
     words = re.match(r"\s*\S+(\s+\S+){0,3}(?=\s)", opening)
     return words[0] if words else opening
-
-
-def load_for_sampling(config: Config, loaded: loading.Loaded) -> tuple[Tokenizer, nn.Module]:
-    """Return (tokenizer, model with the checkpoint's weights on the CPU). Raises ConfigError."""
-    encoding, _ = build_tokenizer(config)
-    try:
-        with torch.device("meta"):  # a config may ask for more than there is
-            bind("model", config.model, {})()
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    model: nn.Module = bind("model", config.model, {})()
-    model.to(precision.parameter_dtype(config.precision.kind))
-    if (end := document_end(config, encoding)) is not None:
-        setattr(model, "document_end", end)  # noqa: B010
-    loading.restore_model(loaded, model)
-    return encoding, model
 
 
 def sample_text(loop: Loop) -> str:

@@ -3,17 +3,21 @@ end of a run."""
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiktoken
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
+from llmexp.assembly.naming import named_checkpoint
+from llmexp.assembly.opening import open_run
 from llmexp.train.sampling import print_sample, sample
-from tests.conftest import TINY, llmexp
+from tests.conftest import TINY, llmexp, train
 
 
 class Eager(nn.Module):
@@ -153,3 +157,41 @@ def test_a_run_with_such_a_tokenizer_ends_well_and_the_command_says_what_it_need
     assert "temperature=inf: must be a finite number" in capsys.readouterr().err
     assert command(["sample", "run", "--prompt", "x", "--tokens", "15"]) == 0
     assert set(lengths) == {12}
+
+
+def test_a_named_step_is_opened_and_one_that_is_not_there_is_refused(tmp_path, monkeypatch, capsys):
+    name = tmp_path / "odd@name"
+    train(
+        tmp_path, name.name, "data=synthetic", "data.n_tokens=4000", "train.max_steps=4",
+        "checkpoint.every=2", "optimizer.lr=0.1",
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    texts = []
+    for run in ("odd@name@2", "odd@name@4", "odd@name", "odd@name@0000000004"):
+        opened = open_run(*named_checkpoint(run), print)
+        assert opened.step == (2 if run.endswith("2") else 4)
+        with safe_open(
+            name / f"checkpoints/step_{opened.step:08d}/model.safetensors", framework="pt"
+        ) as file:
+            for key, tensor in opened.model.state_dict().items():
+                assert torch.equal(tensor, file.get_tensor(key)), key
+        assert command(["sample", run, "--prompt", "a", "--tokens", "20"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1] == texts[2] == texts[3]
+    for wrong in ("3", "x", "", "-2", "\u00b2"):
+        assert command(["sample", f"odd@name@{wrong}"]) == 2
+        said = capsys.readouterr().err
+        assert f"odd@name@{wrong}: there is no checkpoint of step" in said
+        assert "there are those of 2, 4; for example odd@name@4" in said
+    assert command(["sample", "nothing@4"]) == 2
+    assert "nothing: is no run folder" in capsys.readouterr().err
+    # what is not read is not looked at; what is read is
+    (name / "checkpoints/step_00000002/optimizer.safetensors").write_bytes(b"")
+    assert command(["sample", "odd@name@2", "--prompt", "a"]) == 0
+    (name / "checkpoints/step_00000002/model.safetensors").write_bytes(b"")
+    assert command(["sample", "odd@name@2", "--prompt", "a"]) == 2
+    assert "model.safetensors does not match" in capsys.readouterr().err
+    shutil.rmtree(name / "checkpoints")
+    for run in ("odd@name", "odd@name@2"):
+        assert command(["sample", run]) == 2
+        assert "odd@name: has no checkpoint yet" in capsys.readouterr().err

@@ -1,0 +1,30 @@
+"""RUN@STEP: the name of a checkpoint on a command line. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmexp import rundir
+from llmexp.config import ConfigError
+
+
+def named_checkpoint(text: str) -> tuple[Path, int | None]:
+    """Return (run folder, step) of RUN@STEP, and (run folder, None) of RUN, which means its newest
+    checkpoint. Raises ConfigError where there is no such run, or no such checkpoint."""
+    path, at, step = Path(text), "", ""
+    if not path.exists() and "@" in text:  # a folder may have an @ in its name
+        run, at, step = text.rpartition("@")
+        path = Path(run)
+    rundir.check_plain(path)
+    if not rundir.is_run(path):
+        rundir.read_config(path)  # raises
+    if not at:
+        return path, None
+    if not (steps := rundir.saved_steps(path)):
+        raise ConfigError(f"{path}: has no checkpoint yet")
+    if not (step.isdecimal() and int(step) in steps):
+        raise ConfigError(
+            f"{text}: there is no checkpoint of step {step or '(none given)'}; there are those of "
+            f"{', '.join(map(str, steps))}; for example {path}@{steps[-1]}"
+        )
+    return path, int(step)

@@ -1,0 +1,65 @@
+"""Open the checkpoint of a run for use without training: `llmexp sample`, `evaluate`, `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llmexp import precision, rundir
+from llmexp.assembly.parts import build_tokenizer, document_end, filled
+from llmexp.assembly.targets import bind
+from llmexp.checkpoint import loading
+from llmexp.config import Config, ConfigError
+from llmexp.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Hold a trained model and what belongs to it. `config` is filled; the model is on the CPU, in
+    the run's type of parameters, with the checkpoint's weights."""
+
+    path: Path
+    step: int
+    config: Config
+    tokenizer: Tokenizer
+    model: nn.Module
+
+
+def open_run(path: Path, step: int | None, warn: Callable[[str], None]) -> Opened:
+    """Open a run's checkpoint: of `step`, or the newest whole one (`warn` is called for a damaged
+    one). `naming.named_checkpoint` reads RUN@STEP. Nothing is written. Raises ConfigError."""
+    config, root = filled(rundir.built_config(path)), path / rundir.CHECKPOINTS
+    try:
+        loaded = (
+            loading.latest(root, warn, kinds=("model",))
+            if step is None
+            else loading.load(root / f"step_{step:08d}", kinds=("model",))
+        )
+        if loaded is None:
+            raise ConfigError(f"{path}: has no checkpoint yet")
+        tokenizer, section = build_tokenizer(config)
+        model = _build(section)
+        model.to(precision.parameter_dtype(config.precision.kind))
+        if (end := document_end(config, tokenizer)) is not None:
+            setattr(model, "document_end", end)  # noqa: B010
+        loading.restore_model(loaded, model)
+    except loading.CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return Opened(path, loaded.step, config, tokenizer, model)
+
+
+def _build(section: dict[str, object]) -> nn.Module:
+    """Return the model of the section, with any weights. Raise ConfigError where there is no room
+    for it: the config may be somebody else's."""
+    make = bind("model", section, {})
+    try:
+        with torch.device("meta"):
+            make()
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
+    model: nn.Module = make()
+    return model
