@@ -6,8 +6,10 @@ stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source r
 sources      the sources of conf/data
 corpus       data=corpus: named sources, mixed, with named validation sets
 mixture      which source sequence k of a mixture comes from
-source       one source: its splits and its shards in the cache
+source       one source of documents and its splits
 readers      documents of text, JSON lines and Parquet, plain or compressed
+prepared     the token shards of a source in the cache
+work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
 places       files here, and addresses that fsspec reads
 documents    text files as documents, for training and for validation

@@ -22,12 +22,12 @@ def id_type(tokenizer: Tokenizer) -> np.dtype:
 
 
 @contextlib.contextmanager
-def building(folder: Path, cache: Path) -> Iterator[None]:
-    """Hold the lock of a folder of the cache. Raises ValueError where the disk does not take it,
-    DataChanged as it comes."""
+def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder of the cache, alone or with others that are not alone. Raises
+    ValueError where the disk does not take it, DataChanged as it comes."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock")):
+        with _locked(folder.with_suffix(".lock"), fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
             yield
     except DataChanged:  # is an OSError too
         raise
@@ -58,16 +58,16 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, kind: int) -> Iterator[None]:
     """Hold the lock file; the kernel lets it go when the process dies."""
-    with open(path, "a") as file:
+    with open(path, "a+") as file:  # NFS wants to read and to write it
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             print(
                 f"waiting for another process that prepares the same data ({path})",
                 file=sys.stderr,
                 flush=True,
             )
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, kind)
         yield

@@ -14,8 +14,9 @@ from typing import Any
 from llmexp.data.files import cache_folder
 from llmexp.data.mixture import Mixed
 from llmexp.data.places import is_remote, match_places
+from llmexp.data.prepared import Prepared, prepare
 from llmexp.data.readers import Counts
-from llmexp.data.source import TRAIN, Prepared, Source, prepare
+from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, identity
 

@@ -43,7 +43,7 @@ def prepare(
     if (there := _open(folder, list(splits))) is not None:
         return there
     size = sum(d.size for s in splits.values() for d in s.documents)
-    progress = Progress(f"{size / 1e6:,.0f} MB of text", write)
+    progress = Progress(f"{size / 1e6:,.0f} MB of text", write, size)
     if not write:
         counted = {}
         for name, split in splits.items():

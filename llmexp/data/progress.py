@@ -4,32 +4,91 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
+
+from llmexp.metrics.console import format_duration
 
 QUIET_S = 2.0  # shorter preparations print nothing
+OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states of a bar; the most between two lines
 
 
 class Progress:
-    """A line on stderr every two seconds of a preparation that takes longer. `what` is prepared, or
-    with `write` false its tokens are counted only."""
+    """A bar on a terminal, else lines on stderr, of a preparation that takes longer than QUIET_S.
 
-    def __init__(self, what: str, write: bool) -> None:
-        self.what, self.done = what, 0
-        self.verb = "preparing" if write else "counting the tokens of"
-        self.started = self.last = time.monotonic()
-        self.printed = False
+    `what` is prepared, or with `write` false its tokens are counted only. `total`: bytes to read,
+    0 where nobody knows. Bytes of text are what the rate is of; a packed file has fewer to read.
+    """
 
-    def add(self, n_bytes: int) -> None:
-        self.done += n_bytes
+    def __init__(self, what: str, write: bool, total: int = 0) -> None:
+        self._what, self._total = what, total
+        self._doing = "preparing" if write else "counting the tokens of"
+        self._text = 0  # bytes of text that were done
+        self._began: tuple[float, int] | None = None  # when, and how far, with the first text
+        self._started = self._shown = time.monotonic()
+        self._bar: Any = None
+        self._printed = False
+
+    def add(self, n_bytes: int, read: int | None = None) -> None:
+        """Note that so many bytes of text are done. `read`: bytes of the total that were read; left
+        out: they are the text itself."""
+        self._text += n_bytes
+        read = self._text if read is None else read
         now = time.monotonic()
-        if now - self.last >= QUIET_S:
-            self.last, self.printed = now, True
-            self._line(
-                f"{self.done / 1e6:,.0f} MB, {self.done / 1e6 / (now - self.started):.1f} MB/s"
-            )
+        if self._began is None and n_bytes:
+            self._began = now, max(0, read - n_bytes)
+        wait = QUIET_S
+        if self._printed:  # in a file that a job writes for days a line every minute is enough
+            wait = max(QUIET_S, min((now - self._started) / 20, SELDOM_S))
+            wait = OFTEN_S if self._bar else wait
+        if now - self._shown >= wait:
+            self._shown = now
+            self._show(now, read)
 
     def end(self) -> None:
-        if self.printed:
-            self._line(f"done in {time.monotonic() - self.started:.1f} s")
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._total)
+            self._bar.stop()
+        if self._printed:
+            taken = time.monotonic() - self._started
+            self._line(f"{self._text / 1e6:,.0f} MB of text in {format_duration(taken)}")
+
+    def _show(self, now: float, read: int) -> None:
+        since, at = self._began or (now, read)
+        parts = [f"{self._text / 1e6:,.0f} MB of text"]
+        if now > since:
+            parts.append(f"{self._text / 1e6 / (now - since):.1f} MB/s")
+        if self._total:
+            parts.append(f"{100 * min(read, self._total) // self._total} %")
+        if now > since and at < read <= self._total:
+            left = (self._total - read) * (now - since) / (read - at)
+            parts.append(f"{format_duration(left)} left")
+        first, self._printed = not self._printed, True
+        if first and self._total and sys.stderr.isatty():
+            self._bar = _bar(self._doing, self._what, self._total)
+        if self._bar is None:
+            self._line(", ".join(parts))
+        else:
+            self._bar.update(self._bar.task_ids[0], completed=read, text="  ".join(parts[1:]))
+            self._bar.refresh()
 
     def _line(self, text: str) -> None:
-        print(f"{self.verb} {self.what}: {text}", file=sys.stderr, flush=True)
+        print(f"{self._doing} {self._what}: {text}", file=sys.stderr, flush=True)
+
+
+def _bar(doing: str, what: str, total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}", markup=False),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+    )
+    bar.add_task(f"{doing} {what}", total=total, text="")
+    bar.start()
+    bar.console.show_cursor(True)  # a killed command must not leave a terminal without its cursor
+    return bar

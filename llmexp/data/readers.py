@@ -48,6 +48,17 @@ class Counts:
     empty: int = 0
     bad: int = 0
     first_bad: str = ""
+    # The file that is being read, and what reads its bytes: how far it is, for whoever waits.
+    place: str = field(default="", compare=False)
+    file: BinaryIO | None = field(default=None, compare=False, repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {name: getattr(self, name) for name in ("documents", "empty", "bad", "first_bad")}
+
+    def position(self) -> int:
+        """Return how many bytes of the file at `place` were read; packed ones count as packed."""
+        return 0 if self.file is None or self.file.closed else self.file.tell()
 
     def plus(self, other: Counts) -> Counts:
         return Counts(
@@ -168,8 +179,9 @@ def documents(
     """
     kind = kind_of(key, place)
     read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
+    counts.place, counts.file = place, None
     try:
-        yield from _counted(read(key, place, text_key), skip_bad, counts)
+        yield from _counted(read(key, place, text_key, counts), skip_bad, counts)
     except (EOFError, zlib.error, OSError) as error:  # gzip's BadGzipFile among them
         raise ValueError(f"{key}={place}: {_torn(error)}") from None
     except Exception as error:
@@ -203,28 +215,29 @@ def whole(text: str) -> Found:
     return Document(hashlib.blake2b(text.encode(), digest_size=16).digest(), iter((text,)))
 
 
-def _nothing(key: str, place: str, text_key: str) -> Iterator[Found]:
+def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     yield None
 
 
-def _text(key: str, place: str, text_key: str) -> Iterator[Found]:
+def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     """Yield a text file's one document. It is read twice: for its digest, and in pieces."""
     digest = hashlib.blake2b(digest_size=16)
     size = 0
     try:
-        for piece in _pieces(key, place):
+        for piece in _pieces(key, place, Counts()):
             size += len(piece)
             digest.update(piece.encode())
     except BadRecord as bad:
         yield bad
         return
-    yield Document(digest.digest(), _pieces(key, place)) if size else None
+    yield Document(digest.digest(), _pieces(key, place, counts)) if size else None
 
 
-def _pieces(key: str, place: str) -> Iterator[str]:
+def _pieces(key: str, place: str, counts: Counts) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     with open_file(key, place) as packed, unpacked(key, place, packed) as file:
+        counts.file = packed
         while True:
             raw = file.read(BLOCK)
             before = at - len(decoder.getstate()[0])
@@ -245,8 +258,9 @@ def _pieces(key: str, place: str) -> Iterator[str]:
                 return
 
 
-def _json_lines(key: str, place: str, text_key: str) -> Iterator[Found]:
+def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     with open_file(key, place) as packed, unpacked(key, place, packed) as file:
+        counts.file = packed
         for number, line in enumerate(file, 1):
             if number == 1 and line.startswith(BOM):
                 line = line[len(BOM) :]
@@ -277,9 +291,10 @@ def _field(where: str, record: dict[str, Any], text_key: str) -> Found:
         return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
 
 
-def _parquet(key: str, place: str, text_key: str) -> Iterator[Found]:
+def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     parquet = need("pyarrow.parquet", key, f"reading {place}")
     with open_file(key, place) as file:
+        counts.file = file
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
         if text_key not in names:

@@ -13,10 +13,12 @@ import contextlib
 import hashlib
 import json
 import os
+import uuid
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +32,7 @@ from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
-DIGEST_BYTES = 16
+UNFINISHED = ".tmp"  # what files end in that nobody has finished
 
 SplitOf = Callable[[bytes], str]  # of a document's digest
 Read = Callable[[Counts], Iterator[Document]]
@@ -56,49 +58,56 @@ def is_whole(chunks: Sequence[dict[str, Any]]) -> bool:
     return bool(chunks) and bool(chunks[-1]["last"])
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Files of a source that are read one after the other, and where their chunks are written."""
+
+    folder: Path
+    number: int
+    read: Read  # yields the documents, the same ones each time
+    split_of: SplitOf
+    splits: Sequence[str]
+    check: Callable[[], None] = lambda: None  # raises where a file is not what it was any more
+
+
 def write_unit(
-    folder: Path,
-    unit: int,
-    read: Read,
+    unit: Unit,
     tokenizer: Tokenizer,
-    split_of: SplitOf,
-    splits: Sequence[str],
-    progress: Callable[[int], None],
+    mine: Callable[[int], bool],
+    progress: Callable[[int, Counts], None],
+    threads: int | None = None,
 ) -> None:
-    """Write the chunks of a unit that are not there yet. `read` yields its documents, the same ones
-    each time; `progress` gets the bytes of text that were done."""
-    there = chunks_of(folder, unit)
-    if is_whole(there):
+    """Write those chunks of a unit that are `mine`, by their numbers, and are not there yet.
+
+    `progress` gets the bytes of text that were done, and how far the reading is. Another process
+    may write the same chunk meanwhile: it writes the same.
+    """
+    folder, number = unit.folder, unit.number
+    if is_whole(chunks_of(folder, number)):
         return
-    counts = Counts()
-    documents = read(counts)
-    if there:
-        _pass_over(documents, counts, there[-1]["counts"]["documents"])
-    number = len(there)
-    dtype = id_type(tokenizer)
-    with contextlib.closing(encoded(documents, counts, tokenizer)) as jobs:
-        writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+
+    def wanted(chunk: int) -> bool:
+        return mine(chunk) and not (folder / f"{chunk_name(number, chunk)}.json").exists()
+
+    counts, dtype = Counts(), id_type(tokenizer)
+    writer: _Writer | None = None
+    jobs = encoded(unit.read(counts), counts, tokenizer, wanted, threads)
+    with contextlib.closing(jobs):
         try:
             for job, arrays in jobs:
-                for part, ids in zip(job.parts, arrays, strict=True):
-                    writer.add(split_of(part.digest), part, ids)
-                progress(sum(part.n_bytes for part in job.parts))
-                if job.counts is None:
-                    continue
-                writer.commit(job.counts, job.last)
-                number += 1
-                writer = _Writer(folder, chunk_name(unit, number), dtype, splits)
+                if job.parts or job.counts:
+                    name = chunk_name(number, job.chunk)
+                    writer = writer or _Writer(folder, name, dtype, unit.splits)
+                    for part, ids in zip(job.parts, arrays, strict=True):
+                        writer.add(unit.split_of(part.digest), part, ids)
+                progress(sum(part.n_bytes for part in job.parts), counts)
+                if writer is not None and job.counts is not None:
+                    unit.check()
+                    writer.commit(job.counts, job.last)
+                    writer = None
         finally:
-            writer.remove()
-
-
-def _pass_over(documents: Iterator[Document], counts: Counts, done: int) -> None:
-    """Read the documents that were written before, without encoding them."""
-    while counts.documents < done:
-        if (document := next(documents, None)) is None:
-            raise ValueError("a file of this source became shorter while it was prepared")
-        for _ in document.pieces:
-            pass
+            if writer is not None:
+                writer.remove()
 
 
 @dataclass(frozen=True)
@@ -115,18 +124,25 @@ class Part:
 class Job:
     """The text that a thread encodes at a time. At the end of a chunk it has the counts so far."""
 
+    chunk: int
     parts: list[Part] = field(default_factory=list)
     counts: dict[str, Any] | None = None
     last: bool = False
 
 
 def encoded(
-    documents: Iterator[Document], counts: Counts, tokenizer: Tokenizer
+    documents: Iterator[Document],
+    counts: Counts,
+    tokenizer: Tokenizer,
+    wanted: Callable[[int], bool] = lambda chunk: True,
+    threads: int | None = None,
 ) -> Generator[tuple[Job, list[np.ndarray]], None, None]:
-    """Yield the jobs in order with the ids of each part; the end-of-text token ends a document.
+    """Yield the jobs of the wanted chunks in order with the ids of each part; the end-of-text token
+    ends a document.
 
-    Threads encode ahead (tiktoken lets the interpreter lock go). The cut into jobs, and the number
-    of threads, never show in the ids. Raises ValueError for text that the tokenizer gives up on.
+    Threads, by default one per core, encode ahead (tiktoken lets the interpreter lock go). The cut
+    into jobs, and the number of threads, never show in the ids. Raises ValueError for text that the
+    tokenizer gives up on.
     """
     end = np.array([end_of_text_id(tokenizer)])
     as_bytes = is_byte_level(tokenizer)
@@ -145,11 +161,11 @@ def encoded(
             for part in job.parts
         ]
 
-    threads = min(cpu_count(), MAX_THREADS)
+    threads = min(threads or cpu_count(), MAX_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
     ahead: deque[tuple[Job, Future[list[np.ndarray]]]] = deque()
     try:
-        for job in _jobs(documents, counts, tokenizer):
+        for job in _jobs(documents, counts, tokenizer, wanted):
             ahead.append((job, pool.submit(encode, job)))
             while len(ahead) > 2 * threads:
                 done, future = ahead.popleft()
@@ -161,14 +177,22 @@ def encoded(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _jobs(documents: Iterator[Document], counts: Counts, tokenizer: Tokenizer) -> Iterator[Job]:
-    """Yield the documents as jobs of about JOB_BYTES; a chunk ends with the document that fills
-    it."""
+def _jobs(
+    documents: Iterator[Document],
+    counts: Counts,
+    tokenizer: Tokenizer,
+    wanted: Callable[[int], bool],
+) -> Iterator[Job]:
+    """Yield the documents of the wanted chunks as jobs of about JOB_BYTES; a chunk ends with the
+    document that fills it. The other chunks are read, to find where they end."""
     cuttable = tokenizer.name in CUTTABLE and not isinstance(tokenizer, Own)
-    job, size, in_chunk = Job(), 0, 0
+    job, size, in_chunk, write = Job(0), 0, 0, wanted(0)
     for document in documents:
         texts = document.pieces
-        if not is_byte_level(tokenizer):
+        if not write:
+            in_chunk += sum(len(text.encode()) for text in texts)
+            texts = iter(())
+        elif not is_byte_level(tokenizer):
             texts = cut(texts, PIECE_CHARACTERS) if cuttable else iter(("".join(texts),))
         for text, ends in _with_end(texts):
             job.parts.append(Part(text, document.digest, ends, len(text.encode())))
@@ -176,20 +200,24 @@ def _jobs(documents: Iterator[Document], counts: Counts, tokenizer: Tokenizer) -
             in_chunk += job.parts[-1].n_bytes
             if size >= JOB_BYTES and not ends:
                 yield job
-                job, size = Job(), 0
+                job, size = Job(job.chunk), 0
         if in_chunk >= CHUNK_BYTES:
-            job.counts = asdict(counts)
-            in_chunk = 0
-        if size >= JOB_BYTES or job.counts:
+            job.counts = counts.record() if write else None
+            yield job  # an empty one where nothing is written, to say how far the reading is
+            job, size, in_chunk = Job(job.chunk + 1), 0, 0
+            write = wanted(job.chunk)
+        elif size >= JOB_BYTES:
             yield job
-            job, size = Job(), 0
-    job.counts, job.last = asdict(counts), True
-    yield job
+            job, size = Job(job.chunk), 0
+    if write:
+        job.counts, job.last = counts.record(), True
+        yield job
 
 
 def _with_end(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
     """Yield each text with whether it is the last one."""
-    held = next(texts)
+    if (held := next(texts, None)) is None:
+        return
     for text in texts:
         yield held, False
         held = text
@@ -200,7 +228,7 @@ class _Writer:
     """The shards of one chunk, while it is written."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, splits: Sequence[str]) -> None:
-        self._folder, self._name, self._dtype = folder, name, dtype
+        self._folder, self._name = folder, name
         self._shards = {split: _Shard(folder / f"{name}.{split}", dtype) for split in splits}
 
     def add(self, split: str, part: Part, ids: np.ndarray) -> None:
@@ -220,14 +248,18 @@ class _Writer:
 
 
 class _Shard:
-    """The files of one split in one chunk."""
+    """The files of one split in one chunk. They get their names when they are whole, so that
+    several processes may write the same ones."""
 
     def __init__(self, stem: Path, dtype: np.dtype) -> None:
         self._stem, self._dtype = stem, dtype
-        self._file: IO[bytes] = open(f"{stem}.bin", "wb")  # noqa: SIM115
+        self._temporary = {
+            ending: temporary(Path(f"{stem}.{ending}")) for ending in ("bin", "ends", "digests")
+        }
+        self._file: IO[bytes] = open(self._temporary["bin"], "wb")  # noqa: SIM115
         self._sha = hashlib.sha256()
-        self._ends: list[int] = []
-        self._digests: list[bytes] = []
+        self._ends = array("Q")
+        self._digests = bytearray()
         self._tokens = self._bytes = 0
 
     def add(self, part: Part, ids: np.ndarray) -> None:
@@ -238,7 +270,7 @@ class _Shard:
         self._bytes += part.n_bytes
         if part.ends:
             self._ends.append(self._tokens)
-            self._digests.append(part.digest)
+            self._digests += part.digest
 
     def close(self) -> dict[str, Any]:
         """Write what is left to the disk. Return what the chunk records of this shard."""
@@ -247,10 +279,12 @@ class _Shard:
         self._file.close()
         for ending, content in (
             ("ends", np.array(self._ends, "<u8").tobytes()),
-            ("digests", b"".join(self._digests)),
+            ("digests", self._digests),
         ):
-            with flushed(Path(f"{self._stem}.{ending}")) as file:
+            with flushed(self._temporary[ending]) as file:
                 file.write(content)
+        for ending, path in self._temporary.items():
+            path.replace(f"{self._stem}.{ending}")
         return {
             "tokens": self._tokens,
             "documents": len(self._ends),
@@ -260,14 +294,19 @@ class _Shard:
 
     def remove(self) -> None:
         self._file.close()
-        for ending in ("bin", "ends", "digests"):
-            Path(f"{self._stem}.{ending}").unlink(missing_ok=True)
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def temporary(path: Path) -> Path:
+    """Return a name beside a file that no other process takes."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
-    temporary = path.with_suffix(".tmp")
-    with flushed(temporary) as file:
+    unfinished = temporary(path)
+    with flushed(unfinished) as file:
         file.write(json.dumps(value).encode())
-    temporary.replace(path)
+    unfinished.replace(path)
     sync_folder(path.parent)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from llmexp.data import shards
 from llmexp.data.corpus import corpus
+from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts, documents
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
@@ -116,10 +117,8 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, texts):
     found = Counts()
     read = documents("k", str(path), "text", False, found)
     (folder / "out").mkdir()
-    shards.write_unit(
-        folder / "out", 0, lambda counts: read, tokenizer, lambda digest: "train", ["train"],
-        lambda done: None,
-    )  # fmt: skip
+    unit = shards.Unit(folder / "out", 0, lambda counts: read, lambda digest: "train", ["train"])
+    shards.write_unit(unit, tokenizer, lambda chunk: True, lambda done, counts: None)
     written = np.fromfile(folder / "out" / "00000-00000.train.bin", "<u2").tolist()
     assert written == expected
 
@@ -290,16 +289,16 @@ def sum_of_code() -> int:
 
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(files, monkeypatch):
-    write = shards.write_unit
+    write = Progress.add
 
     def changes(*arguments: Any) -> None:
         write(*arguments)
         json_lines(files / "web.jsonl", texts_of("other", 90))
 
-    monkeypatch.setattr(shards, "write_unit", changes)
-    with pytest.raises(ValueError, match="this file changed while it was prepared; start again"):
-        made(files)
-    monkeypatch.setattr(shards, "write_unit", write)
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", changes)
+        with pytest.raises(ValueError, match="this file changed while it was prepared; start agai"):
+            made(files)
     assert bytes(ids_of(made(files).train)[:5]) == b"other"
 
 

@@ -1,0 +1,186 @@
+"""The token shards of a source in the cache: found, written, joined, or counted only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmexp.data import shards
+from llmexp.data.cache import building, id_type
+from llmexp.data.files import allow_open_files
+from llmexp.data.progress import Progress
+from llmexp.data.readers import Counts
+from llmexp.data.source import Source
+from llmexp.data.stream import TokenStream, sample_digest
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The shards of a source, or their counts where nothing was written."""
+
+    source: Source
+    streams: dict[str, TokenStream]
+    counts: Counts
+    documents: dict[str, int]  # by split
+    text_bytes: dict[str, int]
+    key: Key
+
+    @property
+    def content(self) -> str:
+        """Return what identifies the documents: records that were left out are none of them."""
+        bad = self.counts.bad
+        return f"{self.key.shards} without {bad} records" if bad else self.key.shards
+
+
+def prepare(
+    source: Source, skip_bad: bool, tokenizer: Tokenizer, cache: Path, write: bool
+) -> Prepared:
+    """Return the shards of a source, from the cache where they are there. Without `write` what is
+    not there is counted. Raises ValueError."""
+    work = work_of(source, skip_bad, tokenizer, cache, write)
+    if (found := _open(work)) is not None:
+        return found
+    if not write:
+        return _counted(work)
+    with building(work.folder, cache):
+        if (found := _open(work)) is None:  # else another process was faster
+            _begin(work)
+            for path in work.folder.glob(f"*{shards.UNFINISHED}"):  # of processes that were killed
+                path.unlink(missing_ok=True)
+            write_part(work, Part(), 0, sum(work.unit_bytes()))
+            _finish(work)
+            found = _open(work)
+    if found is None:
+        raise ValueError(
+            f"data.cache_dir={cache}: what was written to {work.folder} reads back damaged"
+        )
+    return found
+
+
+def prepare_part(
+    works: Sequence[Work], part: Part, cache: Path, threads: int | None = None
+) -> None:
+    """Write what is missing of one part of the shards of several sources; other processes may write
+    other parts meanwhile. `prepare` joins them. Raises ValueError."""
+    start, total = 0, sum(sum(work.unit_bytes()) for work in works)
+    for work in works:
+        if _open(work) is None:
+            # shards that are damaged are begun anew, by one process alone
+            damaged = (work.folder / MANIFEST).exists()
+            with building(work.folder, cache, alone=damaged):
+                if _open(work) is None:
+                    _begin(work)
+                    write_part(work, part, start, total, threads)
+        start += sum(work.unit_bytes())
+
+
+def _begin(work: Work) -> None:
+    if (work.folder / MANIFEST).exists():
+        shutil.rmtree(work.folder)  # it was whole once, and is damaged
+    work.folder.mkdir(exist_ok=True)
+
+
+def _counted(work: Work) -> Prepared:
+    """Return what preparing would give, with streams that know their lengths only."""
+    source = work.source
+    progress = Progress(work.text, False)
+    tokens, number, size = (dict.fromkeys(source.splits, 0) for _ in range(3))
+    counts = Counts()
+    for unit in work.units:
+        read = source.read(counts, work.skip_bad, unit)
+        for job, arrays in shards.encoded(read, counts, work.tokenizer):
+            for part, ids in zip(job.parts, arrays, strict=True):
+                split = source.split_of(part.digest)
+                tokens[split] += len(ids)
+                number[split] += part.ends
+                size[split] += part.n_bytes
+                progress.add(part.n_bytes)
+    progress.end()
+    _refuse_empty(source, counts)
+    streams = {name: TokenStream.unprepared(count) for name, count in tokens.items()}
+    return Prepared(source, streams, counts, number, size, work.key)
+
+
+def _refuse_empty(source: Source, counts: Counts) -> None:
+    if not counts.documents:
+        verb = "is" if counts.empty == 1 else "are"
+        text = f"; {counts.empty:,} {verb} empty" if counts.empty else ""
+        text += f"; {counts.bad:,} cannot be read, such as {counts.first_bad}" if counts.bad else ""
+        raise ValueError(f"{source.key}: there are no documents{text}")
+
+
+def _finish(work: Work) -> None:
+    """Write the manifest of a source whose units are all there. Raises ValueError."""
+    source, folder = work.source, work.folder
+    chunks, total = [], Counts()
+    for unit in range(len(work.units)):
+        there = shards.chunks_of(folder, unit)
+        if not shards.is_whole(there):
+            return
+        chunks += [
+            {"name": shards.chunk_name(unit, number), **chunk["shards"]}
+            for number, chunk in enumerate(there)
+        ]
+        total = total.plus(Counts(**there[-1]["counts"]))
+    _refuse_empty(source, total)
+    dtype = id_type(work.tokenizer).str
+    samples = {
+        split: sample_digest(_stream(folder, chunks, split, dtype)) for split in source.splits
+    }
+    shards.write_json(
+        folder / MANIFEST,
+        {
+            "format": FORMAT,
+            "dtype": dtype,
+            "counts": total.record(),
+            "samples": samples,
+            "chunks": chunks,
+        },
+    )
+
+
+def _stream(
+    folder: Path, chunks: Sequence[Mapping[str, Any]], split: str, dtype: str
+) -> TokenStream:
+    """Return the ids of a split. Raises ValueError for a shard that is not whole, OSError."""
+    arrays = []
+    for chunk in chunks:
+        path, count = folder / f"{chunk['name']}.{split}.bin", chunk[split]["tokens"]
+        if path.stat().st_size != count * np.dtype(dtype).itemsize:
+            raise ValueError(f"{path}: is not whole")
+        if count:
+            arrays.append(np.memmap(path, dtype, "r", shape=(count,)))
+    return TokenStream(arrays)
+
+
+def _open(work: Work) -> Prepared | None:
+    """Return a source from its shards, or None where they are missing, torn or damaged."""
+    source, folder = work.source, work.folder
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+        allow_open_files(len(found["chunks"]) * len(source.splits))  # a map keeps its file open
+        streams = {}
+        for split in source.splits:
+            streams[split] = _stream(folder, found["chunks"], split, found["dtype"])
+            if sample_digest(streams[split]) != found["samples"][split]:
+                return None
+        counts = Counts(**found["counts"])
+        documents_of = {split: _sum(found, split, "documents") for split in source.splits}
+        bytes_of = {split: _sum(found, split, "text_bytes") for split in source.splits}
+        return Prepared(source, streams, counts, documents_of, bytes_of, work.key)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sum(manifest: Mapping[str, Any], split: str, what: str) -> int:
+    return sum(chunk[split][what] for chunk in manifest["chunks"])

@@ -1,0 +1,153 @@
+"""The work of preparing a source: units of files, and the parts that processes and machines take of
+them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from llmexp.data import shards
+from llmexp.data.files import state_of
+from llmexp.data.places import contents_of, is_remote
+from llmexp.data.progress import Progress
+from llmexp.data.readers import Counts, hub_identity
+from llmexp.data.source import Source
+from llmexp.data.stream import DataChanged
+from llmexp.data.tokenizers import Tokenizer, identity
+
+FORMAT = 1  # of the shards; part of their key
+UNIT_BYTES = 1 << 28  # files are put together to units of at least so many bytes
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio
+
+
+@dataclass(frozen=True)
+class Key:
+    """The identity of a source."""
+
+    text: str  # its documents, whatever the tokenizer
+    shards: str  # and what is made of them
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do for a source: its units, and where their shards go. It can be sent to
+    another process."""
+
+    source: Source
+    folder: Path
+    key: Key
+    units: tuple[tuple[str, ...], ...]
+    sizes: dict[str, int]  # bytes of each file
+    states: dict[str, tuple[int, int]]  # of the files here, from before they were hashed
+    skip_bad: bool
+    tokenizer: Tokenizer
+
+    @property
+    def text(self) -> str:
+        """Return in words what is read."""
+        size = sum(self.sizes.values())
+        return f"{self.source.key}, {size / 1e6:,.1f} MB in files" if size else self.source.key
+
+    def unit(self, number: int) -> shards.Unit:
+        source, files = self.source, self.units[number]
+        read = functools.partial(source.read, skip_bad=self.skip_bad, files=files)
+        check = functools.partial(self.refuse_changed, files)
+        return shards.Unit(self.folder, number, read, source.split_of, source.splits, check)
+
+    def unit_bytes(self) -> list[int]:
+        """Return the bytes to read for each unit; where nobody knows, what one has at least."""
+        sizes = (sum(self.sizes[name] for name in files) for files in self.units)
+        return [size or UNIT_BYTES for size in sizes]
+
+    def refuse_changed(self, files: Sequence[str]) -> None:
+        """Raise DataChanged for a file that is not any more what was hashed: else other text would
+        be found under its hash."""
+        for name in files:
+            if name in self.states and state_of(Path(name)) != self.states[name]:
+                raise DataChanged(f"{name}: this file changed while it was prepared; start again")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `number`, from 1, of so many. All sources are one line of bytes, of which each part has
+    an equal length; a unit that several parts meet in is divided between them chunk by chunk."""
+
+    number: int = 1
+    of: int = 1
+
+    def meets(self, start: int, size: int, total: int) -> bool:
+        """Return whether something of the bytes from `start` on may be in this part."""
+        first, end = (self.number - 1) * total, self.number * total
+        return start * self.of < end and (start + size) * self.of > first
+
+    def has(self, start: int, size: int, total: int, chunk: int) -> bool:
+        """Return whether a chunk of the unit there is in this part. How many chunks a unit has is
+        not known before it is read: multiples of the golden ratio are spread evenly, however many
+        there are."""
+        at = (start << 64) + size * (chunk * GOLDEN % (1 << 64))
+        return at * self.of // (total << 64) == self.number - 1
+
+
+def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, cache: Path, write: bool) -> Work:
+    """Return what there is to do for a source. Raises ValueError."""
+    states = {name: state_of(Path(name)) for name in source.files if not is_remote(name)}
+    sizes: list[int] = []
+    if source.hf is None:
+        contents, sizes = contents_of(f"{source.key}.files", source.files, cache, write)
+    else:
+        contents = [hub_identity(f"{source.key}.hf", source.hf)]
+    text = _digest([contents, source.text_key, source.split if source.hf else None])
+    key = Key(text, _digest([FORMAT, identity(tokenizer), text, source.shares]))
+    folder = cache / "corpus" / (f"{key.shards}-skipped" if skip_bad else key.shards)
+    of_files = dict(zip(source.files, sizes, strict=True))
+    units = _units(source, sizes)
+    return Work(source, folder, key, units, of_files, states, skip_bad, tokenizer)
+
+
+def _digest(recipe: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
+
+
+def _units(source: Source, sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the files of each unit: as few as hold UNIT_BYTES."""
+    if source.hf is not None:
+        return ((),)
+    found: list[tuple[str, ...]] = []
+    held: list[str] = []
+    size = 0
+    for name, more in zip(source.files, sizes, strict=True):
+        held.append(name)
+        size += more
+        if size >= UNIT_BYTES:
+            found.append(tuple(held))
+            held, size = [], 0
+    return (*found, tuple(held)) if held else tuple(found)
+
+
+def write_part(work: Work, part: Part, start: int, total: int, threads: int | None = None) -> None:
+    """Write what is missing of a part. The units of the source begin at `start` of `total` bytes of
+    all sources. The caller holds the lock."""
+    sizes = work.unit_bytes()
+    starts = list(accumulate(sizes, initial=start))
+    mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
+    progress = Progress(work.text, True, sum(sizes[n] for n in mine))
+    done = 0
+    for number in mine:
+        files = work.units[number]
+        ends = accumulate((work.sizes[name] for name in files), initial=done)
+        say = functools.partial(_say, progress, dict(zip(files, ends, strict=False)))
+        has = functools.partial(part.has, starts[number], sizes[number], total)
+        shards.write_unit(work.unit(number), work.tokenizer, has, say, threads)
+        done += sizes[number]
+    progress.end()
+
+
+def _say(progress: Progress, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
+    """Say that so much text is done. `starts`: of each file, the bytes to read before it."""
+    progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
