@@ -36,13 +36,15 @@ class Knob:
     at_most: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
+    auto: bool = False  # the word auto is valid as well: chosen at the start
     affects: str = ""
     default: Any = NO_DEFAULT
 
     @property
     def meaning(self) -> str:
         """Return `doc` with the values that are valid."""
-        limits = [" | ".join(self.choices)] if self.choices else []
+        choices = ("auto", "true", "false") if self.auto else self.choices
+        limits = [" | ".join(choices)] if choices else []
         words = {"from": self.at_least, "above": self.above, "to": self.at_most}
         limits += [f"{word} {limit:,}" for word, limit in words.items() if limit is not None]
         return f"{self.doc} ({', '.join(limits)})" if limits else self.doc
@@ -124,7 +126,12 @@ class Train:
     sample_tokens: int = knob(
         "tokens per text sample; 0: no sample", 120, at_least=0, affects="nothing"
     )
-    compile: bool = knob("compile the model with torch.compile", affects="rounding")
+    compile: bool | str = knob(
+        "compile the model with torch.compile; auto: on CUDA with Triton and a C compiler",
+        True,
+        auto=True,
+        affects="rounding",
+    )
     data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
     max_consecutive_skips: int = knob(
         "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"
@@ -270,8 +277,21 @@ class Tracker:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     AFFECTS: ClassVar[str] = "nothing"
-    every: int | None = count("optimizer steps between checkpoints; null: only at the end", 100)
-    async_: bool = knob("write in the background, after copying the state to host memory")
+    every: int | None = count(
+        "optimizer steps between checkpoints; null: by time, or only at the end", 100
+    )
+    every_minutes: float | None = knob(
+        "minutes after the last checkpoint until the next one, after the step that is under way; "
+        "null: by steps only",
+        30.0,
+        above=0,
+        default=None,
+    )
+    async_: bool | str = knob(
+        "write in the background, after copying the state to host memory; auto: on CUDA",
+        True,
+        auto=True,
+    )
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
     resume: str = choice("what to do with a folder that holds a run", "auto | never | must")
     save_initial: bool = knob("also save step 0, before any update")

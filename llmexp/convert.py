@@ -94,9 +94,11 @@ def _converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
         return _open_section(value, key)
     if key == "hooks":
         return _hooks(value, key)
-    takes_text = not knob.choices and str in (kind, *typing.get_args(kind))
+    takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)
+    if knob.auto and value == "auto":
+        return value
     if typing.get_origin(kind) is types.UnionType:
         if value is None:
             return None
@@ -105,7 +107,7 @@ def _converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise refuse(key, value, "a list of texts is needed", "[one,two]")
         return list(value)
-    value = _scalar(kind, value, key, knob.example)
+    value = _scalar(kind, value, key, knob)
     _check_range(value, key, knob)
     return value
 
@@ -135,12 +137,13 @@ def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
         raise refuse(key, value, text, knob.example) from None
 
 
-def _scalar(kind: type, value: Any, key: str, example: Any) -> Any:
+def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
     """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float, False no
     text."""
-    a_switch = isinstance(value, bool)
+    a_switch, example = isinstance(value, bool), knob.example
     if kind is bool and not a_switch:
-        raise refuse(key, value, "true or false is needed", "true")
+        needed = "true, false or auto" if knob.auto else "true or false"
+        raise refuse(key, value, f"{needed} is needed", "true")
     if kind is str and not isinstance(value, str):
         hint = " (YAML reads off, no, on, yes without quotes as true or false)" if a_switch else ""
         raise refuse(key, value, f"a text is needed, not {type(value).__name__}{hint}", example)

@@ -203,6 +203,7 @@ def _facts(
         precision=place.precision,
         precision_reason=place.reason,
         rates=rates,
+        compiled=place.compiled_because,
     )
 
 
@@ -248,6 +249,8 @@ def _solved(
         batch=batch,
         precision=dataclasses.replace(config.precision, kind=place.precision),
         parallelism=solved_parallelism(config.parallelism, place.layout),
+        train=dataclasses.replace(config.train, compile=place.compiled),
+        checkpoint=dataclasses.replace(config.checkpoint, async_=place.saves_beside(config)),
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,13 @@ class Placement:
     layout: Layout
     precision: str
     reason: str
+    compiled: bool
+    compiled_because: str  # in words; empty where nobody asked and there is nothing to compile for
+
+    def saves_beside(self, config: Config) -> bool:
+        """Return whether checkpoints are written in the background."""
+        wanted = config.checkpoint.async_
+        return self.device.type == "cuda" if wanted == "auto" else wanted is True
 
 
 def placed(config: Config) -> Placement:
@@ -35,11 +45,37 @@ def placed(config: Config) -> Placement:
         kind, reason = precision.choose(config.precision.kind, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if config.train.compile and device.type == "cpu" and not compiler:
-        text = "compiling for the CPU needs a C++ compiler (g++)"
-        raise refuse("train.compile", True, text, "false")
-    return Placement(device, layout, kind, reason)
+    return Placement(device, layout, kind, reason, *_compiled(config.train.compile, device))
+
+
+def _compiled(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
+    """Return whether the model is compiled, and what there is to say of it. Raises ConfigError
+    where it cannot be and was asked for."""
+    if wanted is False or (wanted == "auto" and device.type == "cpu"):
+        return False, ""
+    missing = _missing_to_compile(device)
+    if wanted == "auto":
+        return not missing, f"off: {missing}" if missing else "on, chosen for this GPU"
+    if missing:
+        raise refuse("train.compile", True, missing, "false")
+    return True, "on"
+
+
+def _missing_to_compile(device: torch.device) -> str:
+    """Return what torch.compile needs for the device and does not find; "" where all is there."""
+    if device.type == "cpu":
+        there = shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")
+        return "" if there else "compiling for the CPU needs a C++ compiler (g++)"
+    if importlib.util.find_spec("triton") is None:
+        return "compiling for CUDA needs Triton (the package triton)"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton compiles for GPUs of compute capability 7.0 and above"
+    # Triton builds a small extension of Python at its first kernel.
+    if not any(map(shutil.which, ("gcc", "clang", "cc"))) and not os.environ.get("CC"):
+        return "compiling for CUDA needs a C compiler (gcc)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "compiling for CUDA needs the headers of Python (the package python3-dev)"
+    return ""
 
 
 def _device(kind: str) -> torch.device:

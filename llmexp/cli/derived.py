@@ -146,6 +146,7 @@ DERIVED = {
     "device_name": Derived("the device's own name", ("train.device",)),
     "precision": Derived(_meaning("precision.kind"), ("precision.kind", "device")),
     "precision_reason": Derived("why this arithmetic", ("precision.kind", "device")),
+    "compiled": Derived("whether the model is compiled, and why", ("train.compile", "device")),
     "rates": Derived(
         "how the rates follow the real batch",
         ("optimizer.lr", "optimizer.lr_rule", "optimizer.reference_batch", "real_batch_size"),

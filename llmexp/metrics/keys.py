@@ -58,6 +58,7 @@ _ALL = (
     Key("data_digest"),
     Key("step_time", unit="s", better="lower", digits=3, timing=True),
     Key("data_time", unit="s", better="lower", timing=True),
+    Key("outside_share", better="lower", digits=3, timing=True),
     Key("tokens_per_sec", "tokens/s", better="higher", timing=True,
         plot="Tokens per second, all ranks"),
     Key("tokens_per_sec_per_rank", better="higher", timing=True),

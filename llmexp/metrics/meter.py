@@ -24,6 +24,7 @@ class Meter:
         self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
+        self._since: float | None = None  # the last row, or the first step
 
     def add(self, target_tokens: Tensor, clipped: Tensor) -> None:
         """Count one step, without a host wait."""
@@ -36,6 +37,8 @@ class Meter:
     def stepping(self) -> Iterator[None]:
         """Around everything that belongs to a training step, its wait for data included."""
         start = time.perf_counter()
+        if self._since is None:
+            self._since = start
         yield
         self._step_time += time.perf_counter() - start
 
@@ -59,15 +62,18 @@ class Meter:
         """Return the counts and rates since the last row, and starts over. The host waits."""
         tokens_seen, clipped, steps = self.counts()
         rate = (tokens_seen - self._timed_from) / self._step_time
+        now = time.perf_counter()
+        wall = now - (now if self._since is None else self._since)
         found = {
             "clipped_share": clipped / steps,
             "step_time": self._step_time / self._timed_steps,
             "data_time": self._data_time / self._timed_steps,
+            "outside_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
             "tokens_per_sec": rate,
             "tokens_per_sec_per_rank": rate / ranks,
         }
         self._clipped.zero_()
         self._steps = self._timed_steps = 0
         self._step_time = self._data_time = 0.0
-        self._timed_from = tokens_seen
+        self._timed_from, self._since = tokens_seen, now
         return found

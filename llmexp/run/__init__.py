@@ -44,6 +44,7 @@ class Facts:
     rates: str | None  # how optimizer.lr_rule made the rates, in words; None without a rule
     # tokens/s of the same run on one rank, where it was measured
     single_rank_rate: float | None = None
+    compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
     warnings: tuple[str, ...] = ()
 
 
@@ -90,6 +91,8 @@ class Run:
         facts = flat.pop("facts")
         if not self.sources:
             flat.pop("sources")
+        if not self.facts.compiled:
+            facts.pop("compiled")
         return {**facts.pop("layout"), **facts, **flat}
 
 

@@ -98,6 +98,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
             "precision",
             f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision,
         ),
+        *([("compile", f.compiled)] if f.compiled else []),
         ("folder", folder),
     ]
     return rows + [("warning", text) for text in f.warnings]

@@ -125,6 +125,8 @@ def fixed_here(config: Config, path: Path) -> str:
     if config.train.device != "auto" or recorded["device"] != "cpu":
         return ""
     chosen = [f"precision={recorded['precision']}"] if config.precision.kind == "auto" else []
+    if config.train.compile == "auto":
+        chosen.append("train.compile=false")
     if config.parallelism.kind != "single" and config.parallelism.nproc_per_node is None:
         chosen.append(f"parallelism.nproc_per_node={recorded['nproc_per_node']}")
     if not chosen:

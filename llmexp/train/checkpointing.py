@@ -26,6 +26,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     if loop.saved_step == progress.step:
         return
     refuse_changed_data(loop)
+    loop.saved_at = time.monotonic()
     tokens_seen, clipped, steps = loop.meter.counts()
     run, root, keep = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint.keep
     if out.rows is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Due:
         return self.row or self.checkpoint or self.sample
 
 
-def due_after(step: int, last: bool, config: Config) -> Due:
+def due_after(step: int, last: bool, config: Config, by_time: bool = False) -> Due:
     def every(steps: int | None) -> bool:
         return steps is not None and step % steps == 0
 
@@ -53,7 +54,7 @@ def due_after(step: int, last: bool, config: Config) -> Due:
     return Due(
         row=evaluation or every(chosen.log_every),
         evaluation=evaluation,
-        checkpoint=last or every(config.checkpoint.every),
+        checkpoint=last or by_time or every(config.checkpoint.every),
         sample=not last and every(chosen.sample_every),
     )
 
@@ -70,7 +71,9 @@ def train(loop: Loop) -> str:
     windows = read_ahead(loop.setup, first)
     profiler = start_profiler(loop)
     while progress.step < max_steps:
-        stop, writing = mesh.any_rank(loop.mesh, STOP.requested, loop.writer.busy())
+        stop, writing, by_time = mesh.any_rank(
+            loop.mesh, STOP.requested, loop.writer.busy(), due_by_time(loop)
+        )
         if loop.saving is not None and not writing:
             go_on_saving(loop)
         if stop or progress.step >= stop_step:
@@ -79,7 +82,7 @@ def train(loop: Loop) -> str:
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
-        due = due_after(progress.step + 1, last, config)
+        due = due_after(progress.step + 1, last, config, by_time)
         window, step = take_step(loop, windows, due)
         if due.row:
             report(loop, step, window, due.evaluation)
@@ -105,6 +108,13 @@ def train(loop: Loop) -> str:
             "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an outlier"
         )
     return "finished"
+
+
+def due_by_time(loop: Loop) -> bool:
+    """Return whether the last checkpoint is so old that another one is due; by this rank's
+    clock."""
+    minutes = loop.config.checkpoint.every_minutes
+    return minutes is not None and time.monotonic() - loop.saved_at >= 60 * minutes
 
 
 def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, Step]:

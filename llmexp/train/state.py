@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class Loop:
     # steps of checkpoints loaded or committed here
     saved: list[int] = dataclasses.field(default_factory=list)
     failed_saves: int = 0  # since then
+    saved_at: float = dataclasses.field(default_factory=time.monotonic)  # or tried, or started
     told_of_data: bool = False  # that a data file was replaced
     # for the row, and the hook of each
     figures: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)

@@ -198,7 +198,7 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         joined,
         loss,
         activation_checkpointing=config.parallelism.activation_checkpointing,
-        compiled=config.train.compile,
+        compiled=config.train.compile is True,
     )
     model.to(joined.device)
     parameters = [p for p in model.parameters() if p.requires_grad]

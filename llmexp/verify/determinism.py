@@ -21,11 +21,10 @@ def verify(
 ) -> list[Check]:
     """Compare two runs in folders under `path`, of the same config. Raises ConfigError."""
     plan = _plan(config, steps or STEPS, shrink)
-    modules = not config.train.compile  # else looking into them would cut the compiled graph
     first, second = path / "first", path / "second"
     for run in (first, second):
         print(f"the {run.name} run of {plan.train.max_steps} steps", flush=True)
-        runs.train_recorded(run, plan, modules=modules)
+        runs.train_recorded(run, plan, modules=True)
     pair = Pair.of(first, second)
     checks = compare(pair)
     if any(check.passed is False for check in checks):
@@ -71,7 +70,7 @@ def _inside(pair: Pair, what: str, part: str) -> Check:
     """Compare what is recorded only where it is looked into the modules."""
     differing, count = pair.differences(part)
     if not count:
-        without = "not looked into: train.compile=true; the update is looked at as a whole"
+        without = "not looked into: the model is compiled; the update is looked at as a whole"
         return Check(what.removesuffix(", each rank"), None, note=without)
     return equal(what, differing, count)
 

@@ -132,7 +132,7 @@ def in_precision(config: Config, kind: str, own: str) -> Config:
     return dataclasses.replace(
         config,
         precision=dataclasses.replace(config.precision, kind=kind),
-        train=dataclasses.replace(config.train, compile=config.train.compile and kind == own),
+        train=dataclasses.replace(config.train, compile=kind == own and config.train.compile),
     )
 
 

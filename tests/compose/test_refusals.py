@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from llmexp.__main__ import run
+from llmexp.assembly import placement
+from llmexp.config import ConfigError
 from tests.conftest import TINY, llmexp
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
@@ -111,7 +114,7 @@ BAD = [
     # types and ranges
     ("train.max_steps=abc", "train.max_steps=abc", "train.max_steps=300"),
     ("train.max_steps=2.5", "train.max_steps=2.5", "whole number"),
-    ("train.compile=3", "train.compile=3", "true or false"),
+    ("train.compile=3", "train.compile=3", "true, false or auto"),
     ("clip=off", "clip=off", "none, norm, value"),
     ("clip.kind=false", "clip.kind=False", "YAML reads off"),
     ("precision.kind=bf17", "precision.kind=bf17", "Did you mean bf16?"),
@@ -316,6 +319,23 @@ def test_compile_without_a_compiler(capsys, home, monkeypatch):
     message = refused(capsys, home, "plan", *SYNTHETIC, "train.compile=true", "train.device=cpu")
     assert "train.compile=True" in message
     assert "train.compile=false" in message
+
+
+def test_compile_on_cuda(monkeypatch):
+    """Chosen where all is there that it needs; else left out, or refused where it was asked for."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+    assert placement._compiled("auto", cpu) == (False, "")
+    assert placement._compiled(False, gpu) == (False, "")
+    compiled, why = placement._compiled("auto", gpu)
+    assert not compiled
+    assert why.startswith("off: compiling for CUDA needs Triton")
+    with pytest.raises(ConfigError, match=r"train.compile=True: .*Triton.*train.compile=false"):
+        placement._compiled(True, gpu)
+    monkeypatch.setattr(placement, "_missing_to_compile", lambda device: "")
+    assert placement._compiled("auto", gpu) == (True, "on, chosen for this GPU")
+    assert placement._compiled(True, cpu) == (True, "on")
 
 
 def test_a_broken_yaml_of_the_user(capsys, home):

@@ -183,6 +183,26 @@ LAYOUTS = {
     "hsdp": ["hsdp", "nproc_per_node=4", "replicate_size=2"],
     "single": ["single"],
 }
+# The clock of one rank runs ahead of that of the other.
+CLOCK = """
+import os
+from llmexp.train import loop
+
+loop.due_by_time = lambda loop: os.environ["RANK"] == "1" and loop.progress.step in (1, 6)
+
+def hook(event, context):
+    pass
+"""
+
+
+def test_ranks_save_by_time_together(tmp_path, settings, whole):
+    (tmp_path / "clock.py").write_text(CLOCK)
+    more = ["checkpoint.every=null", "checkpoint.every_minutes=9"]
+    more += ["--allow", "clock", "hooks=[clock.hook]"]
+    run = train(tmp_path, "run", *settings, *more, *TWO)
+    found = sorted(int(p.name[5:]) for p in (run.folder / "checkpoints").iterdir())
+    assert found == [2, 7, 20]
+    assert exact(run) == exact(whole)
 
 
 def test_a_run_moves_through_every_layout(tmp_path, settings):

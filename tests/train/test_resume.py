@@ -45,6 +45,18 @@ def whole(request, tmp_path_factory, tokens) -> tuple[Result, list[str]]:
     return train(tmp_path_factory.mktemp(request.param), "whole", *settings), settings
 
 
+def test_saved_by_time_and_resumed_is_bit_equal(whole, tmp_path):
+    result, settings = whole
+    by_time = ["checkpoint.every=null", "train.max_steps=20", "checkpoint.every_minutes=1e-9"]
+    run = train(tmp_path, "run", *settings, *by_time)
+    found = sorted(int(p.name[5:]) for p in (run.folder / "checkpoints").iterdir())
+    assert found == list(range(1, 21))
+    cut = Result(0, "", "", cut_after(run, tmp_path, 13))
+    again = llmexp("resume", str(cut.folder), "checkpoint.every_minutes=60", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert exact(cut) == exact(result)
+
+
 # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
 @pytest.mark.parametrize("step", [5, 10, 15])
 def test_resumed_from_a_checkpoint_is_bit_equal(whole, tmp_path, step):
