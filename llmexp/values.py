@@ -1,12 +1,14 @@
-"""Values that a user gives: how they are refused, and the variables of the environment in them.
-Standard library."""
+"""Values that a user gives: how a knob describes them, how they are refused, and the variables of
+the environment in them. Standard library."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Names in the environment.
@@ -74,3 +76,61 @@ def fill(value: Any, key: str) -> Any:
                 key, value, f"the environment variable {names[0]} has {len(text):,} digits"
             ) from None
     return {"true": True, "false": False, "null": None}.get(text.lower(), text)
+
+
+NO_DEFAULT = object()  # of a knob that every config has to list
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A knob's `doc` with its unit, a valid `example`, and the range that is checked.
+
+    `affects` says what another value changes: the `result`, its last digits (`rounding`), or
+    `nothing` but names, records and time; empty: as the section's AFFECTS, else `result`.
+    `default` is the value of a knob that some options do not list, because it does nothing there
+    (`knobs.ACTS`), or that the config of an older run does not have yet.
+    """
+
+    doc: str
+    example: Any = None
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    auto: bool = False  # the word auto is valid as well: chosen at the start
+    affects: str = ""
+    default: Any = NO_DEFAULT
+
+    @property
+    def meaning(self) -> str:
+        """Return `doc` with the values that are valid."""
+        choices = ("auto", "true", "false") if self.auto else self.choices
+        limits = [" | ".join(choices)] if choices else []
+        words = {"from": self.at_least, "above": self.above, "to": self.at_most}
+        limits += [f"{word} {limit:,}" for word, limit in words.items() if limit is not None]
+        return f"{self.doc} ({', '.join(limits)})" if limits else self.doc
+
+
+def knob(doc: str, example: Any = None, **more: Any) -> Any:
+    """Return a dataclass field that `Knob` describes."""
+    found = Knob(doc, example, **more)
+    if found.default == {}:
+        return dataclasses.field(default_factory=dict, metadata={"knob": found})
+    default = dataclasses.MISSING if found.default is NO_DEFAULT else found.default
+    return dataclasses.field(default=default, metadata={"knob": found})
+
+
+def choice(doc: str, words: str, **more: Any) -> Any:
+    """Return the field of a knob that takes one of the words, which ` | ` separates."""
+    choices = tuple(words.split(" | "))
+    return knob(doc, choices[0], choices=choices, **more)
+
+
+def count(doc: str, example: int, **more: Any) -> Any:
+    """Return the field of a knob that counts from 1."""
+    return knob(doc, example, at_least=1, **more)
+
+
+def seconds(doc: str, example: float, **more: Any) -> Any:
+    """Return the field of a time limit, which is its own default where it is not listed."""
+    return knob(f"seconds {doc}", example, above=0, at_most=1_000_000, default=example, **more)
