@@ -17,6 +17,7 @@ llmexp: language-model pretraining experiments
   llmexp tokenizer --vocab-size N data=...   train a tokenizer on the training documents
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
+  llmexp evaluate RUN[@STEP] [data=...] losses with standard errors, on its validation sets or other data
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
@@ -63,6 +64,7 @@ COMMANDS = {
     "tokenizer": "llmexp.cli.tokenizer:tokenizer",
     "resume": "llmexp.cli.resume:resume",
     "sample": "llmexp.cli.sample:sample",
+    "evaluate": "llmexp.cli.evaluate:evaluate",
     "sync": "llmexp.tracker.sync:sync",
     "compare": "llmexp.cli.compare:run",
     "runs": "llmexp.cli.runs:run",

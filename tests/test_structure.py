@@ -21,7 +21,8 @@ MODULES = {
 ROOMS = (
     "values", "config", "convert", "run", "knobs", "labels", "child", "redact", "fileio",
     "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "checkpoint",
-    "rundir", "ending", "provenance", "tracker", "compare", "assembly", "train", "compose", "sweep",
+    "rundir", "ending", "provenance", "tracker", "compare", "assembly", "train", "evaluate",
+    "compose", "sweep",
     "verify",
     "cli", "__main__",
 )  # fmt: skip
@@ -42,8 +43,18 @@ SLOW = ("torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken")
 # The modules that a command starts with, while a worker imports torch.
 FIRST = [
     f"llmexp.cli.{name}"
-    for name in ("train", "resume", "plan", "sample", "prepare", "explain", "help", "verify")
-]
+    for name in (
+        "train",
+        "resume",
+        "plan",
+        "sample",
+        "evaluate",
+        "prepare",
+        "explain",
+        "help",
+        "verify",
+    )
+]  # fmt: skip
 
 
 def room(module: str) -> str:

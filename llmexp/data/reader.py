@@ -164,15 +164,21 @@ def eval_batches(
 
     All ranks have equally many batches; rows that are missing are masked.
     """
-    there, micro = stream.n_sequences(sequence_length), cut.micro_batch_size
-    total = min(max_sequences, there)
+    micro, all_starts = cut.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
+    total = len(all_starts)
     per_rank = -(-total // cut.dp_size)
     stop = min(total, (cut.rank + 1) * per_rank)
     for first in range(cut.rank * per_rank, (cut.rank + 1) * per_rank, micro):
-        index = np.arange(first, max(first, min(first + micro, stop)), dtype=np.int64)
-        starts = index * there // max(1, total) * sequence_length
+        starts = all_starts[first : max(first, min(first + micro, stop))]
         tokens_rs = stream.gather(starts, sequence_length + 1)
         yield _micro_batches(tokens_rs[None], 1, micro, hidden, False)[0][0][0]
+
+
+def eval_starts(stream: TokenStream, sequence_length: int, max_sequences: int) -> np.ndarray:
+    """Return int64 [n]: the first tokens of so many sequences, spread evenly over the stream."""
+    there = stream.n_sequences(sequence_length)
+    total = min(max_sequences, there)
+    return np.arange(total, dtype=np.int64) * there // max(1, total) * sequence_length
 
 
 def _micro_batches(

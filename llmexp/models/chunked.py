@@ -129,11 +129,11 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """The softmax of a chunk's logits as e * c, and its summed loss."""
+    """The softmax of a chunk's logits as e * c, and the loss of each row."""
 
     tiles: list[Tensor]  # e; none where no gradient is wanted
     c_ni: Tensor
-    nll: Tensor
+    nll_n1: Tensor
 
 
 def _chunked_nll(
@@ -159,13 +159,30 @@ def _chunked_nll(
         rows = slice(first, first + rows_per_chunk)
         chunk = _Chunk.of(h_nd[rows], targets_n[rows], head)
         softmax = _softmax(chunk, head, keep=any(needs))
-        nll += softmax.nll
+        nll += softmax.nll_n1.sum()
         grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[rows]
         _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, softmax, head)
         del softmax  # its tiles would live beside those of the next chunk
     if shard is not None and grad_h_nd is not None:
         grad_h_nd = shard.sum(grad_h_nd)
     return nll, grad_h_nd, grad_weight_vd
+
+
+def chunked_cross_entropy(
+    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
+) -> Tensor:
+    """Return (b, t): the terms of `chunked_cross_entropy_sum`, without gradients."""
+    dtypes = Dtypes.of(h_btd, weight_vd)
+    h_nd, targets_n = h_btd.flatten(0, -2), targets_bt.flatten()
+    rows_per_chunk, tile_size = chunk_sizes(h_nd.device)
+    found = []
+    with torch.no_grad(), torch.autocast(h_nd.device.type, enabled=False):
+        head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
+        for first in range(0, h_nd.shape[0], rows_per_chunk):
+            rows = slice(first, first + rows_per_chunk)
+            chunk = _Chunk.of(h_nd[rows].to(dtypes.operand), targets_n[rows], head)
+            found.append(_softmax(chunk, head, keep=False).nll_n1)
+    return torch.cat(found).view(targets_bt.shape)
 
 
 def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
@@ -201,9 +218,9 @@ def _softmax(chunk: _Chunk, head: _Head, keep: bool) -> _Softmax:
         )
     # A target that is nobody's spoils the loss instead of passing unseen.
     at_target_n1 = at_target_n1.masked_fill(owners_n1 != 1, torch.nan)
-    nll = (total_n1.log() - at_target_n1).masked_fill(~chunk.valid_n1, 0).sum()
+    nll_n1 = (total_n1.log() - at_target_n1).masked_fill(~chunk.valid_n1, 0)
     c_ni = (relative_ni / total_n1).masked_fill(~chunk.valid_n1, 0)
-    return _Softmax(tiles, c_ni, nll)
+    return _Softmax(tiles, c_ni, nll_n1)
 
 
 def _add_gradients(

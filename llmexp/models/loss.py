@@ -16,6 +16,7 @@ from llmexp.models.chunked import (
     IGNORE_INDEX,
     VocabShard,
     chunk_sizes,
+    chunked_cross_entropy,
     chunked_cross_entropy_sum,
 )
 
@@ -28,9 +29,21 @@ MIN_CHUNKED_VOCAB = 2048
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     """Sum over targets other than -100 of the cross-entropy of `logits_btv`, in fp32 (fp64 in
     fp64)."""
+    return _cross_entropy(logits_btv, targets_bt, "sum")
+
+
+def plain_cross_entropy(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Return (b, t): the terms of `plain_cross_entropy_sum`."""
+    return _cross_entropy(logits_btv, targets_bt, "none").view(targets_bt.shape)
+
+
+def _cross_entropy(logits_btv: Tensor, targets_bt: Tensor, reduction: str) -> Tensor:
     logits_btv = logits_btv if logits_btv.dtype == torch.float64 else logits_btv.float()
     return F.cross_entropy(
-        logits_btv.flatten(0, -2), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        logits_btv.flatten(0, -2),
+        targets_bt.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction=reduction,
     )
 
 
@@ -127,14 +140,21 @@ class WindowLoss(nn.Module):
         for block in blocks:
             block.compile(dynamic=False)
 
-    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_bt: Tensor, targets_bt: Tensor | None = None, *, each: bool = False
+    ) -> Tensor:
         """Sum of cross-entropy (nats), a scalar in fp32 (fp64 in fp64), over targets other than
         -100.
 
         `tokens_bt` and `targets_bt` are (b, t) ids. With no valid target it is 0, with gradients of
         0. Without targets it returns the logits (b, t, v) of the whole vocabulary, which carry no
-        gradient. Raises ValueError where a model's own logits do not have the shape (b, t, v).
+        gradient. With `each` it returns the terms of the sum (b, t), which carry none either.
+        Raises ValueError where a model's own logits do not have the shape (b, t, v).
         """
+        if each and targets_bt is not None:
+            # uncompiled: batches of texts have many lengths
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return self._each(tokens_bt, targets_bt)
         if targets_bt is None:
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -150,6 +170,12 @@ class WindowLoss(nn.Module):
             return self._checked(out, tokens_bt)
         logits_btv = F.linear(out, self._head_weight())
         return logits_btv if self.shard is None else self.shard.gather(logits_btv)
+
+    def _each(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        out = self._run_trunk(tokens_bt)
+        if self.chunked:
+            return chunked_cross_entropy(out, self._head_weight(), targets_bt, self.shard)
+        return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt)
 
     def _checked(self, out: Any, tokens_bt: Tensor) -> Tensor:
         """Return what the model returned, if that is logits."""

@@ -9,14 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from llmexp import mesh, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.checkpoint import loading, saving
 from llmexp.config import ConfigError
-from llmexp.data.tokenizers import token_byte_lengths
+from llmexp.data.tokenizers import text_bytes
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
@@ -82,15 +81,6 @@ def newest_checkpoint(
     return loaded
 
 
-def byte_lengths(parts: Parts) -> torch.Tensor:
-    """Return the bytes of each token of the model's vocabulary, 0 for those that are no text."""
-    # Bits per byte mean nothing where a tokenizer changes the text first.
-    known = parts.corpus.is_text and getattr(parts.tokenizer, "exact_bytes", True)
-    lengths = token_byte_lengths(parts.tokenizer) * known
-    missing = max(0, (parts.run.facts.vocab_size or 0) - len(lengths))
-    return torch.from_numpy(np.pad(lengths, (0, missing)).astype(np.int64))
-
-
 def measuring(setup: Setup) -> Measured:
     """Return what a run that starts has measured: nothing yet."""
     config = setup.parts.config
@@ -151,7 +141,9 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
         meter=meter,
         measured=measured,
         fixed=fixed_facts(parts),
-        byte_lengths=byte_lengths(parts),
+        byte_lengths=torch.from_numpy(
+            text_bytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size)
+        ),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=[progress.step] if loaded else [],
     )

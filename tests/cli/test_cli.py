@@ -74,7 +74,8 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "plan", "explain", "prepare", "tokenizer", "resume", "sample"]
+    "command",
+    ["", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate"],
 )
 def test_help_of_every_command(capsys, command):
     code: object
@@ -160,7 +161,8 @@ def test_info_into_a_closed_pipe():
 
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
-    ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "compare",
+    ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample",
+                "evaluate", "compare",
                 "runs",
     "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),

@@ -1,0 +1,183 @@
+"""`llmexp evaluate RUN[@STEP] [data=...]`: the losses of a checkpoint, with standard errors."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from llmexp import rundir
+from llmexp.assembly.naming import named_checkpoint
+from llmexp.compose import app, command_line, environment, hints
+from llmexp.config import Config, ConfigError, nearest, plain
+from llmexp.convert import build
+from llmexp.redact import redacted
+from llmexp.sweep import show
+
+BY = ("set", "document")
+
+
+def evaluate(arguments: list[str]) -> int:
+    """`llmexp evaluate RUN[@STEP] [data=...]`: the losses of a checkpoint, with standard errors."""
+    args = _parsed(command_line.take_allowed(arguments))
+    path, step = named_checkpoint(args.run)
+    config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
+    tokens = _tokens(args.tokens, config.train.eval_tokens)
+    from llmexp.assembly.opening import open_run
+    from llmexp.evaluate.sets import evaluate_sets, place
+
+    judge = place(open_run(path, step, _warn))
+    if judge.note:
+        _warn(judge.note)
+    found = {"run": str(path), "step": judge.opened.step}
+    found |= evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+    if args.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        print(redacted("\n".join(_lines(found))))
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="llmexp evaluate",
+        description="Evaluate a checkpoint on the validation sets of its run, or on other data: "
+        "loss, perplexity and bits per byte, each with its standard error.",
+        epilog=command_line.ALLOW_HELP,
+    )
+    parser.add_argument(
+        "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="data=...",
+        help="other data, for example data=text data.train_files=book.txt data.val_ratio=0",
+    )
+    parser.add_argument(
+        "--tokens", help="tokens of each set, spread evenly, or all (default: train.eval_tokens)"
+    )
+    parser.add_argument("--by", choices=BY, default="set", help="also a row for each document")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--config-dir", help="folder with options of your own, as for train")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _warn(text: str) -> None:
+    print(f"llmexp: {redacted(text)}", file=sys.stderr)
+
+
+def _tokens(given: str | None, configured: int | None) -> int | None:
+    if given is None or given == "all":
+        return configured if given is None else None
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(
+            f"--tokens {given}: a whole number above 0, or all, is needed; for example "
+            "--tokens 100000"
+        )
+    return int(given)
+
+
+def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) -> Config:
+    """Return a run's config with the data that overrides describe: of another group, or the run's
+    own data with some values changed. Raises ConfigError."""
+    command_line.check_overrides(overrides)
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0]
+        if key != "data" and not key.startswith("data."):
+            raise ConfigError(
+                f"{override}: evaluate changes the data only; for example data=text "
+                "data.train_files=book.txt data.val_ratio=0"
+            )
+    environment.refuse_secrets(list(overrides), "the command line")
+    if not overrides:
+        return config
+    if any(override.startswith("data=") for override in overrides):
+        with app.hydra_app(config_dir) as hydra:
+            given = [command_line.opened(override) for override in overrides]
+            cfg, multirun = app.compose(hydra, given)
+            if multirun:
+                raise ConfigError("evaluate: takes one setting of the data, not a sweep")
+            return dataclasses.replace(config, data=app.typed(cfg).data)
+    tree = plain(config)
+    tree["data"] = copy.deepcopy(tree["data"])
+    for parsed in map(OverridesParser.create().parse_override, overrides):
+        _put(tree, parsed)
+    return build(tree)
+
+
+def _put(tree: dict[str, Any], override: Any) -> None:
+    key = override.key_or_group
+    *parents, name = key.split(".")
+    node: Any = tree
+    own = key.startswith(command_line.NAMED_BY_USER)
+    for parent in parents:
+        node = node.setdefault(parent, {}) if own else node.get(parent, {})
+        if not isinstance(node, dict):
+            node = {}
+    if name not in node and not own:
+        raise ConfigError(
+            f"{key}: there is no such key in the data of the run."
+            f"{nearest(key, hints.flat_keys(tree))} For other data name them first, for example "
+            f"data=text {key}=..."
+        )
+    if override.is_sweep_override():
+        raise ConfigError(f"{override.input_line}: several values are a sweep; give one")
+    node[name] = override.value()
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    """Return what a user reads."""
+    sets = found["sets"]
+    lines = [
+        f"run     {found['run']}, step {found['step']:,}",
+        f"data    {found['data']}",
+        f"device  {found['device']}, {found['precision']}",
+        "",
+    ]
+    heads = ["set", "tokens", "of", "units", "loss", "ppl", "bits/byte"]
+    rows = [heads]
+    for one in sets:
+        counts = (f"{one['tokens']:,}", f"{one['tokens_there']:,}")
+        units = f"{one['units']:,} {one['unit']}"
+        rows.append([one["set"], *counts, units, *_figures(one)])
+    lines.append(show.table(_without_empty(rows), left=1))
+    for one in sets:
+        if "documents" in one:
+            rows = [["document", "begins", "tokens", "loss", "ppl", "bits/byte"]]
+            rows += [
+                [str(d["document"]), d["begins"][:40], f"{d['tokens']:,}", *_figures(d)]
+                for d in one["documents"]
+            ]
+            lines += ["", f"{one['set']}, by document", show.table(_without_empty(rows), left=2)]
+    return lines
+
+
+def _figures(one: Mapping[str, Any]) -> list[str]:
+    return [
+        with_error(one.get(key), one.get(f"{key}_stderr"))
+        for key in ("loss", "ppl", "bits_per_byte")
+    ]
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    """Return "2.4568 ± 0.0123": the error with two significant digits, the value with as many
+    decimals."""
+    if value is None:
+        return ""
+    if error is None or not error > 0:
+        return f"{value:.5g}"
+    decimals = max(0, 1 - int(f"{error:e}".partition("e")[2]))
+    return f"{value:,.{decimals}f} ± {error:,.{decimals}f}"
+
+
+def _without_empty(rows: list[list[str]]) -> list[list[str]]:
+    """Leave out columns that no row has a value in."""
+    kept = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    return [[row[i] for i in kept] for row in rows]

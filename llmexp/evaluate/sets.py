@@ -1,0 +1,197 @@
+"""Losses of a trained model over sets of sequences, with standard errors.
+
+The sequences, the arithmetic and the targets that count are those of the run's own evaluations, so
+the loss of a set is the `val/loss` of the row of that step. Only the order of summation differs:
+here each target's loss goes into a float64 sum, there a micro-batch is summed in fp32 before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmexp import precision, rundir
+from llmexp.assembly.opening import Opened
+from llmexp.assembly.parts import build_corpus, document_end, filled
+from llmexp.config import Config, ConfigError
+from llmexp.data.reader import Cut, Hidden, eval_batches, eval_starts
+from llmexp.data.stream import Corpus, TokenStream
+from llmexp.data.tokenizers import end_of_text, text_bytes
+from llmexp.evaluate.units import Sums, document_ends, ratio
+from llmexp.models.loss import WindowLoss
+from llmexp.redact import concealed, redacted
+
+BEGINNING_TOKENS = 24  # of a document, to show which one it is
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model in place, ready to score. `note`: why it does not compute as in its run."""
+
+    opened: Opened
+    loss: WindowLoss
+    device: torch.device
+    precision: str
+    note: str
+
+
+def place(opened: Opened) -> Judge:
+    """Put the model where its run computed, or where it can be computed here."""
+    config, note = opened.config, ""
+    wanted = config.train.device
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(there if wanted in ("auto", "cuda") else wanted)
+    if wanted == "cuda" and there == "cpu":
+        note = "no CUDA device is visible; computing on the CPU"
+    kind = config.precision.kind
+    try:
+        kind, reason = precision.choose(kind, device)
+        if "emulates" in reason:
+            raise ValueError(f"precision.kind={kind}: {reason}")
+    except ValueError as error:
+        note, kind = f"{str(error).partition(';')[0]}; computing in fp32", "fp32"
+    precision.apply(kind)
+    opened.model.eval().to(device)
+    return Judge(opened, WindowLoss(opened.model), device, kind, note)
+
+
+def evaluate_sets(
+    judge: Judge, config: Config, tokens: int | None, by_document: bool, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return what `llmexp evaluate` finds on the data of `config`. Raises ConfigError."""
+    opened = judge.opened
+    config = filled(config)
+    ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
+    corpus = build_corpus(config, opened.tokenizer, ids, write=True)
+    recorded = rundir.read_run(opened.path).get("data_fingerprint")
+    read = json.loads(json.dumps(concealed(corpus.fingerprint)))
+    if config.data == opened.config.data and recorded not in (None, read):
+        warn("the data changed since the run started")
+    return {
+        "device": judge.device.type,
+        "precision": judge.precision,
+        "data": redacted(corpus.description),
+        "sets": [
+            score_set(judge, config, corpus, name, tokens, by_document)
+            for name in streams_of(corpus)
+        ],
+    }
+
+
+def streams_of(corpus: Corpus) -> dict[str, TokenStream]:
+    """Return the sets to evaluate: the validation sets, or all tokens where there is none."""
+    if corpus.val is None:
+        return {"train": corpus.train}
+    return corpus.val_sets or {"val": corpus.val}
+
+
+def score_set(
+    judge: Judge, config: Config, corpus: Corpus, name: str, tokens: int | None, by_document: bool
+) -> dict[str, Any]:
+    """Return the figures of a set, over `tokens` of it (None: all), which are spread evenly as in
+    training. `config` has the data section of `corpus`. Raises ConfigError."""
+    stream, length = streams_of(corpus)[name], config.batch.sequence_length
+    there = stream.n_sequences(length)
+    sequences = there if tokens is None else min(there, -(-tokens // length))
+    if not sequences:
+        raise ConfigError(
+            f"{name}: {len(stream):,} tokens do not fill one sequence; batch.sequence_length="
+            f"{length} needs {length + 1:,}"
+        )
+    tokenizer = judge.opened.tokenizer
+    end = end_of_text(tokenizer) if corpus.is_text else None
+    ends = document_ends(stream, end)
+    sums = Sums(ends if len(ends) > 1 else ends[:0])
+    add_all(judge, config, corpus, stream, sequences, sums)
+    units, figures = sums.take()
+    if not len(units):
+        raise ConfigError(f"{name}: has no target that counts")
+    found = {
+        "set": name,
+        "unit": sums.unit,
+        "units": len(units),
+        "tokens": int(figures[1].sum()),
+        "tokens_there": there * length,
+        **_figures(*figures),
+    }
+    if not math.isfinite(found["loss"]):
+        raise ConfigError(f"{name}: the loss is not finite")
+    if by_document:
+        if sums.unit != "documents":
+            raise ConfigError(
+                f"--by document: {name} has no documents (no end-of-text id stands between them); "
+                "use --by set"
+            )
+        starts = np.concatenate([[0], ends + 1])
+        found["documents"] = [
+            {
+                "document": number,
+                "begins": _beginning(judge, stream, int(starts[number]), end),
+                "tokens": int(column[1]),
+                **_figures(*column[:, None]),
+            }
+            for number, column in zip(units.tolist(), figures.T, strict=True)
+        ]
+    return found
+
+
+@torch.no_grad()
+def add_all(
+    judge: Judge,
+    config: Config,
+    corpus: Corpus,
+    stream: TokenStream,
+    sequences: int,
+    sums: Sums,
+) -> None:
+    """Score so many sequences of a stream, and add what each target costs to `sums`."""
+    tokenizer, batch = judge.opened.tokenizer, config.batch
+    vocab_size = getattr(judge.opened.model, "vocab_size", None)
+    lengths = text_bytes(tokenizer, corpus.is_text, vocab_size)
+    micro = batch.micro_batch_size or 8
+    starts = eval_starts(stream, batch.sequence_length, sequences)
+    hidden = Hidden(config.data.get("ignore_id"), document_end(config, tokenizer))
+    for number, (tokens_bt, targets_bt) in enumerate(
+        eval_batches(
+            stream,
+            Cut(micro),
+            sequence_length=batch.sequence_length,
+            max_sequences=sequences,
+            hidden=hidden,
+        )
+    ):
+        with precision.autocast(judge.precision, judge.device):
+            nll_bt = judge.loss(tokens_bt.to(judge.device), targets_bt.to(judge.device), each=True)
+        targets = targets_bt.numpy()
+        valid = targets >= 0
+        rows = np.zeros(micro, np.int64)
+        mine = starts[number * micro : (number + 1) * micro]
+        rows[: len(mine)] = mine
+        sums.add(rows, nll_bt.double().cpu().numpy(), valid, lengths[np.where(valid, targets, 0)])
+
+
+def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> dict[str, Any]:
+    """Return loss, perplexity and bits per byte with their standard errors; what is not known is
+    absent. That of the perplexity exp(loss) is exp(loss) times that of the loss."""
+    loss, error = ratio(nll_n, targets_n)
+    found: dict[str, float | None] = {"loss": loss, "loss_stderr": error}
+    if loss < 700:  # beyond that exp overflows
+        found["ppl"] = math.exp(loss)
+        found["ppl_stderr"] = None if error is None else error * math.exp(loss)
+    if bytes_n.sum():
+        bits, error = ratio(nll_n / math.log(2), bytes_n)
+        found |= {"bits_per_byte": bits, "bits_per_byte_stderr": error}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _beginning(judge: Judge, stream: TokenStream, start: int, end: int | None) -> str:
+    """Return the first words of a document, on one line."""
+    ids = stream.read(start, min(BEGINNING_TOKENS, len(stream) - start)).tolist()
+    ids = ids[: ids.index(end)] if end in ids else ids
+    return " ".join(judge.opened.tokenizer.decode(ids, errors="replace").split())

@@ -1,0 +1,202 @@
+"""`llmexp evaluate`: the losses of the rows, standard errors by the units that are independent, and
+what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmexp.__main__ import run as command
+from llmexp.assembly.opening import open_run
+from llmexp.evaluate.units import ratio
+from llmexp.models.loss import WindowLoss
+from tests.conftest import train
+
+END = 256  # of the tokenizer bytes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in fp64 on documents of many lengths, with two named validation sets."""
+    path = tmp_path_factory.mktemp("evaluate")
+    rng = np.random.default_rng(3)
+    for name, count in (("web", 60), ("code", 25), ("other", 9)):
+        with open(path / f"{name}.jsonl", "w") as file:
+            for _ in range(count):
+                words = rng.choice(["ab", "cde ", "fgh\n", "\u00fc", "xyz"], rng.integers(3, 40))
+                file.write(json.dumps({"text": "".join(words)}) + "\n")
+    train(
+        path, "run", "data=corpus", "data.sources.web.files=web.jsonl", "tokenizer=bytes",
+        "data.val.held.share=0.3", "data.val.code.files=code.jsonl", f"data.cache_dir={path}/cache",
+        "train.max_steps=4", "checkpoint.every=2", "train.eval_every=2", "optimizer.lr=0.02",
+        "precision=fp64", "batch.micro_batch_size=3",
+    )  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def there(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+def evaluated(capsys, *arguments: str) -> dict:
+    assert command(["evaluate", *arguments, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def by_hand(folder: Path, ids: np.ndarray, length: int = 12) -> tuple[float, float, float, float]:
+    """Return loss, bits per byte and their standard errors, target by target in float64."""
+    model = open_run(folder / "run", 4, print).model.double().eval()
+    sums: dict[int, list[float]] = {}
+    document = 0
+    documents = []  # of each id: so many ends stand before it
+    for token in ids.tolist():
+        documents.append(document)
+        document += token == END
+    for first in range(0, (len(ids) - 1) // length * length, length):
+        row = torch.from_numpy(ids[first : first + length + 1].astype(np.int64))
+        with torch.no_grad():
+            logp = torch.log_softmax(model(row[None, :-1])[0], -1)
+        for place, target in enumerate(row[1:].tolist()):
+            one = sums.setdefault(documents[first + 1 + place], [0.0, 0, 0])
+            one[0] -= float(logp[place, target])
+            one[1] += 1
+            one[2] += target != END
+    nll, targets, size = (math.fsum(s[i] for s in sums.values()) for i in range(3))
+    loss, bits, n = nll / targets, nll / size / math.log(2), len(sums)
+    spread = sum((s[0] - loss * s[1]) ** 2 for s in sums.values())
+    spread_bits = sum((s[0] / math.log(2) - bits * s[2]) ** 2 for s in sums.values())
+    return (
+        loss,
+        math.sqrt(n / (n - 1) * spread) / targets,
+        bits,
+        math.sqrt(n / (n - 1) * spread_bits) / size,
+    )
+
+
+def ids_of(path: Path) -> np.ndarray:
+    texts = [json.loads(line)["text"].encode() for line in path.read_text().splitlines()]
+    return np.array([i for text in texts for i in [*text, END]])
+
+
+def test_losses_are_those_of_the_rows_and_errors_those_of_documents(there, capsys):
+    rows = [json.loads(line) for line in (there / "run/metrics.jsonl").read_text().splitlines()]
+    rows = {row["step"]: row for row in rows}
+    before = {p: p.stat().st_mtime_ns for p in (there / "run").rglob("*")}
+    for step in (2, 4):
+        found = evaluated(capsys, f"run@{step}")
+        assert found["step"] == step
+        assert [one["set"] for one in found["sets"]] == ["held", "code"]
+        for one in found["sets"]:
+            # float64 sums of some hundred terms, in another order
+            for key in ("loss", "bits_per_byte"):
+                wanted = rows[step][f"val/{one['set']}/{key}"]
+                assert math.isclose(one[key], wanted, rel_tol=1e-13), key
+            assert one["unit"] == "documents"
+        assert math.isclose(found["sets"][0]["ppl"], rows[step]["val/ppl"], rel_tol=1e-12)
+    code = found["sets"][1]
+    wanted = by_hand(there, ids_of(there / "code.jsonl"))
+    keys = ("loss", "loss_stderr", "bits_per_byte", "bits_per_byte_stderr")
+    assert [code[key] for key in keys] == pytest.approx(wanted, rel=1e-10)
+    assert code["ppl_stderr"] == pytest.approx(math.exp(wanted[0]) * wanted[1], rel=1e-10)
+    assert {p: p.stat().st_mtime_ns for p in (there / "run").rglob("*")} == before
+
+    found = evaluated(capsys, "run", "--by", "document")
+    for one in found["sets"]:
+        assert len(one["documents"]) == one["units"]
+        assert sum(d["tokens"] for d in one["documents"]) == one["tokens"]
+        nll = sum(d["loss"] * d["tokens"] for d in one["documents"])
+        assert nll / one["tokens"] == pytest.approx(one["loss"], rel=1e-12)
+    first = json.loads((there / "code.jsonl").read_text().splitlines()[0])["text"]
+    begins = found["sets"][1]["documents"][0]["begins"]
+    assert " ".join(first.split()).startswith(begins[:8])
+
+
+def test_other_data(there, capsys):
+    whole = ids_of(there / "other.jsonl")
+    given = ["data=corpus", "data.sources.new.files=other.jsonl", f"data.cache_dir={there}/cache"]
+    found = evaluated(capsys, "run", *given)
+    (one,) = found["sets"]
+    wanted = by_hand(there, whole)
+    assert (one["loss"], one["loss_stderr"]) == pytest.approx(wanted[:2], rel=1e-10)
+    assert one["tokens"] == one["tokens_there"] == (len(whole) - 1) // 12 * 12
+    # values of the run's own data
+    (_, one) = evaluated(capsys, "run", "data.val.code.files=other.jsonl")["sets"]
+    assert one["loss"] == pytest.approx(wanted[0], rel=1e-10)
+    # token files know no documents
+    np.save(there / "ids.npy", whole[whole != END].astype(np.uint16))
+    given = ["data=tokens", "data.train_files=ids.npy", "data.val_ratio=0"]
+    (one,) = evaluated(capsys, "run", *given)["sets"]
+    assert (one["unit"], one["units"]) == ("sequences", one["tokens"] // 12)
+    assert "bits_per_byte" not in one
+    (part,) = evaluated(capsys, "run", *given, "--tokens", "30")["sets"]
+    assert (part["tokens"], part["units"]) == (36, 3)
+    assert command(["evaluate", "run", *given, "--by", "document"]) == 2
+    assert "has no documents" in capsys.readouterr().err
+
+
+def test_the_table(there, capsys):
+    assert command(["evaluate", "run"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    found = evaluated(capsys, "run")["sets"][0]
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("held ")]
+    assert f"{found['units']} documents" in line
+    value, error = line.split("documents")[1].split()[0:3:2]
+    assert abs(float(value) - found["loss"]) < 0.1 * found["loss_stderr"]
+    assert float(error) == pytest.approx(found["loss_stderr"], rel=0.05)
+
+
+def test_what_is_refused(there, capsys):
+    np.save(there / "wide.npy", np.arange(500, dtype=np.uint16))
+    for arguments, words in (
+        (["train.max_steps=3"], "evaluate changes the data only"),
+        (["data.sed=1"], "data.sed: there is no such key in the data of the run"),
+        (["data=tex"], "there is no such option. Did you mean text?"),
+        (["data=text,corpus"], "data=text,corpus"),
+        (["--tokens", "0"], "--tokens 0: a whole number above 0, or all"),
+        (["data=tokens", "data.train_files=wide.npy", "data.val_ratio=0"],
+         "is not in the vocabulary of"),
+    ):  # fmt: skip
+        assert command(["evaluate", "run", *arguments]) == 2, arguments
+        assert words in capsys.readouterr().err, arguments
+    assert command(["evaluate", "run@3"]) == 2
+    assert "there is no checkpoint of step 3" in capsys.readouterr().err
+
+
+def test_the_error_of_a_ratio():
+    """One unit has none; equal units have none to speak of; x = 1 is the error of a mean."""
+    assert ratio(np.array([3.0]), np.array([2.0])) == (1.5, None)
+    assert ratio(np.array([3.0, 6]), np.array([2.0, 4])) == (1.5, 0.0)
+    y = np.random.default_rng(0).normal(size=50)
+    assert ratio(y, np.ones(50)) == pytest.approx((y.mean(), y.std(ddof=1) / math.sqrt(50)))
+
+
+@pytest.mark.parametrize("kernel", ["plain", "chunked"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_terms_of_the_loss_are_what_the_sum_is_of(folder, kernel, bf16):
+    model = open_run(folder / "run", 4, print).model.float().eval()
+    loss = WindowLoss(model, kernel)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (50, 12), generator=generator)
+    targets = torch.randint(0, 256, (50, 12), generator=generator)
+    targets[::3, 5:] = -100
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        each, whole = loss(tokens, targets, each=True), loss(tokens, targets)
+    assert each.dtype == torch.float32
+    assert not each.requires_grad
+    assert (each[targets == -100] == 0).all()
+    # sums of 600 terms in fp32
+    assert each.double().sum().item() == pytest.approx(whole.item(), rel=600 * 2**-24)
+    if not bf16:
+        wanted = torch.nn.functional.cross_entropy(
+            model.double()(tokens).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        assert torch.allclose(each.flatten().double(), wanted, atol=1e-5)
