@@ -99,13 +99,6 @@ class Scale:
         # 1 and True are two values
         return [repr(level) for level in self.levels].index(repr(value))
 
-    def share(self, value: Any) -> float:
-        """Return where the value lies between the first and the last one, from 0 to 1."""
-        ends = [self.levels[0], self.levels[-1], value]
-        places = [self.index(v) for v in ends] if self.kind == "category" else ends
-        first, last, at = np.log(places) if self.kind == "log" else map(float, places)
-        return float((at - first) / (last - first)) if last > first else 0.5
-
 
 def scale(entries: Sequence[Entry], key: str) -> Scale:
     """Return the axis of a key: logarithmic for rates, and where their steps are alike as

@@ -5,17 +5,24 @@
   const { figures, templates } = JSON.parse(document.getElementById("data").textContent);
   const drawn = [];
   for (const holder of typeof Plotly === "undefined" ? [] : document.querySelectorAll("figure")) {
-    const { figure, wide, small, choices } = figures[holder.dataset.plot];
+    const { figure, choices } = figures[holder.dataset.plot], { height, legend, margin } = figure.layout;
     const plot = holder.querySelector(".plot"), fold = holder.closest("details");
     const config = { displaylogo: false, responsive: true, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+    // On a phone the names of the curves stand below them, and the figure is as high as they need.
+    const names = holder.closest(".grid") ? [] : figure.data.filter(trace => trace.showlegend);
+    const rows = Math.ceil(names.length / (names.some(trace => trace.name.length > 14) ? 1 : 2)), below = 19 * rows;
     const look = () => {
-      const { height, ...layout } = narrow.matches ? small : wide;
-      plot.style.height = `${height}px`;
-      return { ...layout, template: templates[dark.matches ? "dark" : "light"] };
+      const phone = narrow.matches, over = rows && phone;
+      plot.style.height = `${over ? 350 + below : height}px`;
+      return {
+        "font.size": phone ? 11 : 12, dragmode: phone ? false : "zoom", template: templates[dark.matches ? "dark" : "light"],
+        margin: over ? { l: 8, r: 8, t: 50, b: 50 + below } : margin,
+        legend: over ? { orientation: "h", x: 0, y: -0.24, yanchor: "top", traceorder: "normal", maxheight: below + 20 } : legend,
+      };
     };
     plot.replaceChildren();
-    drawn.push(Plotly.newPlot(plot, figure.data, { ...figure.layout, ...look() }, config));
+    drawn.push(Plotly.newPlot(plot, figure.data, { ...figure.layout, height: undefined, ...look() }, config));
     for (const media of [dark, narrow]) media.addEventListener("change", () => Plotly.relayout(plot, look()));
     if (fold) fold.addEventListener("toggle", () => Plotly.Plots.resize(plot));
     for (const control of holder.querySelectorAll("[name]")) control.addEventListener("input", () => {

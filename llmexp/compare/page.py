@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from llmexp import fileio
 from llmexp.compare import pagetables
-from llmexp.compare.plot_settings import maps, over_keys, parallel
+from llmexp.compare.plot_settings import maps, over_keys
 from llmexp.compare.plot_training import losses, others
 from llmexp.compare.plotting import Choice, Plot, templates
 from llmexp.compare.records import Comparison
@@ -44,22 +44,20 @@ def page(comparison: Comparison, inline: bool = True) -> str:
     its own, by their SHA-256 (Content Security Policy level 3), so that a label could not do
     anything if it were not.
     """
-    over_time, more = losses(comparison), others(comparison)
-    settings = [*over_keys(comparison), *maps(comparison), *parallel(comparison)]
-    plots = [plot for plot in (over_time, *settings, more) if plot]
+    settings = [*over_keys(comparison), *maps(comparison)]
+    plots = [plot for plot in (losses(comparison), *settings, others(comparison)) if plot]
     drawn = {plot.name: _figure(plot) for plot in plots}
     over = "".join(drawn[plot.name] for plot in settings)
-    sections = [
-        _section("losses", "Losses", drawn.get("losses", "")),
-        _section(
-            "settings", "Over the settings", f'<div class="grid">{over}</div>' if over else ""
-        ),
-        _section("table", "Runs", pagetables.run_table(comparison)),
-        _folded("other-curves", "Other curves", drawn.get("others", "")),
-        _folded("clip", "Gradient clipping", pagetables.clip_table(comparison)),
-        _folded("noise", "Gradient noise scale", pagetables.noise_table(comparison)),
-        _section("problems", "Problems", _list(comparison.problems)),
-    ]
+    problems = "".join(f"<li>{escape(line)}</li>\n" for line in comparison.problems)
+    sections = (
+        ("losses", "Losses", drawn.get("losses", ""), False),
+        ("settings", "Over the settings", over and f'<div class="grid">{over}</div>', False),
+        ("table", "Runs", pagetables.run_table(comparison), False),
+        ("other-curves", "Other curves", drawn.get("others", ""), True),
+        ("clip", "Gradient clipping", pagetables.clip_table(comparison), True),
+        ("noise", "Gradient noise scale", pagetables.noise_table(comparison), True),
+        ("problems", "Problems", problems and f"<ul>{problems}</ul>\n", False),
+    )
     title = escape(_title(comparison))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -67,9 +65,9 @@ def page(comparison: Comparison, inline: bool = True) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{title}</title>\n<style>\n{_asset('page.css')}</style>\n</head>\n<body>\n"
-        f"<header>\n<h1>{title}</h1>\n<p "
-        f'class="muted">{escape(_about(comparison))}</p>\n</header>\n'
-        f"<main>\n{_answer(comparison)}{''.join(sections)}</main>\n{_scripts(plots, inline)}</body>\n</html>\n"  # noqa: E501
+        f'<header>\n<h1>{title}</h1>\n<p class="muted">{escape(_about(comparison))}</p>\n'
+        f"</header>\n<main>\n{_answer(comparison)}{''.join(map(_section, sections))}</main>\n"
+        f"{_scripts(plots, inline)}</body>\n</html>\n"
     )
 
 
@@ -93,69 +91,49 @@ def _policy(inline: bool) -> str:
 
 def _scripts(plots: Iterable[Plot], inline: bool) -> str:
     figures = ",".join(f"{json.dumps(plot.name)}:{plot.as_json()}" for plot in plots)
-    data = f'{{"templates":{json.dumps(templates())},"figures":{{{figures}}}}}'.replace(
-        "<", "\\u003c"
-    )
-    library = (
-        f"<script>{get_plotlyjs()}</script>" if inline else f'<script src="{LIBRARY}"></script>'
-    )
+    data = f'{{"templates":{json.dumps(templates())},"figures":{{{figures}}}}}'
+    data = data.replace("<", "\\u003c")
+    library = f">{get_plotlyjs()}" if inline else f' src="{LIBRARY}">'
     return (
-        '<script type="application/json" '
-        f'id="data">{data}</script>\n{library}\n<script>{_asset("page.js")}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n<script{library}</script>\n'
+        f"<script>{_asset('page.js')}</script>\n"
     )
 
 
-def _title(comparison: Comparison) -> str:
-    sweeps = {record.sweep for entry in comparison.entries for record in entry.runs}
+def _title(c: Comparison) -> str:
+    sweeps = {record.sweep for record in c.runs}
     sweep = sweeps.pop() if len(sweeps) == 1 else None
-    of = f" of {'/'.join(sweep.parts[-2:])}" if sweep else ""
-    total = sum(len(entry.runs) for entry in comparison.entries)
-    return f"{plural(total, 'run')}{of}"
+    return plural(len(c.runs), "run") + (f" of {'/'.join(sweep.parts[-2:])}" if sweep else "")
 
 
-def _about(comparison: Comparison) -> str:
-    at = comparison.align_at
-    where = (
-        "each run at its own end"
-        if at is None
-        else f"compared at {at:,.10g} {UNITS.get(comparison.align, '')}"
-    )
-    total, entries = sum(len(entry.runs) for entry in comparison.entries), len(comparison.entries)
-    folded = [f"{plural(entries, 'setting')}, seeds folded"] if entries != total else []
-    words = " · ".join([*folded, f"ordered by {comparison.metric}", where])
-    return words[:1].upper() + words[1:]
+def _about(c: Comparison) -> str:
+    where = "each run at its own end"
+    if c.align_at is not None:
+        where = f"compared at {c.align_at:,.10g} {UNITS[c.align]}"
+    folded = len(c.entries) != len(c.runs)
+    settings = f"{plural(len(c.entries), 'setting')}, seeds folded · " if folded else ""
+    return f"{settings}Ordered by {c.metric} · {where}"
 
 
-def _answer(comparison: Comparison) -> str:
+def _answer(c: Comparison) -> str:
     """Return the words of the comparison: the result, what must be known beside it, and folded what
     both rest on."""
-    if not comparison.sentences:
+    if not c.sentences:
         return ""
-    beside, below = (
-        "".join(f"<p>{escape(t)}</p>\n" for t in lines)
-        for lines in (comparison.notes, comparison.why)
-    )
+    beside, below = ("".join(f"<p>{escape(t)}</p>\n" for t in lines) for lines in (c.notes, c.why))
     folded = f"<details>\n<summary>Why</summary>\n{below}</details>\n" if below else ""
-    headline = f'<p class="headline">{escape(comparison.headline)}</p>\n'
+    headline = f'<p class="headline">{escape(c.headline)}</p>\n'
     return f'<section class="answer">\n{headline}{beside}{folded}</section>\n'
 
 
-def _list(lines: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
-    return f"<ul>\n{items}</ul>\n" if items else ""
-
-
-def _section(key: str, title: str, body: str) -> str:
-    return f'<section id="{key}">\n<h2>{title}</h2>\n{body}</section>\n' if body else ""
-
-
-def _folded(key: str, title: str, body: str) -> str:
-    return (
-        '<details class="part" '
-        f'id="{key}">\n<summary><h2>{title}</h2></summary>\n{body}</details>\n'
-        if body
-        else ""
-    )
+def _section(part: tuple[str, str, str, bool]) -> str:
+    key, title, body, folded = part
+    if not body:
+        return ""
+    if not folded:
+        return f'<section id="{key}">\n<h2>{title}</h2>\n{body}</section>\n'
+    head = f"<summary><h2>{title}</h2></summary>"
+    return f'<details class="part" id="{key}">\n{head}\n{body}</details>\n'
 
 
 def _figure(plot: Plot) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import plotly.io
 from plotly.colors import sample_colorscale
 
 from llmexp.compare.records import Column, Comparison, Entry
@@ -19,20 +20,17 @@ from llmexp.compare.records import Column, Comparison, Entry
 # All are legible on white and on black: distinct ones for a few entries, the rank from best to
 # worst for many.
 FEW = [
-    "#4269d0",
-    "#e3891b",
-    "#d9485f",
-    "#2fa58e",
-    "#8a5cd6",
-    "#3c9d45",
-    "#c463a8",
-    "#7f8ba0",
-    "#9c6b4e",
-    "#2b9cc4",
-]
+    "#4269d0", "#e3891b", "#d9485f", "#2fa58e", "#8a5cd6", "#3c9d45", "#c463a8", "#7f8ba0",
+    "#9c6b4e", "#2b9cc4",
+]  # fmt: skip
 MANY = ["#5a55d6", "#2b8cc4", "#2a9d8f", "#7d9a2a", "#c98a1e", "#d9603b"]
 GREY = "#8a93a3"
 LEADING = ("best", "lowest", "highest")
+# Plotly's template, ink and paper of page.css, weak and strong colour of a map.
+SCHEMES = {
+    "light": ("plotly_white", "#1c2330", "#ffffff", "#f4f7fd", "#86aef2"),
+    "dark": ("plotly_dark", "#e4e8ef", "#12151b", "#171d28", "#2f5aa8"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,28 +46,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its controls, and what is otherwise on a narrow screen."""
+    """A figure with its controls."""
 
     name: str
     title: str
     traces: Sequence[go.Scatter | go.Heatmap]
     layout: Mapping[str, Any]
-    small: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, Choice] = field(default_factory=dict)
     caption: str = ""
 
     def as_json(self) -> str:
-        margins = {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
-        figure = go.Figure(list(self.traces), margins).update_layout(dict(self.layout))
-        whole = figure.layout.to_plotly_json()
-        height = figure.layout.height
-        figure.layout.height = None  # the page sets it, so that the width stays that of the window
-        wide = {"font.size": 12, "dragmode": "zoom", "height": height}
-        small = {"font.size": 11, "dragmode": False, "height": height, **self.small}
-        wide |= {key: whole[key] for key in self.small}
+        first = {"template": "none", "margin": dict(l=8, r=12, t=8, b=8)}
+        figure = go.Figure(list(self.traces), first).update_layout(dict(self.layout))
         choices = {name: [update for _, update in c.options] for name, c in self.choices.items()}
-        rest = json.dumps({"wide": wide, "small": small, "choices": choices})
-        return f'{{"figure":{figure.to_json()},{rest[1:]}'
+        return f'{{"figure":{figure.to_json()},"choices":{json.dumps(choices)}}}'
 
 
 @dataclass(frozen=True)
@@ -90,45 +80,36 @@ class Look:
 
 
 def looks(c: Comparison) -> dict[Entry, Look]:
-    colours = zip(c.entries, palette(len(c.entries)), strict=True)
-    return {e: Look(colour, e.standing.mark in LEADING, text(e.label, 40)) for e, colour in colours}
+    found = {}
+    for e, colour in zip(c.entries, palette(len(c.entries)), strict=True):
+        lead = e.standing.mark in LEADING
+        found[e] = Look(
+            colour, lead, f"<b>★ {text(e.label, 40)}</b>" if lead else text(e.label, 40)
+        )
+    return found
 
 
 def palette(count: int) -> list[str]:
     if count <= len(FEW):
         return FEW[:count]
-    places = [i / (count - 1) for i in range(count)]
-    shades = sample_colorscale(MANY, places, colortype="tuple")
+    shades = sample_colorscale(MANY, np.linspace(0, 1, count).tolist(), colortype="tuple")
     return ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
 
 
 def templates() -> dict[str, Any]:
     """Return the look of every figure in a light and in a dark window."""
-    return {
-        "light": _template("#1c2330", "#5d6778", "#e2e5ea", "#ffffff", ["#f4f7fd", "#86aef2"]),
-        "dark": _template("#e4e8ef", "#9aa5b6", "#2d3440", "#12151b", ["#171d28", "#2f5aa8"]),
-    }
-
-
-def _template(ink: str, muted: str, line: str, paper: str, heat: list[str]) -> dict[str, Any]:
-    clear, font = "rgba(0,0,0,0)", "system-ui, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
-    axis = {
-        "gridcolor": line, "linecolor": line, "zeroline": False, "automargin": True, "ticks": "",
-        "title": {"font": {"color": muted, "size": 12}, "standoff": 8},
-    }  # fmt: skip
-    layout = {
-        "font": {"family": font, "color": ink}, "paper_bgcolor": clear, "plot_bgcolor": clear,
-        "xaxis": {**axis, "spikecolor": muted, "spikethickness": 1, "spikedash": "dot"},
-        "yaxis": axis, "hovermode": "closest",
-        "hoverlabel": {"bgcolor": paper, "bordercolor": muted, "font": {"color": ink, "size": 11},
-                       "align": "left", "namelength": -1},
-        "modebar": {"bgcolor": clear, "color": muted, "activecolor": ink},
-        "coloraxis": {"colorscale": [[0, heat[0]], [1, heat[1]]], "showscale": False},
-        "shapedefaults": {"line": {"color": muted, "width": 1}},
-        "annotationdefaults": {"showarrow": False, "bgcolor": paper, "borderpad": 1,
-                               "font": {"size": 11}},
-    }  # fmt: skip
-    return {"layout": layout, "data": {"heatmap": [{"textfont": {"color": ink}}]}}
+    found = {}
+    for scheme, (name, ink, paper, weak, strong) in SCHEMES.items():
+        layout = go.Layout(plotly.io.templates[name].layout)
+        layout.update(
+            font_color=ink, paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+            hovermode="closest", hoverlabel=dict(bgcolor=paper, font_size=11, namelength=-1),
+            coloraxis=dict(colorscale=[[0, weak], [1, strong]], showscale=False),
+            modebar_bgcolor="rgba(0,0,0,0)", xaxis_title_standoff=8, yaxis_title_standoff=8,
+        )  # fmt: skip
+        data = {"heatmap": [{"textfont": {"color": ink}}]}
+        found[scheme] = {"layout": layout.to_plotly_json(), "data": data}
+    return found
 
 
 def text(value: Any, most: int = 200) -> str:

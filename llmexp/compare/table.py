@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import textwrap
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -31,8 +32,48 @@ _STYLES = {
 _MOST = 40  # characters of a name
 # Shown first, where they fit; then the others.
 _FIRST = (
-    "val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib", "train_time",
+    "difference", "val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib",
+    "train_time",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A column as every form of the table shows it: its title, and a text for each entry."""
+
+    title: str
+    cells: list[str]
+    values: list[Any]  # what the cells are sorted by
+
+    @property
+    def width(self) -> int:
+        texts = [*textwrap.wrap(self.title, 14), *self.cells]
+        return max(map(cell_len, texts), default=0) + 2
+
+
+def columns_of(c: Comparison) -> dict[str, Shown]:
+    """Return the columns by key: the standing, what differs, the figures."""
+
+    def column(title: str, cells: list[str], values: list[Any] | None = None) -> Shown:
+        return Shown(title, cells, cells if values is None else values)
+
+    e, short = c.entries, short_keys(c.differing)
+    found = {
+        "mark": column("standing", [_mark(x) for x in e]),
+        "difference": column(
+            "difference", [difference(x) for x in e], [x.standing.difference for x in e]
+        ),
+        "basis": column("basis", [x.standing.basis for x in e]),
+    }
+    for key in c.differing:
+        found[key] = column(short[key], [_setting(x, key) for x in e])
+    for each in c.columns:
+        found[each.key] = column(
+            each.title, [figure(x, each) for x in e], [x.figures.get(each.key) for x in e]
+        )
+    found["seeds"] = column("seeds", [str(len(x.runs)) for x in e])
+    found["state"] = column("state", [x.state for x in e])
+    return found
 
 
 def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
@@ -46,13 +87,14 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool
         box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
     )
     columns = _fitting(c, console.width)
-    for head, *cells in columns:
-        numbers = head and any(ch.isdigit() for cell in cells for ch in cell)
+    for column in columns:
+        numbers = column.title and any(ch.isdigit() for cell in column.cells for ch in cell)
+        head = Text("\n".join(textwrap.wrap(column.title, 14)), style="dim")
         justify: Any = "right" if numbers else "left"
-        table.add_column(Text(head, style="dim"), justify=justify, no_wrap=True, vertical="bottom")
-    styles = [_STYLES.get(e.standing.mark, "") for e in c.entries]
-    for i, style in enumerate(styles, 1):
-        table.add_row(*(Text(cells[i], style="" if cells[0] else style) for cells in columns))
+        table.add_column(head, justify=justify, no_wrap=True, vertical="bottom")
+    for i, e in enumerate(c.entries):
+        style = _STYLES.get(e.standing.mark, "")
+        table.add_row(*(Text(k.cells[i], style="" if k.title else style) for k in columns))
     console.print(table)
     for line in (*c.notes, *(c.why if why else ())):
         console.print(Text(line))
@@ -68,48 +110,44 @@ def lines(comparison: Comparison, width: int) -> list[str]:
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _fitting(c: Comparison, width: int) -> list[list[str]]:
-    """Return the columns that fit, each as its head and cells: settings, mark and metric always,
-    then the others."""
-    figures = {}
-    for column in c.columns:
-        head = "\n".join(textwrap.wrap(column.title, 14))
-        figures[column.key] = [head, *(figure(e, column) for e in c.entries)]
-    metric = [figures.pop(c.metric)] if c.metric in figures else []
+def _fitting(c: Comparison, width: int) -> list[Shown]:
+    """Return the columns that fit: settings, mark and metric always, then the others."""
+    found = columns_of(c)
+    mark = Shown("", found["mark"].cells, [])
+    metric = [found[c.metric]] if c.metric in found else []
     names = _names(c)
-    kept = [*names, ["", *(_mark(e) for e in c.entries)], *metric]
+    kept = [*names, mark, *metric]
+    rest = dict.fromkeys([*_FIRST, *(column.key for column in c.columns)])
     if not c.metric.endswith("bits_per_byte"):
-        figures.pop("val/bits_per_byte", None)  # a multiple of the loss
-    first = [figures.pop(key) for key in _FIRST if key in figures]
-    differences = ["difference", *(difference(e) for e in c.entries)]
-    room = width - sum(map(_width, kept))
-    for cells in (differences, *first, *figures.values()):
+        rest.pop("val/bits_per_byte", None)  # a multiple of the loss
+    room = width - sum(column.width for column in kept)
+    for column in (found[key] for key in rest if key in found):
         # The metric's own column says it already.
-        news = len(set(cells[1:])) > 1 and all(cells[1:] != known[1:] for known in metric)
-        if news and room >= _width(cells):
-            room -= _width(cells)
-            kept.append(cells)
+        news = len(set(column.cells)) > 1 and all(column.cells != k.cells for k in metric)
+        if news and room >= column.width:
+            room -= column.width
+            kept.append(column)
     if room < 0:  # a very narrow terminal: the names give way
-        spare = max(6, _width(names[0]) - 2 + room)
-        names[0][:] = [_cut(cell, spare) for cell in names[0]]
+        spare = max(6, names[0].width - 2 + room)
+        kept[0] = Shown(_cut(names[0].title, spare), [_cut(x, spare) for x in names[0].cells], [])
     return kept
 
 
-def _names(c: Comparison) -> list[list[str]]:
+def _names(c: Comparison) -> list[Shown]:
     """Return a column for each key that varies, under its short name; else, or where these do not
     tell the entries apart, one with their names."""
     short = short_keys(c.factors)
-    columns = [[short[key], *(_setting(e, key) for e in c.entries)] for key in c.factors]
-    rows = list(zip(*columns, strict=True))[1:]
+    columns = [Shown(short[key], [_setting(e, key) for e in c.entries], []) for key in c.factors]
+    rows = set(zip(*(column.cells for column in columns), strict=True))
     named = any(e.label == e.name for e in c.entries)
-    if named or not 0 < len(columns) <= 4 or len(set(rows)) < len(rows):
-        return [["run", *(_cut(e.label, _MOST) for e in c.entries)]]
+    if named or not 0 < len(columns) <= 4 or len(rows) < len(c.entries):
+        return [Shown("run", [_cut(e.label, _MOST) for e in c.entries], [])]
     return columns
 
 
 def _setting(entry: Entry, key: str) -> str:
     value = entry.values.get(key, "")
-    return "" if key == TWIN and not value else _cell(value)
+    return "" if key == TWIN and not value else _cut(setting(value), 24)
 
 
 def _mark(entry: Entry) -> str:
@@ -117,16 +155,8 @@ def _mark(entry: Entry) -> str:
     return entry.standing.mark or (entry.state if unfinished else "")
 
 
-def _width(column: list[str]) -> int:
-    return max(cell_len(line) for cell in column for line in cell.split("\n")) + 2
-
-
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _cell(value: Any) -> str:
-    return _cut(setting(value), 24)
 
 
 def to_json(c: Comparison) -> str:
@@ -141,30 +171,13 @@ def to_json(c: Comparison) -> str:
         row: dict[str, Any] = {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
         row |= {key: _strict(e.values.get(key)) for key in settings}
         row |= figures | e.figures
-        row |= {
-            "paths": [str(r.path) for r in e.runs],
-            "intervals": {key: list(interval) for key, interval in e.intervals.items()},
-            "note": e.note or None,
-            "label": e.label,
-            "mark": e.standing.mark or None,
-            "difference": e.standing.difference,
-            "half": e.standing.half,
-            "basis": e.standing.basis or None,
-        }
-        runs.append(row)
-    whole = {
-        "headline": c.headline,
-        "notes": c.notes,
-        "why": c.why,
-        "runs": runs,
-        "sentences": c.sentences,
-        "problems": c.problems,
-        "metric": c.metric,
-        "align": c.align,
-        "align_at": c.align_at,
-        "batch": c.batch,
-        "differing": c.differing,
-    }
+        row |= {"paths": [str(r.path) for r in e.runs], "intervals": e.intervals}
+        row |= {"note": e.note or None, "label": e.label, "mark": e.standing.mark or None}
+        row |= {"difference": e.standing.difference, "half": e.standing.half}
+        runs.append(row | {"basis": e.standing.basis or None})
+    names = ("sentences", "problems", "metric", "align", "align_at", "batch", "differing")
+    whole = {"headline": c.headline, "notes": c.notes, "why": c.why, "runs": runs}
+    whole |= {name: getattr(c, name) for name in names}
     return json.dumps(whole, indent=2, allow_nan=False) + "\n"
 
 
@@ -187,27 +200,19 @@ def to_csv(c: Comparison) -> str:
     writer = csv.DictWriter(out, heads, "", "ignore", lineterminator="\n")
     writer.writeheader()
     for e in c.entries:
-        row: dict[str, Any] = {key: _in_full(value) for key, value in e.values.items()}
-        row |= {"name": e.name, "path": e.runs[0].path, "state": e.state, "note": e.note}
+        row = {k: str(v) if type(v) is float else setting(v) for k, v in e.values.items()}
+        row |= {"name": e.name, "path": str(e.runs[0].path), "state": e.state, "note": e.note}
         for key, (low, high) in e.intervals.items():
-            row |= {f"{key} low": low, f"{key} high": high}
+            row |= {f"{key} low": str(low), f"{key} high": str(high)}
         writer.writerow(row | e.figures)
     return out.getvalue()
 
 
-def _in_full(value: Any) -> str:
-    return str(value) if type(value) is float else _cut(setting(value), 400)
-
-
 def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
-    heads = ["run", "mark", "difference", *c.differing, *(column.title for column in c.columns)]
-    rules = ["---"] * (3 + len(c.differing)) + ["---:"] * len(c.columns)
-    rows = [heads, rules]
-    for e in c.entries:
-        settings = [_cell(e.values.get(key, "")) for key in c.differing]
-        figures = [figure(e, column) for column in c.columns]
-        rows.append([e.name, _mark(e), difference(e), *settings, *figures])
+    columns = [Shown("run", [e.name for e in c.entries], []), *columns_of(c).values()]
+    rows = [[k.title for k in columns], ["---"] * len(columns)]
+    rows += map(list, zip(*(k.cells for k in columns), strict=True))
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
     points = [f"- {_escaped(s)}" for s in (*c.notes, *c.why)]
     return "\n".join([_escaped(c.headline), "", *lines, "", *points]) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmexp import fileio
-from llmexp.compare import picture, reading
+from llmexp.compare import reading
 from llmexp.compare.records import Record
 from llmexp.config import flatten
 
@@ -167,74 +167,25 @@ def verdict(row: Row, rows: Sequence[Row]) -> str | None:
     return "memory-bound" if gain is not None and gain < SATURATED else None
 
 
-def cell(title: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if title in ("share of peak", "scaling efficiency"):
-        return f"{value:.1%}"
-    if title == "tokens/s":
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the titles of which some row has a figure, and a line of texts for each row."""
+    titles = [title for title in TITLES if any(title in row for row in rows)]
+    forms = {"share of peak": ".1%", "scaling efficiency": ".1%", "tokens/s": ",.0f"}
+    lines = [titles]
+    for row in rows:
+        given = ((row.get(title, ""), forms.get(title, ".4g")) for title in titles)
+        lines.append([format(v, form) if isinstance(v, float) else str(v) for v, form in given])
+    return lines
 
 
-def used(rows: Sequence[Row]) -> list[str]:
-    """Return the titles of which some row has a figure."""
-    return [title for title in TITLES if any(title in row for row in rows)]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    titles = used(rows)
-    lines = [titles, ["---"] * len(titles)]
-    lines += [[cell(title, row.get(title)).replace("|", "\\|") for title in titles] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Return the rows in full precision; blank where nothing was measured."""
+def write(records: Sequence[Record], where: Path) -> list[list[str]]:
+    """Write throughput.csv into the folder, in full precision and blank where nothing was
+    measured; return its cells as they are printed."""
+    rows = rows_of(records)
+    found = cells(rows)
     out = io.StringIO()
-    writer = csv.DictWriter(out, used(rows), restval="", lineterminator="\n")
+    writer = csv.DictWriter(out, found[0], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return out.getvalue()
-
-
-def write(records: Sequence[Record], where: Path) -> str:
-    """Write throughput.md, .csv and .png into the folder; return the text of the first one."""
-    rows = rows_of(records)
-    text = markdown(rows)
-    fileio.write_whole(where / "throughput.md", text)
-    fileio.write_whole(where / "throughput.csv", as_csv(rows))
-    heat_maps(rows, where / "throughput.png")
-    return text
-
-
-def heat_maps(rows: Sequence[Row], path: Path) -> None:
-    """Draw tokens/s over micro-batch and accumulation, a panel for each length and precision."""
-    panels: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if {"tokens/s", "micro-batch", "accumulation"} <= row.keys():
-            panel = tuple(row.get(key) for key in ("precision", "length", "model"))
-            panels.setdefault(panel, []).append(row)
-    if not panels:
-        return
-    across = min(4, len(panels))
-    figure, axes = picture.canvas(-(-len(panels) // across), across, 3.6, 3.0, 120)
-    top = max(row["tokens/s"] for chosen in panels.values() for row in chosen)
-    image: Any = None
-    for axis, ((precision, length, model), chosen) in zip(axes.flat, panels.items(), strict=False):
-        down = sorted({row["accumulation"] for row in chosen})
-        micro = sorted({row["micro-batch"] for row in chosen})
-        grid = np.full((len(down), len(micro)), np.nan)
-        for r in chosen:
-            grid[down.index(r["accumulation"]), micro.index(r["micro-batch"])] = r["tokens/s"]
-        how = {"vmin": 0, "vmax": top, "cmap": "viridis", "origin": "lower"}
-        image = picture.heat(axis, grid, list(map(str, down)), list(map(str, micro)), ",.0f", **how)
-        axis.set_xlabel("micro-batch", fontsize=8)
-        axis.set_ylabel("accumulation", fontsize=8)
-        several = len({name for _, _, name in panels}) > 1
-        title = f"{precision}, length {length}" + (f"\n{model}" if several else "")
-        axis.set_title(title, fontsize=9)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    figure.colorbar(image, ax=axes, shrink=0.8, label="tokens/s, all ranks")
-    picture.save(figure, path)
+    fileio.write_whole(where / "throughput.csv", out.getvalue())
+    return found

@@ -39,7 +39,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
 
 
 def report(current: Current) -> list[str]:
-    """Compare the points that ran, write the page or the tables of rates, and return what to print;
+    """Compare the points that ran, write the page or the table of rates, and return what to print;
     nothing where fewer than two ran or none finished."""
     ledger = current.ledger
     ran = [
@@ -52,8 +52,8 @@ def report(current: Current) -> list[str]:
     from llmexp.compare.page import write_beside
 
     if current.settings.report == "throughput":
-        text = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
-        return [text, f"tables {ledger.path / 'throughput.md'}, .csv, .png"]
+        cells = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
+        return [show.table(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)
     damage = [f"llmexp: {problem}" for problem in comparison.problems]
