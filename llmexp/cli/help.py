@@ -102,6 +102,7 @@ def print_help(command: str, arguments: list[str]) -> None:
             "--queue",
             "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
         ),
+        ("--json", "print nothing but the result on standard output, as JSON (train, plan)"),
         (
             "--cfg job",
             "print the composed config and stop (--resolve: with interpolations resolved)",

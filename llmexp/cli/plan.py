@@ -3,6 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
+import json
+
 from llmexp import rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
@@ -33,7 +35,7 @@ def plan(arguments: list[str]) -> int:
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)
-            return plan_sweep(points, [*refused, *same], settings, arguments)
+            return plan_sweep(points, [*refused, *same], settings, arguments, args.json)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
     rundir.check_writable(wanted)
     from llmexp.assembly.assemble import assemble
@@ -42,5 +44,9 @@ def plan(arguments: list[str]) -> int:
 
     parts = assemble(config, write=False)
     hint = larger_micro_batch(parts)
+    if args.json:
+        whole = {"folder": str(wanted), **parts.run.as_dict(), **({"hint": hint} if hint else {})}
+        print(json.dumps(whole, indent=2, allow_nan=False))
+        return 0
     print(banner([*banner_sections(parts.run, str(wanted)), *([("hint", hint)] if hint else [])]))
     return 0

@@ -116,6 +116,16 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
     )
 
 
+def described(folder: Path) -> list[dict[str, Any]]:
+    """Return what `llmexp runs FOLDER --json` lists, each run below the folder, with the figures
+    of its end."""
+    found = find([folder])[0]
+    return [
+        _plain(_line(path, sweep)) | {"summary": as_dict(read_status(path).get("summary"))}
+        for path, sweep in found
+    ]
+
+
 def _whole(value: Any) -> int | None:
     return None if number(value) is None else int(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from typing import Any
 
 from llmexp.assembly.naming import named_checkpoint
 from llmexp.compose import command_line
@@ -33,26 +34,31 @@ def sample(arguments: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     args = parser.parse_args(command_line.take_allowed(arguments))
-    for name, low in (("tokens", 1), ("temperature", 0), ("top_k", 1)):
-        if not getattr(args, name) >= low:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}"
-            )
-    path, step = named_checkpoint(args.run)
-    from llmexp.assembly.opening import open_run
-    from llmexp.train.sampling import sample as sample_text
-
-    opened = open_run(path, step, lambda text: print(text, file=sys.stderr))
-    config, model = opened.config, opened.model
-    knobs = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
-    try:
-        text = sample_text(opened.tokenizer, model, length, kind, args.prompt, args.tokens, **knobs)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    text = text_of(args.run, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     print(
         re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
         if sys.stdout.isatty()
         else text
     )
     return 0
+
+
+def text_of(run: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+    """Return a text from a checkpoint, which `run` names as RUN[@STEP]. Raises ConfigError."""
+    for name, value, low in (
+        ("tokens", tokens, 1), ("temperature", temperature, 0), ("top-k", top_k, 1),
+    ):  # fmt: skip
+        if not value >= low:
+            raise ConfigError(f"--{name} {value}: must be at least {low}")
+    path, step = named_checkpoint(run)
+    from llmexp.assembly.opening import open_run
+    from llmexp.train.sampling import sample as sample_text
+
+    opened = open_run(path, step, lambda text: print(text, file=sys.stderr))
+    config, model = opened.config, opened.model
+    knobs: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
+    try:
+        return sample_text(opened.tokenizer, model, length, kind, prompt, tokens, **knobs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

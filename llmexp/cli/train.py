@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import sys
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -43,6 +47,23 @@ def train(arguments: list[str]) -> int:
     args = parse("train", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
+    if not args.json:
+        return start(args, arguments)[0]
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)  # the only text on standard output is the result
+        code, path = start(args, [a for a in arguments if a != "--json"])
+        if path is not None:
+            from llmexp.cli import runs
+
+            whole = {"path": str(path), "exit_code": code, "runs": runs.described(path)}
+            out.write(json.dumps(whole, indent=2, allow_nan=False) + "\n")
+    return code
+
+
+def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
+    """Train what the parsed arguments ask for; return the exit code and the folder of the run or
+    the sweep, if one was made. Raises ConfigError."""
     worker = None if args.multirun else Worker()
     try:
         from llmexp.sweep.main import sweep
@@ -80,7 +101,7 @@ def train(arguments: list[str]) -> int:
             from llmexp.cli.queue import how_to_start
 
             say(how_to_start(path, config))
-        return code
+        return code, path
     finally:
         if worker is not None:
             worker.discard()

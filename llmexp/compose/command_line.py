@@ -96,6 +96,8 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         parser.add_argument(
             "--queue", action="store_true", help="make the run folder and start nothing"
         )
+    if command in ("train", "plan"):
+        parser.add_argument("--json", action="store_true", help="the result as JSON")
     if command == "tokenizer":
         parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer")
         parser.add_argument("--pattern", default="gpt2", help="how text is split before")

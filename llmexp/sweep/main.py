@@ -32,8 +32,11 @@ from llmexp.sweep.points import expand, is_grid, load_points
 from llmexp.sweep.settings import Sweep, build_sweep
 
 
-def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]) -> int:
-    """Run a sweep, or go on with one. `arguments`: the command line, for the way to go on.
+def sweep(
+    hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]
+) -> tuple[int, Path]:
+    """Run a sweep, or go on with one: (exit code, its folder). `arguments`: the command line, for
+    the way to go on.
 
     Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
     """
@@ -51,14 +54,15 @@ def sweep(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Se
             run_batch(current, *load_points(hydra.config_loader, cfg, grid, 0, settings, where))
         else:
             search.run(hydra, current, overrides)
-    again = f"to go on: llmexp resume {shlex.quote(str(current.ledger.path))}{kept_back(arguments)}"
+    path = current.ledger.path
+    again = f"to go on: llmexp resume {shlex.quote(str(path))}{kept_back(arguments)}"
     if current.ledger.state == "finished":
-        return 0
+        return 0, path
     if current.stopped:
         say(f"stopped; {again}")
-        return PREEMPTED
+        return PREEMPTED, path
     say(f"not all finished; {again}")
-    return 1
+    return 1, path
 
 
 def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:

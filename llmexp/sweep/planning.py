@@ -3,8 +3,10 @@ budgets."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llmexp.assembly.assemble import assemble
 from llmexp.assembly.parts import Shared
@@ -34,13 +36,18 @@ COLUMNS = {
 
 
 def plan_sweep(
-    points: list[Point], refused: list[Refused], settings: Sweep, arguments: Sequence[str]
+    points: list[Point],
+    refused: list[Refused],
+    settings: Sweep,
+    arguments: Sequence[str],
+    as_json: bool = False,
 ) -> int:
-    """Print a row a point; a point that would be refused has its reason instead. Exit code 2 if
-    there is one."""
+    """Print a row a point, or JSON with all figures of each; a point that would be refused has its
+    reason instead. Exit code 2 if there is one."""
     shared = Shared()
     identities: dict[str, str] = {}
     rows: dict[str, dict[str, str]] = {}
+    whole: dict[str, dict[str, Any]] = {}
     spent: dict[str, budgets.Spent] = {}
     for point in counted("planning", points):
         try:
@@ -55,11 +62,16 @@ def plan_sweep(
         )  # fmt: skip
         texts = [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
         rows[point.name] = dict(zip(COLUMNS, texts, strict=True))
+        whole[point.name] = {"folder": str(point.path), "values": point.values, **run.as_dict()}
         spent[point.name] = budgets.Spent(point.values, run.max_tokens, run.max_steps)
         identities[point.name] = identity(plain(parts.config))
     able = [point for point in points if point.name in rows]
     able, same = split_duplicates(able, lambda point: identities[point.name])
     refused += same
+    if as_json:
+        found = [{"name": point.name, **whole[point.name]} for point in able]
+        print(json.dumps({"points": found, "refused": reasons(refused)}, indent=2, allow_nan=False))
+        return 2 if refused else 0
     if able:
         print_points(able, [rows[point.name] for point in able], settings.twins)
         warn([spent[point.name] for point in able], settings, arguments)

@@ -1,0 +1,171 @@
+"""`import llmexp`: what a program gets is what the commands show."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import llmexp
+from llmexp.__main__ import run as command
+from llmexp.rundir import read_rows
+from tests.conftest import ROOT, TINY, environment
+from tests.conftest import llmexp as run_llmexp
+
+DATA = ["data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100"]
+SHORT = [*TINY, *DATA, "train.max_steps=4", "train.log_every=1", "train.eval_every=2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run and a sweep, made by a program."""
+    folder = tmp_path_factory.mktemp("program")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in environment(PYTHONPATH=str(ROOT)).items():
+            patch.setenv(name, value)
+        single = llmexp.train([*SHORT, "hydra.run.dir=one", "checkpoint.every=2"], quiet=True)
+        points = ["-m", "optimizer.lr=0.001,0.003", "hydra.sweep.dir=grid"]
+        grid = llmexp.train([*SHORT, *points], quiet=True)
+    return folder, single, grid
+
+
+@pytest.fixture
+def there(trained, monkeypatch):
+    monkeypatch.chdir(trained[0])
+    return trained[1:]
+
+
+def test_the_import_is_light():
+    code = "import sys, llmexp; llmexp.load; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    slow = {"torch", "numpy", "hydra", "omegaconf", "wandb", "plotly", "rich", "matplotlib"}
+    assert not slow & set(loaded)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = llmexp.nonsense
+
+
+def test_a_run_is_what_its_folder_holds(there):
+    single, _ = there
+    assert single == llmexp.load("one")
+    assert (single.state, single.steps) == ("finished", [2, 4])
+    assert single.config.train.max_steps == single.facts["max_steps"] == 4
+    rows = read_rows(Path("one/metrics.jsonl"))
+    assert single.rows() == rows
+    assert single.rows("train/loss").tolist() == [row["train/loss"] for row in rows]
+    steps, losses = single.rows("step", "val/loss")
+    assert steps.tolist() == [2, 4]
+    assert losses[-1] == single.summary["final val/loss"]
+    pandas = pytest.importorskip("pandas")
+    frame = single.frame()
+    assert isinstance(frame, pandas.DataFrame)
+    back = [{k: v for k, v in row.items() if v == v} for row in frame.to_dict("records")]
+    assert back == rows
+    with pytest.raises(llmexp.ConfigError, match="Did you mean val/loss"):
+        single.rows("val/los")
+    with pytest.raises(llmexp.ConfigError, match="no run folder"):
+        llmexp.load("grid")
+
+
+def test_the_model_of_each_step_and_its_text(there, capsys):
+    single, _ = there
+    model = single.model()
+    assert not model.training
+    ids = torch.tensor([single.tokenizer.encode_ordinary("words and words")[:12]])
+    newest, older = model(ids), single.model(step=2)(ids)
+    assert newest.shape[:2] == ids.shape
+    assert not torch.equal(newest, older)
+    assert torch.equal(newest, single.model(step=4)(ids))
+    capsys.readouterr()
+    assert command(["sample", "one@2", "--prompt", "wo", "--tokens", "9", "--seed", "3"]) == 0
+    assert single.sample("wo", 9, step=2, seed=3) == capsys.readouterr().out[:-1]
+    with pytest.raises(llmexp.ConfigError, match="there are those of 2, 4"):
+        single.model(step=3)
+    with pytest.raises(llmexp.ConfigError, match="--tokens 0"):
+        single.sample(tokens=0)
+
+
+def numbers(values) -> list[float]:
+    """What a trace draws, in either of Plotly's forms."""
+    if isinstance(values, dict):
+        values = np.frombuffer(base64.b64decode(values["bdata"]), np.dtype(values["dtype"]))
+    return [] if values is None else [float(value) for value in values if value is not None]
+
+
+def test_an_answer_is_what_the_command_prints(there, capsys):
+    _, grid = there
+    assert [run.config.optimizer["lr"] for run in grid] == [0.001, 0.003]
+    answer = llmexp.compare(grid)
+    capsys.readouterr()
+    assert command(["compare", "grid"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert str(answer).splitlines() == printed
+    assert " ".join(printed).startswith(answer.headline)
+    assert command(["compare", "grid", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answer.data
+    assert command(["compare", "grid", "--csv"]) == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    pytest.importorskip("pandas")
+    frame = answer.frame()
+    assert list(frame.columns) == list(table[0])
+    assert frame["val/loss"].tolist() == [float(row["val/loss"]) for row in table]
+    assert frame["name"].tolist() == [row["name"] for row in table]
+    losses = answer.figures["losses"]
+    drawn = [numbers(trace.y) for trace in losses.data]
+    last = {float(np.float32(run.rows("train/loss")[-1])) for run in grid}
+    assert last <= {y[-1] for y in drawn if len(y) == 4}
+    assert llmexp.compare("grid/*", sort="train/loss").data["metric"] == "train/loss"
+
+
+def test_what_train_refuses_and_what_fails_is_raised(there):
+    with pytest.raises(llmexp.ConfigError, match=r"train\.max_step"):
+        llmexp.train([*SHORT, "train.max_step=1"], quiet=True)
+    with pytest.raises(llmexp.ConfigError, match=r"batch\.sequence_length"):  # by the worker
+        llmexp.train([*SHORT, "batch.sequence_length=64", "hydra.run.dir=long"], quiet=True)
+    assert not os.path.exists("long")
+    with pytest.raises(TypeError, match="a list is needed"):
+        llmexp.train("train.max_steps=1")
+
+
+def test_json_of_train_and_plan(tmp_path, capsys):
+    failing = [*SHORT, "optimizer.lr=1e30", "hydra.run.dir=one"]
+    done = run_llmexp("train", "--json", *failing, cwd=tmp_path)
+    found = json.loads(done.out)
+    assert done.code == found["exit_code"] == 3
+    assert "training failed" in done.err
+    assert [run["state"] for run in found["runs"]] == ["failed"]
+    assert found["path"] == found["runs"][0]["path"] == "one"
+    capsys.readouterr()
+    assert command(["plan", "--json", *SHORT]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["max_steps"], planned["real_batch_size"]) == (4, 8)
+    assert command(["plan", "-m", "--json", *SHORT, "train.max_steps=4,5,0"]) == 2
+    planned = json.loads(capsys.readouterr().out)
+    assert [point["max_steps"] for point in planned["points"]] == [4, 5]
+    assert "train.max_steps=0" in planned["refused"][0]
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    """Its code cells in order, without Jupyter."""
+    for name, value in environment(PYTHONPATH=str(ROOT)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs/python.ipynb").read_text())["cells"]
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]), names)
+    assert len(names["runs"]) == 2
+    assert names["answer"].headline in " ".join(capsys.readouterr().out.split())
