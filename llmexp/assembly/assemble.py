@@ -124,7 +124,7 @@ def assemble(
     corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
 
     software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    facts = _facts(config, place, loss, tokenizer, corpus, rates)
+    facts = _facts(dataclasses.replace(config, batch=batch), place, loss, tokenizer, corpus, rates)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), *software)
     solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
@@ -175,7 +175,10 @@ def _facts(
     rates: str | None,
 ) -> Facts:
     """Return what the run is solved from."""
-    model, kernel = loss.model, loss.loss_kernel(place.device)
+    model, batch, whole = loss.model, config.batch, place.layout.world_size == 1
+    together = place.compiled and (whole or config.parallelism.kind == "ddp")
+    rows = (batch.micro_batch_size or 1) * batch.sequence_length if together else None
+    kernel = loss.loss_kernel(place.device, rows)
     tp = place.layout.tensor_parallel_size
     if tp > 1:
         rows = model.head_weight.shape[0]

@@ -39,6 +39,11 @@ def logits(model: Any, tokens_bt: Tensor) -> Tensor:
     return F.linear(model.features(tokens_bt), model.head_weight)
 
 
+def same_in_training(model: Any) -> bool:
+    """Return whether training computes what evaluation does: without dropout."""
+    return bool(model.dropout.p == 0)
+
+
 def flops_per_token(model: Any, sequence_length: int) -> int:
     """FLOPs of one token's forward and backward pass at `sequence_length` tokens.
 

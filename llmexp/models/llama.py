@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
-from llmexp.models.common import FLOPS_FORMULA, flops_per_token, init_weights, logits
+from llmexp.models.common import (
+    FLOPS_FORMULA,
+    flops_per_token,
+    init_weights,
+    logits,
+    same_in_training,
+)
 from llmexp.models.documents import Documents, attend, find_documents
 
 
@@ -120,7 +126,8 @@ class Llama(nn.Module):
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
     flops_formula = FLOPS_FORMULA
-    init_weights, forward, flops_per_token = init_weights, logits, flops_per_token
+    init_weights, forward = init_weights, logits
+    flops_per_token, same_in_training = flops_per_token, same_in_training
 
     def __init__(
         self,

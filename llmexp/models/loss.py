@@ -5,7 +5,8 @@ Names end in their dimensions: b batch, t time (tokens), d model width, v vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ KERNELS = ("auto", "chunked", "plain")
 
 # Below this vocabulary the logits are small beside the trunk, and fewer, larger operations win.
 MIN_CHUNKED_VOCAB = 2048
+
+# A compiled step holds the logits of a micro-batch, in 16 bits, up to this share of the memory of
+# an accelerator: the compiler makes them, their softmax and their gradient in one place.
+WHOLE_SHARE = 0.1
 
 
 def plain_cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
@@ -74,6 +79,8 @@ class WindowLoss(nn.Module):
             and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         )
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
+        self._run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._compiled = self._served = False
 
     def _has_head(self) -> bool:
         head_weight = getattr(self.model, "head_weight", None)
@@ -98,6 +105,21 @@ class WindowLoss(nn.Module):
         """Return everything before the chunked loss, or the whole model before the plain one."""
         return self.model.features(tokens_bt) if self.chunked else self.model(tokens_bt)
 
+    def _whole(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        """Return the model and the plain loss as one function, for a compiler."""
+        return plain_cross_entropy_sum(self._checked(self.model(tokens_bt), tokens_bt), targets_bt)
+
+    def is_whole(self, rows: int, device: torch.device) -> bool:
+        """Return whether a compiled step of so many tokens a micro-batch takes model and plain loss
+        as one function: on an accelerator where their logits are small beside its memory, and
+        always where the model gives logits only."""
+        if device.type != "cuda" or self.shard is not None:
+            return False
+        if not self.chunked:
+            return True
+        room = WHOLE_SHARE * torch.cuda.get_device_properties(device).total_memory
+        return rows * self._head_weight().shape[0] * 2 <= room
+
     def _head_weight(self) -> Tensor:
         """Return the rows of the head that are on this rank (v, d); gradients flow back to the
         model's parameter."""
@@ -106,12 +128,15 @@ class WindowLoss(nn.Module):
             return weight_vd.to_local()
         return weight_vd
 
-    def loss_kernel(self, device: torch.device) -> str:
+    def loss_kernel(self, device: torch.device, compiled_rows: int | None = None) -> str:
         """Return which kernel runs, and its sizes on a device: "chunked(rows=512, vocab=2048)".
 
         With a shared vocabulary "vocab=160 of 320" counts this rank's rows: ask before FSDP cuts
-        them further.
+        them further. `compiled_rows`: tokens of a micro-batch of a step that `compile_trunk`
+        compiles.
         """
+        if compiled_rows is not None and self.is_whole(compiled_rows, device):
+            return "plain, compiled with the model"
         if not self.chunked:
             return "plain"
         rows, tile = chunk_sizes(device)
@@ -119,12 +144,14 @@ class WindowLoss(nn.Module):
         return f"chunked(rows={rows}, vocab={min(tile, self._head_weight().shape[0])}{whole})"
 
     def compile_trunk(self) -> None:
-        """Run the trunk through torch.compile from now on; parameters and their names stay as they
-        are.
+        """Run the trunk through torch.compile from now on, with the loss where `is_whole` says so;
+        parameters and their names stay as they are.
 
         The trunk is all before the chunked loss, or the whole model before the plain one.
         """
+        self._compiled = True
         self._run_trunk = torch.compile(self._trunk, dynamic=False)
+        self._run_whole = torch.compile(self._whole, dynamic=False)
 
     def compile_blocks(self) -> None:
         """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it
@@ -137,8 +164,33 @@ class WindowLoss(nn.Module):
         blocks = getattr(self.model, "blocks", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
             return self.compile_trunk()
+        self._compiled = True
         for block in blocks:
             block.compile(dynamic=False)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around evaluation: no gradients, no dropout, and nothing is compiled in mid-run.
+
+        A compiled trunk of a model that computes the same in training serves as it is; any other
+        compiled model is evaluated eagerly. The mode of training or evaluation comes back.
+        """
+        was_training = self.training
+        same = getattr(self.model, "same_in_training", lambda: False)
+        self._served = self._run_whole is not None and same()
+        self.train(self._served)
+        try:
+            with torch.no_grad(), contextlib.nullcontext() if self._served else self._eager():
+                yield
+        finally:
+            self.train(was_training)
+            self._served = False
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing runs compiled inside. (The compiler is not even imported where nothing is.)"""
+        if not self._compiled:
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def forward(
         self, tokens_bt: Tensor, targets_bt: Tensor | None = None, *, each: bool = False
@@ -153,26 +205,35 @@ class WindowLoss(nn.Module):
         """
         if each and targets_bt is not None:
             # uncompiled: batches of texts have many lengths
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.no_grad(), self._eager():
                 return self._each(tokens_bt, targets_bt)
         if targets_bt is None:
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.no_grad(), self._eager():
                 return self._logits(tokens_bt)
-        out = self._run_trunk(tokens_bt)
+        if self._run_whole is not None and self.is_whole(tokens_bt.numel(), tokens_bt.device):
+            return self._compiled_call(self._run_whole, tokens_bt, targets_bt)
+        out = self._compiled_call(self._run_trunk, tokens_bt)
         if self.chunked:
             return chunked_cross_entropy_sum(out, self._head_weight(), targets_bt, self.shard)
         return plain_cross_entropy_sum(self._checked(out, tokens_bt), targets_bt)
 
+    def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call what may be compiled; in evaluation with the graph of training."""
+        if not self._served:
+            return run(*inputs)
+        with torch.enable_grad():
+            return run(*inputs).detach()
+
     def _logits(self, tokens_bt: Tensor) -> Tensor:
-        out = self._run_trunk(tokens_bt)
+        out = self._trunk(tokens_bt)
         if not self.chunked:
             return self._checked(out, tokens_bt)
         logits_btv = F.linear(out, self._head_weight())
         return logits_btv if self.shard is None else self.shard.gather(logits_btv)
 
     def _each(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
-        out = self._run_trunk(tokens_bt)
+        out = self._trunk(tokens_bt)
         if self.chunked:
             return chunked_cross_entropy(out, self._head_weight(), targets_bt, self.shard)
         return plain_cross_entropy(self._checked(out, tokens_bt), targets_bt)

@@ -33,28 +33,28 @@ def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
     return found | sets
 
 
-@torch.no_grad()
 def evaluate_stream(
     setup: Setup, stream: TokenStream, sequences: int, byte_lengths: Tensor, name: str
 ) -> dict[str, float]:
     """Return loss, perplexity and bits per byte over so many sequences, which are spread evenly."""
     run = setup.parts.run
     sums = torch.zeros(3, dtype=torch.float64, device=setup.mesh.device)  # nll, targets, bytes
-    was_training = setup.model.training
-    setup.model.eval()
-    for tokens_bt, targets_bt in eval_batches(
+    batches = eval_batches(
         stream,
         Cut(run.micro_batch_size, setup.mesh.dp_rank, setup.mesh.dp_size),
         sequence_length=run.sequence_length,
         max_sequences=sequences,
         hidden=setup.parts.hidden,
-    ):
-        valid = targets_bt >= 0
-        with precision.autocast(setup.parts.precision, setup.mesh.device):
-            sums[0] += setup.loss(tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device))
-        sums[1] += int(valid.sum())
-        sums[2] += int(byte_lengths[targets_bt[valid]].sum())
-    setup.model.train(was_training)
+    )
+    with setup.loss.evaluating():
+        for tokens_bt, targets_bt in batches:
+            valid = targets_bt >= 0
+            with precision.autocast(setup.parts.precision, setup.mesh.device):
+                sums[0] += setup.loss(
+                    tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device)
+                )
+            sums[1] += int(valid.sum())
+            sums[2] += int(byte_lengths[targets_bt[valid]].sum())
     nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:
         return {}

@@ -5,6 +5,7 @@ import functools
 import math
 import shutil
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -752,3 +753,58 @@ def test_compiled_blocks_share_a_graph_and_leave_names_and_values(
     assert (
         list(window_loss.state_dict()) == names == [f"model.{name}" for name in model.state_dict()]
     )
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_evaluation_compiles_nothing_of_its_own(
+    whole: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the loss inside of the graph, as on an accelerator, and outside; where dropout makes
+    evaluation another function it runs eagerly."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    monkeypatch.setattr(WindowLoss, "is_whole", lambda *_: whole)
+    torch.manual_seed(15)
+    model = GPT2(2048, 16, 1, 2, 16, 32, dropout).double()
+    tokens, targets = torch.randint(0, 2048, (2, 2, 16))
+    window_loss = WindowLoss(model)
+    with window_loss.evaluating():
+        expected = window_loss(tokens, targets)
+    window_loss.compile_trunk()
+    trained = window_loss(tokens, targets)
+    gradients = torch.autograd.grad(trained, list(model.parameters()))
+    assert graphs.frame_count == 1
+    with window_loss.evaluating():
+        found = window_loss(tokens, targets)
+    assert graphs.frame_count == 1
+    assert not found.requires_grad
+    assert model.training
+    assert torch.is_grad_enabled()
+    # fp64, in another order of summation inside of the graph
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    if not dropout:
+        assert trained.item() == pytest.approx(expected.item(), rel=1e-12)
+        eager = torch.autograd.grad(WindowLoss(model)(tokens, targets), list(model.parameters()))
+        torch.testing.assert_close(gradients, eager, rtol=1e-11, atol=1e-12)
+
+
+def test_logits_are_whole_in_a_compiled_step_while_they_are_small_beside_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = types.SimpleNamespace(total_memory=10 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    device = torch.device("cuda")
+    with torch.device("meta"):
+        window_loss = WindowLoss(GPT2(50257, 16, 1, 1, 8, 8))
+    most = 2**30 // (2 * 50257)  # rows whose logits take a tenth of the memory in 16 bits
+    assert window_loss.is_whole(most, device)
+    assert not window_loss.is_whole(most + 1, device)
+    assert not window_loss.is_whole(1, torch.device("cpu"))
+    assert window_loss.loss_kernel(device, most) == "plain, compiled with the model"
+    assert window_loss.loss_kernel(device, most + 1).startswith("chunked(")
+    assert window_loss.loss_kernel(device).startswith("chunked(")
+    assert WindowLoss(Foreign()).is_whole(10**9, device)  # it has logits only
+    window_loss.share_vocabulary(Threads(1).shard(0, 50257))
+    assert not window_loss.is_whole(1, device)

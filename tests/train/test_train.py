@@ -222,10 +222,8 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model):
         runs.append(run)
     eager, compiled_run = runs
     assert eager.json("run.json")["tail_sequences"] > 0
-    # One graph with gradients, and one without for evaluation, compiled when it is first needed; no
-    # other.
-    assert compiled_run.err.count("Recompiling function") == 1, compiled_run.err
-    assert "grad_mode" in compiled_run.err
+    # One graph, which serves evaluation too.
+    assert "Recompiling function" not in compiled_run.err
     for a, b in zip(eager.rows(), compiled_run.rows(), strict=True):
         # fp32 in another order of operations: 6 roundoffs sqrt(192) as in test_invariance, and
         # Adam's first steps move entries at the noise level by lr; 1e-4 covers a handful of steps
