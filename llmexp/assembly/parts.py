@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from llmexp import optim, precision
 from llmexp.assembly.targets import bind, described, locate, place
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Train, fill, refuse
-from llmexp.data import corpus
+from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 
@@ -72,9 +72,11 @@ def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, model_config
 
 
-def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool) -> Corpus:
-    """Return the data of a filled config, checked against the vocabulary; prepared with `write`.
-    Raises ConfigError."""
+def build_corpus(
+    config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool, ask_again: bool = False
+) -> Corpus:
+    """Return the data of a filled config, checked against the vocabulary; prepared with `write`,
+    asking again of buckets and the hub with `ask_again`. Raises ConfigError."""
     data = config.data
     _check_common_data(data, vocab_size)
     offered = {
@@ -82,6 +84,7 @@ def build_corpus(config: Config, tokenizer: Tokenizer, vocab_size: int, *, write
         "vocab_size": vocab_size,
         "sequence_length": config.batch.sequence_length,
         "write": write,
+        "ask_again": ask_again,
     }
     knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
     found = bind("data", knobs, offered)()
@@ -104,18 +107,18 @@ def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
     return found
 
 
-def training_texts(config: Config) -> Iterator[str]:
-    """Yield the training documents of a filled config. Raises ConfigError for data that are not
-    text."""
-    data = config.data
-    target = data["_target_"]
+def training_documents(config: Config) -> Iterator[Iterator[str]]:
+    """Yield the pieces of each training document of a filled config: what is held out for
+    validation is none of them. Raises ConfigError for data that are not text."""
+    knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
+    target = knobs.pop("_target_")
     if target == "llmexp.data.corpus.corpus":
-        yield from corpus.training_texts(data["sources"], data["val"], data["on_bad_record"])
-    elif target == "llmexp.data.sources.text":
-        yield from corpus.training_texts({"text": {"files": data["train_files"]}}, {}, "refuse")
-    else:
-        text = "has no documents of text; use data=corpus or data=text"
-        raise refuse("data._target_", target, text, "llmexp.data.corpus.corpus")
+        names = ("sources", "val", "on_bad_record", "cache_dir")
+        return corpus.training_documents(**{name: knobs[name] for name in names})
+    if target in ("llmexp.data.sources.text", "llmexp.data.sources.stdlib"):
+        return sources.training_documents(**knobs)
+    text = "has no documents of text; use data=corpus or data=text"
+    raise refuse("data._target_", target, text, "llmexp.data.corpus.corpus")
 
 
 def build_model(

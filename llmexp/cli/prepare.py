@@ -31,9 +31,8 @@ def prepare(arguments: list[str]) -> int:
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
     tokenizer, model_config = build_tokenizer(config)
-    corpus = build_corpus(
-        config, tokenizer, model_config.get("vocab_size") or tokenizer.n_vocab, write=True
-    )
+    ids = model_config.get("vocab_size") or tokenizer.n_vocab
+    corpus = build_corpus(config, tokenizer, ids, write=True, ask_again=True)
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
     if corpus.table:
         print(show.table([HEADS, *map(_cells, corpus.table)], left=2))

@@ -13,8 +13,9 @@ from llmexp.fileio import write_whole
 USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
 
-Train a byte-level BPE tokenizer on the training documents of data=corpus or data=text. Writes
-tokenizer.json and a .tiktoken file, which give the same ids.
+Train a byte-level BPE tokenizer on the training documents of data=corpus, text or stdlib; what is
+held out for validation is left out. Writes tokenizer.json and a .tiktoken file, which give the same
+ids.
 
   --vocab-size N   ids of the tokenizer, the token between documents among them
   --pattern NAME   how text is split before bytes are merged (default gpt2)
@@ -54,17 +55,17 @@ def tokenizer(arguments: list[str]) -> int:
         raise ConfigError(f"--out {folder}: is there already; name a new folder")
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
-    from llmexp.assembly.parts import training_texts
+    from llmexp.assembly.parts import training_documents
 
     try:
-        found = train(training_texts(config), args.vocab_size, args.pattern)
+        found = train(training_documents(config), args.vocab_size, args.pattern)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder.mkdir(parents=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)
     write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)
     print(
-        f"{found.n_vocab:,} ids from {found.documents:,} documents, "
+        f"{found.n_vocab:,} ids from {found.documents:,} training documents (validation left out), "
         f"{found.bytes_per_token:.2f} bytes per token on a sample of them"
     )
     if found.n_vocab < args.vocab_size:

@@ -5,9 +5,11 @@ reader       from tokens to the windows of a rank, read ahead by a thread
 stream       `TokenStream` (ids on disk or in memory), `Corpus` (what a source returns)
 sources      the sources of conf/data
 corpus       data=corpus: named sources, mixed, with named validation sets
+sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
 source       one source of documents and its splits
 readers      documents of text, JSON lines and Parquet, plain or compressed
+hub          datasets of Hugging Face
 prepared     the token shards of a source in the cache
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores

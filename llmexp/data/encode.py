@@ -18,6 +18,7 @@ import numpy as np
 
 from llmexp.data.documents import Document, blocks
 from llmexp.data.files import cpu_count
+from llmexp.data.tokenizer_files import PATTERNS, HuggingFace
 from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
@@ -42,11 +43,18 @@ BOUNDARY = re.compile(
     r"|(?<=[A-Za-z0-9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
     r"(?=[\t\n\r !\"#$%&()*+,\-./:;<=>?@\[\]\\_{|}\u2026\u3000-\u3002\u300c\u300d\uff01\uff0c\uff1a\uff1b\uff1f])"  # noqa: E501
 )
-# A document of another tokenizer is one piece.
+# A document of another tokenizer is one piece, unless it splits text by one of PATTERNS.
 CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
 Encoded = tuple[np.ndarray, int]  # tokens, and how many bytes of text they are
 Encodings = Generator[Encoded, None, None]
+
+
+def is_cuttable(tokenizer: Tokenizer) -> bool:
+    """Return whether BOUNDARY holds for the tokenizer, by the pattern that it splits text with."""
+    if isinstance(tokenizer, Own):
+        return isinstance(tokenizer.given, HuggingFace) and tokenizer.given.pattern is not None
+    return tokenizer.name in CUTTABLE or tokenizer._pat_str in PATTERNS.values()
 
 
 def encode_documents(
@@ -82,7 +90,7 @@ def _encode_bytes(documents: Sequence[Document], encoding: Tokenizer) -> Encodin
 def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
     """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of
     them ahead."""
-    cuttable = encoding.name in CUTTABLE and not isinstance(encoding, Own)
+    cuttable = is_cuttable(encoding)
 
     def encode(text: str, path: Path) -> Encoded:
         try:

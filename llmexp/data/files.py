@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import time
@@ -32,6 +33,7 @@ PACKED = {
     b"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
     b"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
 }
+ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")  # the start of a JSON array of objects
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -117,12 +119,22 @@ def match_files(key: str, patterns: Any) -> list[Path]:
     return list(found)
 
 
+def refused_form(head: bytes) -> tuple[str, str] | None:
+    """Return what a file is that holds several documents in one piece, by its first 512 bytes, and
+    what to do with it; None for any other file."""
+    if head[257:262] == b"ustar":
+        return "a tar archive", "unpack it first: tar -xf {path}"
+    if ARRAY.match(head):
+        return "one JSON array", "write a record a line: jq -c '.[]' {path} > FILE.jsonl"
+    return None
+
+
 def refuse_packed(key: str, path: Path) -> None:
     """Raise ValueError, with a way to read it, for a file that is not plain text by its first
     bytes."""
     quoted = shlex.quote(str(path))
     with open(path, "rb") as file:
-        head = file.read(16)
+        head = file.read(512)
         file.seek(max(0, path.stat().st_size - 4))
         is_parquet = file.read() == PARQUET  # at both ends
         file.seek(0)
@@ -130,6 +142,9 @@ def refuse_packed(key: str, path: Path) -> None:
             if head.startswith(magic) and (magic != PARQUET or is_parquet):
                 text = f"is {kind}, not plain text; {way.format(path=quoted)}"
                 raise ValueError(f"{key}={path}: {text}")
+        if other := refused_form(head):
+            text = f"is {other[0]}, not plain text; {other[1].format(path=quoted)}"
+            raise ValueError(f"{key}={path}: {text}")
         line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
     try:
         found = json.loads(line)

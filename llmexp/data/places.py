@@ -3,19 +3,31 @@ web, which the library fsspec reads."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import glob
+import hashlib
 import importlib
+import io
+import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from llmexp.data.files import match_files, remembered, sha256_of
 
 T = TypeVar("T")
 ANSWER_S = 10.0  # a bucket or hub that does not answer in this time is given up
+AHEAD_BYTES = 1 << 21  # asked of a bucket at a time; slower than this in ANSWER_S is no answer
+WEB = ("http://", "https://")
+BUFFER_BYTES = 1 << 19
+ASKED = 16  # files asked about at once
+RECORDS = 256  # of a stream, waited for at a time
 MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
@@ -48,16 +60,64 @@ def in_time(key: str, place: str, ask: Callable[[], T]) -> T:
         return answers[0]
     why = f"no answer within {ANSWER_S:g} s"
     if errors:
-        why = f"{type(errors[0]).__name__}: {errors[0]}"[:300]
-    raise ValueError(f"{key}={place}: cannot be read ({why})")
+        cause = errors[0].__cause__ or errors[0]  # "not found" may hide a refused connection
+        why = f"{type(cause).__name__}: {cause}"[:300]
+    raise Unreachable(f"{key}={place}: cannot be read ({why}); try again, or copy it to this disk")
 
 
-def open_file(key: str, place: str) -> BinaryIO:
-    """Open a path or an address (s3://, gs://, https://) for reading bytes. Raises ValueError."""
-    if "://" in place:
-        fsspec = need("fsspec", key, f"reading {place}")
-        found: BinaryIO = in_time(key, place, lambda: fsspec.open(place, "rb").open())
-        return found
+def next_in_time(key: str, place: str, records: Iterable[T]) -> Iterator[T]:
+    """Yield the records. Raises ValueError where RECORDS of them take longer than ANSWER_S."""
+    left = iter(records)
+    while some := in_time(key, place, lambda: list(itertools.islice(left, RECORDS))):
+        yield from some
+
+
+class Unreachable(ValueError):
+    """A bucket or hub did not answer, or refused."""
+
+
+class Watched(io.RawIOBase):
+    """A file in a bucket: a read that takes longer than ANSWER_S raises ValueError."""
+
+    def __init__(self, key: str, place: str, file: Any) -> None:
+        self._key, self._place, self._file = key, place, file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = int(self._file.seek(offset, whence))
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = in_time(self._key, self._place, lambda: self._file.read(len(buffer)))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            with contextlib.suppress(Exception):  # it was only read
+                self._file.close()
+        super().close()
+
+
+def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
+    """Open a path or an address (s3://, gs://, https://) for reading bytes, with `seeks` in any
+    order. Raises ValueError."""
+    if is_remote(place):
+        system, path = _remote(key, place)
+        # One stream of a web server needs no ranges, which not every server has.
+        block = 0 if place.startswith(WEB) and not seeks else AHEAD_BYTES
+        file = in_time(key, place, lambda: system.open(path, "rb", block_size=block))
+        return io.BufferedReader(Watched(key, place, file), BUFFER_BYTES)
     try:
         return open(place, "rb")
     except OSError as error:
@@ -71,11 +131,48 @@ def is_remote(place: str) -> bool:
 def _remote(key: str, address: str) -> tuple[Any, str]:
     """Return (file system, path in it) of an address. Raises ValueError."""
     fsspec = need("fsspec", key, f"reading {address}")
-    found: tuple[Any, str] = in_time(key, address, lambda: fsspec.core.url_to_fs(address))
+    knobs = {}
+    if address.startswith(WEB):
+        timeout = need("aiohttp", key, f"reading {address}").ClientTimeout(total=None)
+        knobs = {"client_kwargs": {"timeout": timeout}}  # else a stream ends after five minutes
+    found: tuple[Any, str] = in_time(key, address, lambda: fsspec.core.url_to_fs(address, **knobs))
     return found
 
 
-def match_places(key: str, patterns: Any) -> list[str]:
+@dataclass
+class Answers:
+    """What buckets and the hub answered about their files, remembered in the cache: a run whose
+    shards are there asks nothing."""
+
+    cache: Path
+    write: bool
+    anew: bool  # ask, whatever is remembered
+    remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
+
+    def get(self, key: str, question: str, ask: Callable[[], T]) -> T:
+        """Return the answer (plain values) to a question of the knob `key` that is remembered, else
+        that of `ask`."""
+        name = hashlib.sha256(question.encode()).hexdigest()[:32]
+        note = self.cache / "notes" / f"remote-{name}.json"
+        if not self.anew:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads(note.read_text())
+                answer: T = found["answer"]
+                self.remembered[key] = str(found["day"])
+                return answer
+        answer = ask()
+        if self.write:
+            day = datetime.date.today().isoformat()
+            content = {"question": question, "answer": answer, "day": day}
+            with contextlib.suppress(OSError):  # else it is asked again
+                note.parent.mkdir(parents=True, exist_ok=True)
+                temporary = note.with_suffix(f".{os.getpid()}.tmp")
+                temporary.write_text(json.dumps(content))
+                temporary.replace(note)
+        return answer
+
+
+def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
     """Return the files that globs and addresses name, sorted per glob, each once. Raises
     ValueError."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
@@ -86,41 +183,55 @@ def match_places(key: str, patterns: Any) -> list[str]:
         if not isinstance(pattern, str):
             raise ValueError(f"{key}={wanted}: a list of paths, globs and addresses is needed")
         if is_remote(pattern):
-            names = _match_remote(key, pattern)
+            names = _match_remote(key, pattern, answers)
         else:
             names = [str(path) for path in match_files(key, pattern)]
         found |= dict.fromkeys(names)
     return list(found)
 
 
-def _match_remote(key: str, pattern: str) -> list[str]:
+def _match_remote(key: str, pattern: str, answers: Answers) -> list[str]:
     if not glob.has_magic(pattern):
         return [pattern]
-    system, path = _remote(key, pattern)
-    names = in_time(key, pattern, lambda: sorted(system.glob(path)))
-    if not names:
-        raise ValueError(f"{key}={pattern}: no file matches there")
-    return [system.unstrip_protocol(name) for name in names]
+
+    def ask() -> list[str]:
+        system, path = _remote(key, pattern)
+        names = in_time(key, pattern, lambda: sorted(system.glob(path)))
+        if not names:
+            raise ValueError(f"{key}={pattern}: no file matches there")
+        return [str(system.unstrip_protocol(name)) for name in names]
+
+    return answers.get(key, f"glob {pattern}", ask)
 
 
-def contents_of(
-    key: str, places: Sequence[str], cache: Path, write: bool
-) -> tuple[list[str], list[int]]:
+def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list[str], list[int]]:
     """Return what identifies the content of each file (a digest; in a bucket, what the bucket says
     of it), and their sizes in bytes. Raises ValueError."""
     local = [Path(place) for place in places if not is_remote(place)]
-    digests = remembered(cache, "sha256", None, local, lambda: sha256_of(local), write)
+    digests = remembered(
+        answers.cache, "sha256", None, local, lambda: sha256_of(local), answers.write
+    )
     known = {
         str(path): (digest, os.path.getsize(path))
         for path, digest in zip(local, digests, strict=True)
     }
-    found = [known[place] if place in known else _remote_content(key, place) for place in places]
+    if far := [place for place in places if is_remote(place)]:
+        asked = answers.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
+        known |= {place: (content, size) for place, (content, size) in zip(far, asked, strict=True)}
+    found = [known[place] for place in places]
     return [content for content, _ in found], [size for _, size in found]
 
 
-def _remote_content(key: str, address: str) -> tuple[str, int]:
-    system, path = _remote(key, address)
-    info = in_time(key, address, lambda: system.info(path))
-    size = info.get("size") or 0
-    marks = {name: str(info[name]) for name in MARKS if info.get(name)}
-    return json.dumps([address, size, marks], sort_keys=True), size
+def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]:
+    """Return for each address (what the bucket says of its content, its bytes). Raises
+    ValueError."""
+
+    def one(address: str) -> tuple[str, int]:
+        system, path = _remote(key, address)
+        info = in_time(key, address, lambda: system.info(path))
+        size = info.get("size") or 0
+        marks = {name: str(info[name]) for name in MARKS if info.get(name)}
+        return json.dumps([address, size, marks], sort_keys=True), size
+
+    with ThreadPoolExecutor(min(ASKED, len(addresses))) as pool:
+        return list(pool.map(one, addresses))

@@ -14,10 +14,11 @@ import numpy as np
 from llmexp.data import shards
 from llmexp.data.cache import building, id_type
 from llmexp.data.files import allow_open_files
+from llmexp.data.places import Answers, is_remote
 from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts
 from llmexp.data.source import Source
-from llmexp.data.stream import TokenStream, sample_digest
+from llmexp.data.stream import DataChanged, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
 
@@ -42,15 +43,20 @@ class Prepared:
         return f"{self.key.shards} without {bad} records" if bad else self.key.shards
 
 
-def prepare(
-    source: Source, skip_bad: bool, tokenizer: Tokenizer, cache: Path, write: bool
-) -> Prepared:
-    """Return the shards of a source, from the cache where they are there. Without `write` what is
-    not there is counted. Raises ValueError."""
-    work = work_of(source, skip_bad, tokenizer, cache, write)
+class Forgotten(Exception):
+    """What is remembered of a bucket's or the hub's files counts only while their shards are
+    there, and these are not."""
+
+
+def prepare(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answers) -> Prepared:
+    """Return the shards of a source, from the cache where they are there. Without `answers.write`
+    what is not there is counted. Raises ValueError, Forgotten."""
+    cache, work = answers.cache, work_of(source, skip_bad, tokenizer, answers)
     if (found := _open(work)) is not None:
         return found
-    if not write:
+    if {f"{source.key}.files", f"{source.key}.hf"} & answers.remembered.keys():
+        raise Forgotten
+    if not answers.write:
         return _counted(work)
     with building(work.folder, cache):
         if (found := _open(work)) is None:  # else another process was faster
@@ -58,6 +64,7 @@ def prepare(
             for path in work.folder.glob(f"*{shards.UNFINISHED}"):  # of processes that were killed
                 path.unlink(missing_ok=True)
             write_part(work, Part(), 0, sum(work.unit_bytes()))
+            _refuse_changed(work, cache)
             _finish(work)
             found = _open(work)
     if found is None:
@@ -65,6 +72,17 @@ def prepare(
             f"data.cache_dir={cache}: what was written to {work.folder} reads back damaged"
         )
     return found
+
+
+def _refuse_changed(work: Work, cache: Path) -> None:
+    """Ask buckets again: where a file changed while it was read remove the shards and raise
+    DataChanged."""
+    source = work.source
+    if any(map(is_remote, source.files)):
+        now = work_of(source, work.skip_bad, work.tokenizer, Answers(cache, False, True))
+        if now.key != work.key:
+            shutil.rmtree(work.folder)
+            raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
 
 
 def prepare_part(

@@ -15,15 +15,15 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.data.files import sha256_of
-from llmexp.data.places import in_time, need, open_file
+from llmexp.data.files import refused_form
+from llmexp.data.places import need, open_file
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
 BLOCK = 1 << 19  # bytes read at a time
+HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 # Other files, by their first bytes, and a way to read them.
@@ -107,10 +107,9 @@ class Zstd(io.RawIOBase):
         return size
 
 
-def unpacked(key: str, place: str, file: BinaryIO) -> BinaryIO:
+def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader:
     """Return the file, or the content of one that is compressed by gzip or zstd."""
-    head = file.read(4)
-    file.seek(0)
+    head = file.peek(4)
     if head.startswith(GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
     if head.startswith(ZSTD):
@@ -125,15 +124,12 @@ def kind_of(key: str, place: str) -> str:
     """Return what a file is: "parquet", "jsonl", "text" or "empty". Raises ValueError for what
     holds no documents."""
     with open_file(key, place) as file:
-        head = file.read(8)
-        for magic, (what, way) in OTHERS.items():
-            if head.startswith(magic):
-                raise ValueError(f"{key}={place}: is {what}; {way}")
-        if head.startswith(PARQUET):
+        _refuse_others(key, place, file.peek(HEAD))
+        if file.peek(4).startswith(PARQUET):
             return "parquet"
-        file.seek(0)
         try:
             with unpacked(key, place, file) as inner:
+                _refuse_others(key, place, inner.peek(HEAD))
                 return _kind_of_text(key, place, inner)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{key}={place}: {_torn(error)}") from None
@@ -141,6 +137,15 @@ def kind_of(key: str, place: str) -> str:
             if type(error).__name__ == "ZstdError":
                 raise ValueError(f"{key}={place}: {_torn(error)}") from None
             raise
+
+
+def _refuse_others(key: str, place: str, head: bytes) -> None:
+    """Raise ValueError for a file that holds other files, or no documents, by its first bytes."""
+    for magic, (what, way) in OTHERS.items():
+        if head.startswith(magic):
+            raise ValueError(f"{key}={place}: is {what}; {way}")
+    if found := refused_form(head):
+        raise ValueError(f"{key}={place}: is {found[0]}; {found[1].format(path=place)}")
 
 
 def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
@@ -181,7 +186,7 @@ def documents(
     read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
     counts.place, counts.file = place, None
     try:
-        yield from _counted(read(key, place, text_key, counts), skip_bad, counts)
+        yield from counted(read(key, place, text_key, counts), skip_bad, counts)
     except (EOFError, zlib.error, OSError) as error:  # gzip's BadGzipFile among them
         raise ValueError(f"{key}={place}: {_torn(error)}") from None
     except Exception as error:
@@ -193,7 +198,7 @@ def documents(
 Found = Document | BadRecord | None  # None: an empty document
 
 
-def _counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
+def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
     """Yield the documents among the records, and count all."""
     for found in records:
         if isinstance(found, BadRecord):
@@ -275,10 +280,10 @@ def _record(where: str, line: bytes, text_key: str) -> Found:
         return BadRecord(f"{where}: no valid JSON ({error})")
     if not isinstance(record, dict):
         return BadRecord(f"{where}: no JSON object but {type(record).__name__}")
-    return _field(where, record, text_key)
+    return record_text(where, record, text_key)
 
 
-def _field(where: str, record: dict[str, Any], text_key: str) -> Found:
+def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
     if text_key not in record:
         there = ", ".join(map(str, list(record)[:8])) or "none"
         return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
@@ -293,7 +298,7 @@ def _field(where: str, record: dict[str, Any], text_key: str) -> Found:
 
 def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     parquet = need("pyarrow.parquet", key, f"reading {place}")
-    with open_file(key, place) as file:
+    with open_file(key, place, seeks=True) as file:
         counts.file = file
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
@@ -306,45 +311,27 @@ def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fo
             raise ValueError(f"{key}={place}: the column {text_key!r} is no text but {kind}")
         number = 0
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-            for text in batch.column(0).to_pylist():
+            for text in _texts_of(batch.column(0)):
                 number += 1
                 where = f"{key}={place}, row {number:,}"
-                if text is None:
+                if isinstance(text, str):
+                    yield whole(text)
+                elif text is None:
                     yield BadRecord(f"{where}: {text_key!r} is null")
                 else:
-                    yield whole(text)
+                    yield BadRecord(f"{where}: {text_key!r} is not UTF-8 ({text.reason})")
 
 
-def hub_documents(
-    key: str, name: str, split: str, text_key: str, skip_bad: bool, counts: Counts
-) -> Iterator[Document]:
-    """Yield the documents of a Hugging Face dataset: a folder made by `save_to_disk`, or a name on
-    the hub, which is streamed. Raises ValueError."""
-    datasets = need("datasets", key, f"reading {name}")
-    if Path(name).is_dir():
-        found = in_time(key, name, lambda: datasets.load_from_disk(name))
-        parts = found if isinstance(found, dict) else {"train": found}
-        if split not in parts:
-            known = ", ".join(parts)
-            raise ValueError(f"{key}={name}: there is no split {split}; the splits are: {known}")
-        table = parts[split]
-    else:
-        table = in_time(key, name, lambda: datasets.load_dataset(name, split=split, streaming=True))
-    found = (
-        _field(f"{key}={name}, record {number:,}", record, text_key)
-        for number, record in enumerate(table, 1)
-    )
-    yield from _counted(found, skip_bad, counts)
+def _texts_of(column: Any) -> list[str | UnicodeDecodeError | None]:
+    try:
+        found: list[str | UnicodeDecodeError | None] = column.to_pylist()
+        return found
+    except UnicodeDecodeError:
+        return [_text_or_error(value) for value in column]
 
 
-def hub_identity(key: str, name: str) -> str:
-    """Return what identifies the content of a Hugging Face dataset: the digests of a folder's
-    files, or the commit on the hub. Raises ValueError."""
-    folder = Path(name)
-    if folder.is_dir():
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        names = [str(path.relative_to(folder)) for path in paths]
-        return json.dumps([names, sha256_of(paths)])
-    hub = need("huggingface_hub", key, f"reading {name}")
-    found = in_time(key, name, lambda: hub.HfApi().dataset_info(name))
-    return f"{name}@{found.sha}"
+def _text_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error

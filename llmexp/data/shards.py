@@ -25,10 +25,10 @@ from typing import IO, Any
 import numpy as np
 
 from llmexp.data.cache import flushed, id_type, sync_folder
-from llmexp.data.encode import CUTTABLE, MAX_THREADS, PIECE_CHARACTERS, cut
+from llmexp.data.encode import MAX_THREADS, PIECE_CHARACTERS, cut, is_cuttable
 from llmexp.data.files import cpu_count
 from llmexp.data.readers import Counts, Document
-from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.tokenizers import Tokenizer, end_of_text_id, is_byte_level
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
@@ -185,7 +185,7 @@ def _jobs(
 ) -> Iterator[Job]:
     """Yield the documents of the wanted chunks as jobs of about JOB_BYTES; a chunk ends with the
     document that fills it. The other chunks are read, to find where they end."""
-    cuttable = tokenizer.name in CUTTABLE and not isinstance(tokenizer, Own)
+    cuttable = is_cuttable(tokenizer)
     job, size, in_chunk, write = Job(0), 0, 0, wanted(0)
     for document in documents:
         texts = document.pieces

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llmexp.data.readers import Counts, Document, documents, hub_documents
+from llmexp.data.hub import hub_documents
+from llmexp.data.readers import Counts, Document, documents
 
 TRAIN = "train"
 
@@ -20,6 +21,7 @@ class Source:
     files: tuple[str, ...] = ()  # paths or addresses, in order
     hf: str | None = None
     split: str = "train"
+    revision: str | None = None  # the commit of a dataset on the hub
     shares: tuple[tuple[str, float], ...] = ()  # of validation sets; the rest is for training
 
     @property
@@ -42,6 +44,8 @@ class Source:
         """Yield the documents, of some files or of all. Raises ValueError."""
         if self.hf is not None:
             name, key = self.hf, f"{self.key}.hf"
-            yield from hub_documents(key, name, self.split, self.text_key, skip_bad, counts)
+            yield from hub_documents(
+                key, name, self.revision, self.split, self.text_key, skip_bad, counts
+            )
         for place in self.files if files is None else files:
             yield from documents(f"{self.key}.files", place, self.text_key, skip_bad, counts)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.data.documents import find_documents, split
+from llmexp.data.documents import blocks, find_documents, split
 from llmexp.data.files import (
     allow_open_files,
     cache_folder,
@@ -79,6 +80,13 @@ def stdlib(
 ) -> Corpus:
     """Return the source text of the running Python's standard library, without its tests: real text
     on every machine."""
+    paths = {"data": _stdlib_files()}
+    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
+    label = "Python's standard library, "
+    return _text_corpus(label, paths, amount, tokenizer, cache, write)
+
+
+def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     paths = []
@@ -92,9 +100,7 @@ def stdlib(
             f"data=stdlib: this Python has no readable source files in {root} ({len(paths)} "
             "found); use text files of your own: data=text data.train_files=corpus/*.txt"
         )
-    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    label = "Python's standard library, "
-    return _text_corpus(label, {"data": paths}, amount, tokenizer, cache, write)
+    return paths
 
 
 def text(
@@ -125,6 +131,29 @@ def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
     if val_files is not None:
         found["data.val_files"] = match_files("data.val_files", val_files)
     return found
+
+
+def training_documents(
+    *,
+    val_ratio: float,
+    max_tokens: int | None,
+    seed: int,
+    cache_dir: str | None,
+    train_files: Any = None,
+    val_files: Any = None,
+) -> Iterator[Iterator[str]]:
+    """Yield the pieces of each training document of `text`, or of `stdlib` without files;
+    `max_tokens` does not cut them."""
+    paths = (
+        {"data": _stdlib_files()} if train_files is None else _match_both(train_files, val_files)
+    )
+    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
+    key, some = next(iter(paths.items()))
+    found = find_documents(key, some, cache, False)
+    if len(paths) == 1:
+        found = split(found, amount.val_ratio, amount.seed)["train"]
+    for document in found:
+        yield (text for _, text in blocks(document))
 
 
 def _text_corpus(

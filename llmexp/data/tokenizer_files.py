@@ -127,6 +127,7 @@ class HuggingFace:
             raise ValueError(f"tokenizer.path={path}: is no tokenizer.json ({error})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self.pattern = _pattern(json.loads(self._tokenizer.to_str()))
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text ends no document
         self.name = file.parent.name if file.name == "tokenizer.json" else file.stem
         self.n_vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -154,6 +155,25 @@ class HuggingFace:
             if token not in self._special:
                 lengths[number] = len(token) if is_byte_level else _piece_bytes(token)
         return lengths
+
+
+def _pattern(content: dict[str, Any]) -> str | None:
+    """Return the expression in PATTERNS that alone decides how a tokenizer.json splits text; None
+    where it is another one, or where anything else takes part."""
+    if content["normalizer"] or content["model"].get("dropout"):
+        return None
+    if not all(token["special"] for token in content["added_tokens"]):
+        return None
+    before = content["pre_tokenizer"] or {}
+    parts = before.get("pretokenizers", [before])
+    if parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return None
+    if len(parts) == 1:
+        return PATTERNS["gpt2"] if parts[0]["use_regex"] else None
+    split = parts[0].get("pattern", {}).get("Regex")
+    alone = len(parts) == 2 and not parts[1]["use_regex"]
+    isolated = parts[0].get("behavior") == "Isolated" and not parts[0].get("invert")
+    return split if alone and isolated and split in PATTERNS.values() else None
 
 
 def _declared_end(file: Path) -> str | None:

@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from llmexp.data.encode import PIECE_CHARACTERS, cut
 from llmexp.data.places import need
 from llmexp.data.tokenizer_files import PATTERNS
 
 END = "<|endoftext|>"
 SMALLEST = 257  # the bytes, and the token between documents
-BATCH = 256  # texts handed to the library at a time
+BATCH_CHARACTERS = 1 << 21  # of text, handed to the library at a time
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Trained:
     bytes_per_token: float  # of a sample of them
 
 
-def train(texts: Iterable[str], vocab_size: int, pattern: str) -> Trained:
+def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> Trained:
     """Return a tokenizer of `vocab_size` ids: the bytes, merges of them, and the token between
-    documents as the last. Fewer come out where the text has no more pairs to merge. `pattern`: a
-    name in PATTERNS. Raises ValueError.
+    documents as the last. Fewer come out where the text has no more pairs to merge.
+
+    A document comes in pieces, so that memory does not grow with it. `pattern`: a name in PATTERNS.
+    Raises ValueError.
     """
     library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -52,14 +55,18 @@ def train(texts: Iterable[str], vocab_size: int, pattern: str) -> Trained:
     def batches() -> Iterator[list[str]]:
         nonlocal counted
         batch: list[str] = []
-        for text in texts:
+        size = 0
+        for document in documents:
             counted += 1
-            if counted % 100 == 1 and len(sample) < 100:
-                sample.append(text)
-            batch.append(text)
-            if len(batch) == BATCH:
-                yield batch
-                batch = []
+            # Both patterns allow these cuts: no match of theirs crosses one.
+            for number, piece in enumerate(cut(document, PIECE_CHARACTERS)):
+                if number == 0 and counted % 100 == 1 and len(sample) < 100:
+                    sample.append(piece)
+                batch.append(piece)
+                size += len(piece)
+                if size >= BATCH_CHARACTERS:
+                    yield batch
+                    batch, size = [], 0
         yield batch
 
     tokenizer.train_from_iterator(batches(), trainer)

@@ -7,16 +7,17 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from llmexp.data import shards
 from llmexp.data.files import state_of
-from llmexp.data.places import contents_of, is_remote
+from llmexp.data.hub import hub_identity
+from llmexp.data.places import Answers, contents_of, is_remote
 from llmexp.data.progress import Progress
-from llmexp.data.readers import Counts, hub_identity
+from llmexp.data.readers import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer, identity
@@ -94,17 +95,18 @@ class Part:
         return at * self.of // (total << 64) == self.number - 1
 
 
-def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, cache: Path, write: bool) -> Work:
+def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answers) -> Work:
     """Return what there is to do for a source. Raises ValueError."""
     states = {name: state_of(Path(name)) for name in source.files if not is_remote(name)}
     sizes: list[int] = []
     if source.hf is None:
-        contents, sizes = contents_of(f"{source.key}.files", source.files, cache, write)
+        contents, sizes = contents_of(f"{source.key}.files", source.files, answers)
     else:
-        contents = [hub_identity(f"{source.key}.hf", source.hf)]
+        content, commit = hub_identity(f"{source.key}.hf", source.hf, answers)
+        contents, source = [content], replace(source, revision=commit)
     text = _digest([contents, source.text_key, source.split if source.hf else None])
     key = Key(text, _digest([FORMAT, identity(tokenizer), text, source.shares]))
-    folder = cache / "corpus" / (f"{key.shards}-skipped" if skip_bad else key.shards)
+    folder = answers.cache / "corpus" / (f"{key.shards}-skipped" if skip_bad else key.shards)
     of_files = dict(zip(source.files, sizes, strict=True))
     units = _units(source, sizes)
     return Work(source, folder, key, units, of_files, states, skip_bad, tokenizer)

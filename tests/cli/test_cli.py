@@ -562,7 +562,7 @@ def test_a_tokenizer_is_trained_and_used(tmp_path):
     source = "data.sources.words.files=a.jsonl"
     made = llmexp("tokenizer", "--vocab-size", "270", "data=corpus", source, cwd=tmp_path)
     assert made.code == 0, made.err
-    assert "ids from 40 documents" in made.out
+    assert "ids from 40 training documents (validation left out)" in made.out
     assert (tmp_path / "tokenizers/bpe-270/bpe-270.tiktoken").exists()
     use = ["tokenizer=file", "tokenizer.path=tokenizers/bpe-270"]
     prepared = llmexp("prepare", "data=corpus", source, *use, cwd=tmp_path)

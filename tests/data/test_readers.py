@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import struct
+import tarfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.data.files import refuse_packed
 from llmexp.data.readers import Counts, documents
 
 zstandard = pytest.importorskip("zstandard")
@@ -125,6 +129,54 @@ def test_what_holds_no_documents_is_refused(tmp_path, content, reason):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(ValueError, match=reason):
         read(tmp_path / "a")
+
+
+def packed_tar(form: str) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=f"w:{form}") as archive:
+        member = tarfile.TarInfo("a.txt")
+        member.size = 5
+        archive.addfile(member, io.BytesIO(b"hello"))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("content", [packed_tar("gz"), packed_tar("")])
+def test_an_archive_is_no_text(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is a tar archive; unpack it first: tar -xf .*a.txt"):
+        read(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"gzip|tar archive"):
+        refuse_packed("data.train_files", tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize("content", [b'[{"text": "a"},\n{}]', b'\n[\n  {\n  "text": 1}]'])
+def test_a_json_array_is_refused_with_what_to_do(tmp_path, ending, content):
+    path = tmp_path / f"a.json{ending}"
+    path.write_bytes(PACKED[ending](content))
+    with pytest.raises(ValueError, match=r"one JSON array; write a record a line: jq -c '\.\[\]'"):
+        read(path)
+
+
+def test_a_text_that_begins_with_a_bracket_is_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"[1] A footnote {that} is no JSON")
+    assert read(tmp_path / "a.txt")[1].documents == 1
+    refuse_packed("data.train_files", tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_parquet_text_that_is_not_utf8(tmp_path, kind):
+    wide = "l" if kind == pyarrow.large_string() else "i"
+    raw = [b"good", b"gr\xfc\xdfe", b"fine"]
+    ends = struct.pack(f"<4{'q' if wide == 'l' else 'i'}", 0, 4, 9, 13)
+    buffers = [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"".join(raw))]
+    column = pyarrow.Array.from_buffers(kind, 3, buffers)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2: 'text' is not UTF-8"):
+        read(tmp_path / "a.parquet")
+    texts, counts = read(tmp_path / "a.parquet", skip=True)
+    assert texts == ["good", "fine"]
+    assert counts.bad == 1
 
 
 def test_a_parquet_column_that_is_not_there(tmp_path):

@@ -489,7 +489,7 @@ def test_each_option_lists_every_knob_of_its_function(group: str) -> None:
         if group == "data":
             assert knobs.pop("shuffle") is True
             assert knobs.pop("ignore_id") is None
-            offered = {"tokenizer", "vocab_size", "sequence_length", "write"}
+            offered = {"tokenizer", "vocab_size", "sequence_length", "write", "ask_again"}
         function = getattr(importlib.import_module(module), name)
         assert set(inspect.signature(function).parameters) - offered == set(knobs), path
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,10 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.data import sources
+from llmexp.data.encode import cut, is_cuttable
 from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
-from llmexp.data.tokenizers import as_tokenizer, end_of_text, token_byte_lengths
+from llmexp.data.tokenizers import as_tokenizer, byte_level, end_of_text, token_byte_lengths
 from llmexp.data.train_tokenizer import SMALLEST, train
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -28,10 +32,14 @@ TEXTS = [
 END = "<|endoftext|>"
 
 
+def documents_of(texts: list[str]) -> Iterator[Iterator[str]]:
+    return (iter((text,)) for text in texts)
+
+
 @pytest.fixture(scope="module", params=PATTERNS)
 def trained(request, tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bpe")
-    found = train(TEXTS, 320, request.param)
+    found = train(documents_of(TEXTS), 320, request.param)
     (folder / "tokenizer.json").write_text(found.tokenizer_json)
     (folder / "mine.tiktoken").write_bytes(found.tiktoken)
     assert (found.n_vocab, found.documents) == (320, 3)
@@ -52,8 +60,70 @@ def test_both_forms_of_a_trained_tokenizer_give_the_ids_of_the_library(trained, 
         assert (ours.n_vocab, end_of_text(ours)) == (320, 319)
 
 
+def in_blocks(text: str) -> Iterator[str]:
+    return (text[i : i + 300] for i in range(0, len(text), 300))
+
+
+def test_a_trained_tokenizer_cuts_long_documents_without_a_change_of_ids(trained):
+    folder, pattern = trained
+    for path, split in ((folder, None), (folder / "mine.tiktoken", pattern)):
+        ours = as_tokenizer(from_file(str(path), None, split))
+        assert is_cuttable(ours)
+        text = "".join(TEXTS) * 20
+        pieces = list(cut(in_blocks(text), 700))
+        assert len(pieces) > 5
+        ids = [number for piece in pieces for number in ours.encode_ordinary(piece)]
+        assert ids == ours.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("change", ["normalizer", "pattern", "added", "space", "dropout"])
+def test_a_tokenizer_that_does_more_than_split_by_a_known_pattern_is_not_cut(
+    trained, tmp_path, change
+):
+    content = json.loads((trained[0] / "tokenizer.json").read_text())
+    split, level = content["pre_tokenizer"]["pretokenizers"]
+    if change == "normalizer":
+        content["normalizer"] = {"type": "NFC"}
+    elif change == "pattern":
+        split["pattern"]["Regex"] += "|x"
+    elif change == "added":
+        content["added_tokens"][0]["special"] = False
+    elif change == "space":
+        level["add_prefix_space"] = True
+    else:
+        content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert not is_cuttable(as_tokenizer(from_file(str(tmp_path), None, None)))
+
+
+def test_training_in_pieces_gives_the_tokenizer_of_whole_documents():
+    text = "".join(TEXTS) * 30
+    whole = train(documents_of([text]), 400, "gpt2")
+    pieces = train(iter([cut(in_blocks(text), 500)]), 400, "gpt2")
+    assert json.loads(pieces.tokenizer_json)["model"] == json.loads(whole.tokenizer_json)["model"]
+
+
+@pytest.mark.parametrize("files", [["a.txt"], ["a.txt", "b.txt", "c.txt"]])
+def test_text_that_is_held_out_trains_no_tokenizer(tmp_path, files):
+    """And with files for validation all of the others does."""
+    paths = [tmp_path / name for name in files]
+    for path in paths:
+        path.write_text("".join(f"{path.name} {i} words\n" for i in range(1000)))
+    knobs = {"max_tokens": None, "seed": 3, "cache_dir": str(tmp_path / "cache")}
+    knobs |= {"train_files": list(map(str, paths)), "val_ratio": 0.1, "val_files": None}
+    found = ["".join(pieces) for pieces in sources.training_documents(**knobs)]
+    corpus = sources.text(**knobs, tokenizer=byte_level())
+    ids = corpus.train.read(0, len(corpus.train))
+    assert "".join(found).encode() == bytes(ids[ids < 256].tolist())
+    assert sum(map(len, found)) < 0.91 * sum(path.stat().st_size for path in paths)
+    (tmp_path / "val.txt").write_text("other words")
+    knobs["val_files"] = str(tmp_path / "val.txt")
+    every = ["".join(pieces) for pieces in sources.training_documents(**knobs)]
+    assert every == [path.read_text() for path in paths]
+
+
 def test_fewer_ids_than_asked_for_where_nothing_is_left_to_merge():
-    found = train(["ab"], 1000, "gpt2")
+    found = train(documents_of(["ab"]), 1000, "gpt2")
     assert found.n_vocab == SMALLEST + 1
     with pytest.raises(ValueError, match="no documents"):
         train([], 1000, "gpt2")

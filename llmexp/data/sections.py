@@ -1,0 +1,176 @@
+"""The knobs of data=corpus, checked: its sources, validation sets and stages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmexp.data.places import Answers, is_remote, match_places
+from llmexp.data.source import TRAIN, Source
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+PLACE_KEYS = ("files", "hf", "split", "text_key")
+
+
+def check_kinds(val: Any, stages: Any, on_bad_record: Any) -> None:
+    if not isinstance(val, Mapping):
+        raise ValueError(f"data.val={val}: named sets are needed; for example data.val={{}}")
+    if not isinstance(stages, Sequence) or isinstance(stages, str):
+        raise ValueError(f"data.stages={stages}: a list is needed; for example data.stages=[]")
+    if on_bad_record not in ("refuse", "skip"):
+        raise ValueError(f"data.on_bad_record={on_bad_record}: must be refuse or skip")
+
+
+def read_sources(
+    sections: Mapping[str, Any], answers: Answers
+) -> tuple[dict[str, Source], dict[str, float] | None]:
+    """Return the sources and their weights; None where none is given."""
+    if not isinstance(sections, Mapping) or not sections:
+        raise ValueError(
+            "data.sources: name one source at least; for example "
+            "data.sources.web.files=corpus/*.jsonl"
+        )
+    found: dict[str, Source] = {}
+    weights: dict[str, float] = {}
+    for name, value in sections.items():
+        key = f"data.sources.{name}"
+        section = _section(key, name, value, (*PLACE_KEYS, "weight"))
+        found[name] = _source(key, section, answers)
+        if (weight := section.get("weight")) is not None:
+            weights[name] = _number(f"{key}.weight", weight, "above 0", "0.5")
+    if weights and (missing := [name for name in found if name not in weights]):
+        raise ValueError(
+            f"data.sources.{missing[0]}.weight: the other sources have weights, this one has none; "
+            "give all sources a weight, or none (then each counts by its tokens)"
+        )
+    return found, weights or None
+
+
+def read_validation(
+    sections: Mapping[str, Any], answers: Answers
+) -> tuple[dict[str, Source], tuple[tuple[str, float], ...]]:
+    """Return the validation sets with files of their own, and the shares of the others."""
+    held_out, shares = {}, []
+    for name, value in sections.items():
+        key = f"data.val.{name}"
+        section = _section(key, name, value, (*PLACE_KEYS, "share"))
+        if name == TRAIN:
+            raise ValueError(f"{key}: is the name of the training split; choose another one")
+        if (share := section.get("share")) is None:
+            held_out[name] = _source(key, section, answers)
+            continue
+        if len(section) > 1:
+            raise ValueError(
+                f"{key}: has share and {next(k for k in section if k != 'share')}; "
+                "a validation set is a share of the sources, or has files of its own"
+            )
+        shares.append((name, _number(f"{key}.share", share, "above 0 and below 1", "0.01")))
+    if (total := sum(share for _, share in shares)) >= 1:
+        raise ValueError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
+    return held_out, tuple(shares)
+
+
+def _section(key: str, name: Any, value: Any, known: Sequence[str]) -> dict[str, Any]:
+    if NAME.fullmatch(str(name)) is None:
+        raise ValueError(f"{key}: a name has letters, digits, - and _, at most 40; for example web")
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key}={value}: keys are needed; for example {key}.files=corpus/*.jsonl")
+    for found in value:
+        if found not in known:
+            raise ValueError(f"{key}.{found}: there is no such key; known: {', '.join(known)}")
+    return {str(found): item for found, item in value.items() if item is not None}
+
+
+def _source(key: str, section: Mapping[str, Any], answers: Answers) -> Source:
+    text_key = section.get("text_key", "text")
+    if not isinstance(text_key, str) or not text_key:
+        raise ValueError(
+            f"{key}.text_key={text_key}: the name of a field is needed; for example "
+            f"{key}.text_key=text"
+        )
+    if ("files" in section) == ("hf" in section):
+        raise ValueError(
+            f"{key}: either files or hf is needed; for example {key}.files=corpus/*.jsonl"
+        )
+    if "hf" in section:
+        return Source(key, text_key, hf=str(section["hf"]), split=str(section.get("split", TRAIN)))
+    if "split" in section:
+        raise ValueError(f"{key}.split={section['split']}: belongs to hf, and the source has files")
+    places = match_places(f"{key}.files", section["files"], answers)
+    return Source(key, text_key, tuple(places))
+
+
+def _number(key: str, value: Any, what: str, example: str) -> float:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not 0 < value < (1 if "below 1" in what else float("inf")):
+        raise ValueError(f"{key}={value}: a number {what} is needed; for example {key}={example}")
+    return float(value)
+
+
+def main_set(given: str | None, names: list[str]) -> str | None:
+    if given is None:
+        return names[0] if names else None
+    if given not in names:
+        known = ", ".join(names) or "none is given"
+        raise ValueError(f"data.val_main={given}: there is no such validation set; known: {known}")
+    return given
+
+
+def read_stages(
+    stages: Sequence[Mapping[str, Any]], names: list[str], sequence_length: int
+) -> dict[int, dict[str, float]]:
+    """Return the weights by the first sequence of the run that they count for."""
+    found: dict[int, dict[str, float]] = {}
+    example = "data.stages=[{from_tokens: 1000000, weights: {web: 0.5, code: 0.5}}]"
+    for number, stage in enumerate(stages):
+        key = f"data.stages[{number}]"
+        if not isinstance(stage, Mapping) or set(stage) != {"from_tokens", "weights"}:
+            raise ValueError(
+                f"{key}={stage}: from_tokens and weights are needed; for example {example}"
+            )
+        tokens, weights = stage["from_tokens"], stage["weights"]
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(
+                f"{key}.from_tokens={tokens}: a whole number above 0 is needed; for "
+                f"example {example}"
+            )
+        if not isinstance(weights, Mapping) or set(weights) != set(names):
+            raise ValueError(
+                f"{key}.weights={weights}: each source needs a weight: "
+                f"{', '.join(names)}; 0 leaves it out"
+            )
+        checked = {
+            name: 0.0
+            if weights[name] == 0
+            else _number(f"{key}.weights.{name}", weights[name], "from 0", "0.5")
+            for name in names
+        }
+        start = -(-tokens // sequence_length)
+        if not any(checked.values()):
+            raise ValueError(f"{key}.weights={weights}: one weight must be above 0")
+        if found and start <= max(found):
+            raise ValueError(
+                f"{key}.from_tokens={tokens}: stages stand in order; the one before "
+                "begins there or later"
+            )
+        found[start] = checked
+    return found
+
+
+def refuse_shared_files(sources: Sequence[Source]) -> None:
+    """Refuse a file that two sources read: it would count twice, or be trained and validated."""
+    seen: dict[str, str] = {}
+    for source in sources:
+        hf = source.hf
+        if hf is not None and os.path.isdir(hf):
+            hf = os.path.realpath(hf)
+        names = source.files or (f"{hf}, split {source.split}",)
+        for name in names:
+            real = name if source.hf or is_remote(name) else os.path.realpath(name)
+            if real in seen:
+                raise ValueError(
+                    f"{source.key}: {name} is in {seen[real]} too; a file belongs to one source"
+                )
+            seen[real] = source.key

@@ -1,0 +1,247 @@
+"""Files behind addresses: a server that serves, one that falls silent, and none at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmexp.data import hub, places
+from llmexp.data.readers import Counts, documents
+from llmexp.data.stream import DataChanged
+
+from .test_corpus import ids_of, json_lines, made, texts_of
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+
+class Server:
+    """A web server of one file in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.mark = content, "one"
+        self.requests = 0
+        self.silent_after: int | None = None  # bytes of an answer
+        self.ranges = True
+        self.go_on = threading.Event()
+
+    def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
+        self.requests += 1
+        body, code = self.content, 200
+        found = re.match(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
+        if found and self.ranges:
+            code = 206
+            last = min(int(found[2] or len(body)), len(body) - 1)
+            place = f"bytes {found[1]}-{last}/{len(body)}"
+            body = body[int(found[1]) : last + 1]
+        request.send_response(code)
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("ETag", self.mark)
+        if self.ranges:
+            request.send_header("Accept-Ranges", "bytes")
+        if code == 206:
+            request.send_header("Content-Range", place)
+        request.end_headers()
+        if not with_body:
+            return
+        if self.silent_after is None:
+            request.wfile.write(body)
+            return
+        request.wfile.write(body[: self.silent_after])
+        request.wfile.flush()
+        self.go_on.wait(20)
+
+
+@contextlib.contextmanager
+def serving(content: bytes) -> Iterator[tuple[Server, str]]:
+    server = Server(content)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            server.answer(self, True)
+
+        def do_HEAD(self) -> None:
+            server.answer(self, False)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield server, f"http://127.0.0.1:{http.server_port}/web.jsonl"
+    finally:
+        server.go_on.set()
+        http.shutdown()
+        http.server_close()
+
+
+def plain(tmp_path: Path, count: int = 80) -> bytes:
+    return json_lines(tmp_path / "web.jsonl", texts_of("web", count)).read_bytes()
+
+
+def corpus_of(folder: Path, address: str, **changes: Any) -> Any:
+    json_lines(folder / "val.jsonl", texts_of("val", 10))
+    return made(folder, sources={"web": {"files": address}}, **changes)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_web_server_is_read_like_a_file_and_asked_once(tmp_path, ranges):
+    with serving(plain(tmp_path)) as (server, address):
+        server.ranges = ranges
+        first = corpus_of(tmp_path, address)
+        here = made(tmp_path, sources={"web": {"files": f"{tmp_path}/web.jsonl"}})
+        assert ids_of(first.train) == ids_of(here.train)
+        asked = server.requests
+        again = corpus_of(tmp_path, address)
+        assert server.requests == asked  # nothing is asked where shards are there
+        assert again.fingerprint == first.fingerprint
+        assert re.search(r"buckets and hub as they were on \d{4}-", again.description)
+        assert "as they were" not in first.description
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_large_file_of_a_web_server(tmp_path, ranges):
+    """Larger than any buffer: text is one stream, Parquet needs a server that sends parts."""
+    texts = [f"{n} " + "many words " * 60 for n in range(8000)]
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    assert len(content) > 2 * places.AHEAD_BYTES
+    with serving(content) as (server, address):
+        server.ranges = ranges
+        read = documents("data.sources.web.files", address, "text", False, Counts())
+        assert ["".join(document.pieces) for document in read] == texts
+        table = pyarrow.table({"text": [text + str(hash(text)) for text in texts]})
+        parquet.write_table(table, tmp_path / "a.parquet", compression="none")
+        server.content = (tmp_path / "a.parquet").read_bytes()
+        read = documents("data.sources.web.files", address, "text", False, Counts())
+        if ranges:
+            assert ["".join(one.pieces) for one in read] == table["text"].to_pylist()
+        else:
+            with pytest.raises(ValueError, match="range requests"):
+                list(read)
+
+
+def test_without_a_network_what_is_prepared_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "ANSWER_S", 2.0)
+    with serving(plain(tmp_path)) as (_, address):
+        first = corpus_of(tmp_path, address)
+    assert ids_of(corpus_of(tmp_path, address).train) == ids_of(first.train)
+    checked = corpus_of(tmp_path, address, ask_again=True)
+    assert ids_of(checked.train) == ids_of(first.train)
+    assert re.search(r"not asked now: .*cannot be read", checked.description)
+    with pytest.raises(ValueError, match=r"data\.sources\.web\.files=http.*cannot be read"):
+        corpus_of(tmp_path, address, cache_dir=f"{tmp_path}/other")
+
+
+def test_another_source_needs_no_answer_of_the_first(tmp_path):
+    with serving(plain(tmp_path)) as (_, address):
+        corpus_of(tmp_path, address)
+    both = {"web": {"files": address}, "val": {"files": f"{tmp_path}/other.jsonl"}}
+    json_lines(tmp_path / "other.jsonl", texts_of("other", 20))
+    assert set(made(tmp_path, sources=both).mixed.tokens) == {"web", "val"}
+
+
+def test_a_changed_file_is_seen_when_it_is_asked_for(tmp_path):
+    with serving(plain(tmp_path)) as (server, address):
+        first = corpus_of(tmp_path, address)
+        server.content, server.mark = plain(tmp_path, 81), "two"
+        assert ids_of(corpus_of(tmp_path, address).train) == ids_of(first.train)
+        new = corpus_of(tmp_path, address, ask_again=True)
+        assert len(new.train) > len(first.train)
+        assert ids_of(corpus_of(tmp_path, address).train) == ids_of(new.train)
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path, monkeypatch):
+    with serving(plain(tmp_path)) as (server, address):
+        real = places.open_file
+
+        def changing(key: str, place: str) -> Any:
+            server.mark = "two"
+            return real(key, place)
+
+        monkeypatch.setattr("llmexp.data.readers.open_file", changing)
+        with pytest.raises(DataChanged, match="changed while it was prepared"):
+            corpus_of(tmp_path, address)
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("silent_after", [0, 100])
+def test_a_server_that_falls_silent_is_given_up(tmp_path, monkeypatch, silent_after):
+    monkeypatch.setattr(places, "ANSWER_S", 1.0)
+    with serving(plain(tmp_path)) as (server, address):
+        server.silent_after = silent_after
+        start = time.monotonic()
+        with pytest.raises(ValueError, match=r"web\.jsonl: cannot be read \(no answer within"):
+            list(documents("data.sources.web.files", address, "text", False, Counts()))
+        assert time.monotonic() - start < 10
+    assert places.ANSWER_S <= 10
+
+
+def test_buckets_in_memory_and_globs(tmp_path):
+    system = fsspec.filesystem("memory")
+    content = plain(tmp_path)
+    for name in "ab":
+        system.pipe(f"/bucket/{name}.jsonl", content)
+    both = corpus_of(tmp_path, "memory://bucket/*.jsonl")
+    here = made(tmp_path, sources={"web": {"files": f"{tmp_path}/web.jsonl"}})
+    assert ids_of(both.train) == 2 * ids_of(here.train)
+    system.rm("/bucket", recursive=True)
+    assert ids_of(corpus_of(tmp_path, "memory://bucket/*.jsonl").train) == ids_of(both.train)
+    with pytest.raises(ValueError, match="no file matches there"):
+        corpus_of(tmp_path, "memory://bucket/*.json")
+
+
+def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, monkeypatch):
+    read = []
+    commits = ["c0ffee" * 6, "decaf0" * 6]
+
+    class Api:
+        def dataset_info(self, name: str) -> Any:
+            return SimpleNamespace(sha=commits[0])
+
+    def load_dataset(name: str, revision: str, split: str, streaming: bool) -> Any:
+        read.append((name, revision, split, streaming))
+        return [{"text": text} for text in texts_of(revision, 30)]
+
+    library = SimpleNamespace(HfApi=Api, load_dataset=load_dataset)
+    monkeypatch.setattr(hub, "need", lambda *arguments: library)
+    json_lines(tmp_path / "val.jsonl", texts_of("val", 10))
+    sources = {"web": {"hf": "someone/corpus"}}
+    first = made(tmp_path, sources=sources)
+    assert read == [("someone/corpus", commits[0], "train", True)]
+    assert f"someone/corpus at {commits[0][:12]}" in first.description
+    commits.pop(0)
+    assert ids_of(made(tmp_path, sources=sources).train) == ids_of(first.train)
+    assert len(read) == 1
+    assert ids_of(made(tmp_path, sources=sources, ask_again=True).train) != ids_of(first.train)
+    assert read[1][1] == commits[0]
+
+
+def test_records_of_a_stream_that_falls_silent(monkeypatch):
+    monkeypatch.setattr(places, "ANSWER_S", 0.2)
+    monkeypatch.setattr(places, "RECORDS", 2)
+    stop = threading.Event()
+
+    def records() -> Iterator[int]:
+        yield from range(4)
+        stop.wait(10)
+
+    found = places.next_in_time("data.sources.x.hf", "name", records())
+    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no answer within"):
+        next(found)
+    stop.set()
