@@ -87,6 +87,11 @@ class Train:
         auto=True,
         affects="rounding",
     )
+    deterministic: bool = knob(
+        "only deterministic algorithms, for bit-equal runs on CUDA; slower there",
+        affects="rounding",
+        default=False,
+    )
     data_digest: bool = knob("put a digest of each window's tokens into its row", affects="nothing")
     max_consecutive_skips: int = knob(
         "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"

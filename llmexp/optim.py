@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim._muon import muon as update_muon
+
+_MUON_KNOBS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
+    "adjust_lr_fn",
+)  # fmt: skip
 
 
 def _rate(key: str, value: float, *, zero: bool = True) -> float:
@@ -122,6 +128,34 @@ def sgd(
     )
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, which skips an update without a wait of the host."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        if skip is None or skip.device.type == "cpu":
+            return None if skip is not None and bool(skip) else super().step(closure)
+        self.step_unless(skip > 0)
+        return None
+
+    @torch.no_grad()
+    def step_unless(self, skip: Tensor) -> None:
+        """Update all, or nothing where `skip` (0-dim, bool) is true: each matrix is computed on a
+        copy, and the device chooses."""
+        for group in self.param_groups:
+            held: tuple[list[Tensor], ...] = ([], [], [])
+            self._init_group(group, *held)  # parameters, gradients, momenta
+            knobs = {key: value for key, value in group.items() if key in _MUON_KNOBS}
+            for parameter, gradient, momentum in zip(*held, strict=True):
+                new, new_momentum = parameter.clone(), momentum.clone()
+                update_muon([new], [gradient], [new_momentum], has_complex=False, **knobs)
+                parameter.copy_(torch.where(skip, parameter, new))
+                momentum.copy_(torch.where(skip, momentum, new_momentum))
+
+
 def muon(
     model: nn.Module,
     lr: float,
@@ -156,7 +190,7 @@ def muon(
             "optimizer=muon: the model has no hidden matrices; for example optimizer=adamw"
         )
     return [
-        torch.optim.Muon(
+        Muon(
             hidden,
             lr=_rate("lr", lr, zero=False),
             momentum=_decay("momentum", momentum),
@@ -195,6 +229,10 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
 
 def _guards(optimizer: Optimizer) -> bool:
     """Return whether the optimizer can be told on the device to leave everything as it is."""
+    if isinstance(optimizer, Muon):  # which chooses between whole matrices
+        return not any(
+            hasattr(p, "device_mesh") for g in optimizer.param_groups for p in g["params"]
+        )
     with_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.SGD) and with_momentum and not optimizer.state:
         return (

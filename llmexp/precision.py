@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 from typing import Any
 
 import torch
@@ -56,6 +57,18 @@ def apply(kind: str) -> None:
     """Process-wide matmul settings: TF32 only when it was asked for."""
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     torch.backends.cudnn.allow_tf32 = kind == "tf32"
+
+
+def make_deterministic() -> None:
+    """Take only algorithms that give the same bits each time, for the whole process; an operation
+    without one raises an error. Called before anything is computed on a device: cuBLAS reads its
+    workspace when it starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # nothing reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds in any order
+    torch.backends.cudnn.benchmark = False
 
 
 def parameter_dtype(kind: str) -> torch.dtype:

@@ -172,3 +172,26 @@ def test_muon_gives_the_head_to_adamw_where_the_model_names_it():
         muon, _ = optim.muon(model, lr=0.1)
         hidden = {id(p) for p in muon.param_groups[0]["params"]}
         assert [name for name, p in model.named_parameters() if id(p) in hidden] == on_muon
+
+
+def test_muon_decided_on_the_device_is_torchs_muon_to_the_bit():
+    """Also after an update that it skipped, the first one among them."""
+    model, (ours, _) = made("muon")
+    torchs_model, _ = made("muon")
+    named = dict(torchs_model.named_parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    knobs = {k: v for k, v in ours.param_groups[0].items() if k not in ("params", "initial_lr")}
+    hidden = [named[names[id(p)]] for p in ours.param_groups[0]["params"]]
+    torchs = torch.optim.Muon(hidden, **knobs)
+    for number, skipped in enumerate((True, False, True, False, False)):
+        give_gradients(model, number)
+        give_gradients(torchs_model, number)
+        before = state(model, [ours])
+        ours.step_unless(torch.tensor(skipped))
+        if skipped:
+            assert equal(state(model, [ours])[0], before[0])
+        else:
+            torchs.step()
+        assert all(
+            torch.equal(p, named[names[id(p)]]) for p in model.parameters() if id(p) in names
+        )

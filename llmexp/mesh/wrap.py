@@ -8,9 +8,11 @@ vocabulary split too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -45,10 +47,19 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def wrap(
-    mesh: Mesh, loss: WindowLoss, *, activation_checkpointing: str, compiled: bool
+    mesh: Mesh,
+    loss: WindowLoss,
+    *,
+    activation_checkpointing: str,
+    compiled: bool,
+    gathered: torch.dtype | None = None,
 ) -> nn.Module:
     """Return the module to train. Parameters keep their names; under sharding they become this
-    rank's parts."""
+    rank's parts.
+
+    FSDP gathers the matrices of blocks in the dtype `gathered`, in which autocast multiplies them
+    anyway, and reduces in fp32; None: as they are.
+    """
     if mesh.tensor is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -60,11 +71,20 @@ def wrap(
     elif compiled:
         loss.compile_trunk()
     if mesh.sharding is not None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         keep = mesh.once  # whole parameters from the first micro-batch to the last
         for block in blocks_of(loss.model):
-            fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep)
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+            rest = [m for m in block.modules() if not isinstance(m, nn.Linear) and _own(m)]
+            if gathered is not None and not _own(block):
+                policy = dataclasses.replace(
+                    policy, param_dtype=gathered, reduce_dtype=torch.float32
+                )
+                # Norms: autocast computes with their fp32 values. Hooks would cut a compiled graph.
+                if rest and not compiled:
+                    fully_shard(rest, mesh=mesh.sharding, reshard_after_forward=not keep)
+            fully_shard(block, mesh=mesh.sharding, reshard_after_forward=not keep, mp_policy=policy)
         # The root holds embedding, norm and head: everything is called through it.
         fully_shard(loss, mesh=mesh.sharding, reshard_after_forward=False)
         return loss
@@ -74,6 +94,11 @@ def wrap(
             loss, device_ids=ids, gradient_as_bucket_view=True
         )
     return loss
+
+
+def _own(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own, besides those of its parts."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:

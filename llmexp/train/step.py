@@ -199,6 +199,7 @@ def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
         loss,
         activation_checkpointing=config.parallelism.activation_checkpointing,
         compiled=config.train.compile is True,
+        gathered=torch.bfloat16 if parts.precision == "bf16" else None,
     )
     model.to(joined.device)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -195,6 +195,32 @@ def hook(event, context):
 """
 
 
+GATHERED = """
+import os, functools, torch
+from llmexp.train import step
+
+if os.environ["GATHER"] == "fp32":
+    step.mesh.wrap = functools.partial(
+        lambda wrap, *a, gathered, **k: wrap(*a, **k), step.mesh.wrap
+    )
+
+def hook(event, context):
+    if (event, context.step) == ("step_end", 1):
+        policy = context.model.blocks[0]._get_fsdp_state()._mp_policy
+        wanted = torch.bfloat16 if os.environ["GATHER"] == "bf16" else None
+        assert policy.param_dtype is wanted, policy
+"""
+
+
+def test_gathering_in_bf16_changes_no_bit(tmp_path, settings):
+    """Autocast multiplies with the same copies; norms are gathered in fp32."""
+    (tmp_path / "gathered.py").write_text(GATHERED)
+    more = ["parallelism=fsdp", "parallelism.nproc_per_node=2", "precision=bf16"]
+    more += ["--allow", "gathered", "hooks=[gathered.hook]", "train.max_steps=6"]
+    runs = [train(tmp_path, kind, *settings, *more, GATHER=kind) for kind in ("fp32", "bf16")]
+    assert exact(runs[0]) == exact(runs[1])
+
+
 def test_ranks_save_by_time_together(tmp_path, settings, whole):
     (tmp_path / "clock.py").write_text(CLOCK)
     more = ["checkpoint.every=null", "checkpoint.every_minutes=9"]
