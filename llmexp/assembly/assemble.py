@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import precision, schedule
+from llmexp import schedule
 from llmexp.assembly.parts import (
     DATA_COMMON,
     Shared,
@@ -89,8 +89,6 @@ def assemble(
     model of the user's has had its trial pass before the run's folder was made. Raises ConfigError.
     """
     saved, config, once = config, filled(config), (shared or Shared()).once
-    if config.train.deterministic:
-        precision.make_deterministic()
     place = placed(config)
     batch = solve_batch(config.batch, place.layout.dp_size)
     length = batch.sequence_length

@@ -39,6 +39,8 @@ class Placement:
 
 def placed(config: Config) -> Placement:
     """Return where a run computes. Raises ConfigError for what is not there."""
+    if config.train.deterministic:  # before the device computes anything
+        precision.make_deterministic()
     device = _device(config.train.device)
     layout = _layout(config, device)
     try:
