@@ -6,12 +6,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmexp.cli.preparing import Prepare
 from llmexp.config import Knob, conf_dir, knobs_of
 from llmexp.knobs import fields
 from llmexp.sweep.settings import Sweep
 
-KNOBS = fields() | {f"sweep.{name}": knob for name, knob in knobs_of(Sweep).items()}
-LINE = re.compile(r"(?P<setting>(?P<indent> *)(?P<name>\w+): *(?P<value>[^#]*?)) *(#.*)?$")
+KNOBS = fields() | {
+    f"{section}.{name}": knob
+    for section, kind in (("sweep", Sweep), ("prepare", Prepare))
+    for name, knob in knobs_of(kind).items()
+}
+LINE = re.compile(
+    r"(?P<setting>(?P<indent> *)[\"]?(?P<name>\w+)[\"]?: *(?P<value>[^#]*?)) *(#.*)?$"
+)
 
 
 def files() -> Iterator[Path]:

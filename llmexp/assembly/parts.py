@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,10 @@ from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Train, fill, refus
 from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
+from llmexp.data.work import Work
 
 T = TypeVar("T")
+CORPUS = "llmexp.data.corpus.corpus"
 DATA_COMMON = (
     "shuffle",
     "ignore_id",
@@ -94,6 +97,18 @@ def build_corpus(
         raise ConfigError(f"{error}{place_of(data, 'data')}") from None
 
 
+def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:
+    """Return what there is to prepare for each source of a filled config, and the cache folder.
+    Raises ConfigError."""
+    if (target := config.data["_target_"]) != CORPUS:
+        text = "is prepared as a whole, here; parts and clusters are for data=corpus"
+        raise refuse("data._target_", target, text)
+    try:
+        return corpus.work(config.data, tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
     """Return the id that ends a document where the run has document masks, else None. Raises
     ConfigError."""
@@ -112,13 +127,13 @@ def training_documents(config: Config) -> Iterator[Iterator[str]]:
     validation is none of them. Raises ConfigError for data that are not text."""
     knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
     target = knobs.pop("_target_")
-    if target == "llmexp.data.corpus.corpus":
+    if target == CORPUS:
         names = ("sources", "val", "on_bad_record", "cache_dir")
         return corpus.training_documents(**{name: knobs[name] for name in names})
     if target in ("llmexp.data.sources.text", "llmexp.data.sources.stdlib"):
         return sources.training_documents(**knobs)
     text = "has no documents of text; use data=corpus or data=text"
-    raise refuse("data._target_", target, text, "llmexp.data.corpus.corpus")
+    raise refuse("data._target_", target, text, CORPUS)
 
 
 def build_model(

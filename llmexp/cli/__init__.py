@@ -6,6 +6,8 @@ queue        how a run made with --queue is started
 resume       go on with a run or a sweep
 plan         check everything, print the banner, start nothing
 prepare      tokenise the data into the cache
+preparing    the section `prepare`: a part of the work, and where
+prepare_on_ray  the parts as tasks of a Ray cluster
 tokenizer    train a tokenizer
 explain      a knob, a number or a group on one screen
 derived      what `explain` knows about derived numbers

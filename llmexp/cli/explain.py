@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
+from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
 from llmexp.compose.hints import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
@@ -29,6 +30,12 @@ CHANGES = {
     "rounding": "rounding only: the result stays the same to its last digits",
     "nothing": "no result: names, records and time",
 }
+# Sections that are no part of a run's own config, and what each says.
+OF_COMMANDS: dict[str, tuple[type, str]] = {
+    "sweep": (Sweep, "the points of a sweep are run"),
+    "prepare": (Prepare, "llmexp prepare works"),
+}
+COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
 USAGE = """\
 usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -88,7 +95,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     )
     given = [str(o) for o in cfg.hydra.overrides.task]
     every = layers(loader, CONFIG_NAME, given)
-    flat = flatten(plain(config)) | {f"sweep.{k}": v for k, v in cfg.sweep.items()}
+    flat = flatten(plain(config))
+    flat |= {f"{name}.{key}": value for name in OF_COMMANDS for key, value in cfg[name].items()}
     tree: Any = OmegaConf.to_container(
         OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
     )
@@ -134,7 +142,7 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
         re.fullmatch(r"optimizer\.(\w+_)?lr", key)
         and flat.get("optimizer.lr_rule", "none") != "none"
     )
-    if (flat[key] in (None, "auto") or rate) and not key.startswith("sweep."):
+    if (flat[key] in (None, "auto") or rate) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
     return found
@@ -211,9 +219,10 @@ def group(
 def meaning(key: str, every: list[Layer]) -> str:
     """Return the documentation of a knob with its range: that of the typed section, else the
     comment in its YAML."""
-    known = fields() | {f"sweep.{name}": knob for name, knob in knobs_of(Sweep).items()}
-    if key in known:
-        return known[key].meaning
+    section, _, name = key.partition(".")
+    known = knobs_of(OF_COMMANDS[section][0]) if section in OF_COMMANDS else fields()
+    if (found := known.get(name if section in OF_COMMANDS else key)) is not None:
+        return found.meaning
     texts = (comment(layer, key) for layer in reversed(every) if key in layer.values)
     return next(filter(None, texts), "")
 
@@ -232,8 +241,8 @@ def comment(layer: Layer, key: str) -> str:
 
 def changes(key: str) -> str:
     """Return what another value changes."""
-    if key.startswith("sweep."):
-        return "how the points of a sweep are run, and no result of a run"
+    if key.startswith(COMMANDS):
+        return f"how {OF_COMMANDS[key.partition('.')[0]][1]}, and no result of a run"
     if key in SOMETIMES:
         return f"{CHANGES['result']} {SOMETIMES[key][1]}"
     if key.startswith("batch.") and affects(key) == "rounding":

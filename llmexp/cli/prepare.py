@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from llmexp.cli import hydra_flags
+from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
-from llmexp.config import ConfigError
-from llmexp.sweep import show
+from llmexp.compose.errors import user_errors
+from llmexp.config import Config, ConfigError
+from llmexp.sweep import ray, show
 
 HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
 
@@ -26,11 +30,23 @@ def prepare(arguments: list[str]) -> int:
         return hydra_flags.answer(args)
     if args.multirun:
         raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
+    with app.hydra_app(args.config_dir) as hydra:
+        cfg, _ = app.compose(hydra, args.overrides)
+        settings, typed = prepare_settings(cfg), app.typed(cfg)
+    if settings.on == "ray":
+        ray.need("prepare.on=ray")
     from llmexp.assembly.parts import build_corpus, build_tokenizer, filled
 
-    with app.hydra_app(args.config_dir) as hydra:
-        config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
+    config = filled(typed)
     tokenizer, model_config = build_tokenizer(config)
+    if settings.part is not None or settings.on == "ray":
+        prepare_apart(settings, config, tokenizer)
+    if settings.part is not None:
+        print(
+            f"part {settings.part} is prepared; once all parts are, `llmexp prepare` without "
+            "prepare.part joins them"
+        )
+        return 0
     ids = model_config.get("vocab_size") or tokenizer.n_vocab
     corpus = build_corpus(config, tokenizer, ids, write=True, ask_again=True)
     print(f"{corpus.description}; tokenizer {tokenizer.name}")
@@ -41,3 +57,28 @@ def prepare(arguments: list[str]) -> int:
         f"{len(corpus.val) if corpus.val is not None else 0:,} tokens"
     )
     return 0
+
+
+def prepare_settings(cfg: DictConfig) -> Prepare:
+    """Return the section `prepare`, checked. Raises ConfigError."""
+    with user_errors():
+        section: Any = OmegaConf.to_container(cfg.prepare, resolve=True, throw_on_missing=True)
+        return build_prepare(section)
+
+
+def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
+    """Write one part of the shards here, or all of them by tasks of Ray. Raises ConfigError."""
+    from llmexp.assembly.parts import corpus_work
+    from llmexp.cli.prepare_on_ray import write_all
+    from llmexp.data.prepared import prepare_part
+    from llmexp.data.work import Part
+
+    works, cache = corpus_work(config, tokenizer)
+    part = part_of(settings)
+    try:
+        if part is None:
+            write_all(works, cache)
+        else:
+            prepare_part(works, Part(*part), cache)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -78,8 +78,8 @@ def compose(
 def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
     refuse_code(cfg)
-    # hydra's own section has values that only a sweep fills; how a sweep is run is no part of a run
-    keys = [str(k) for k in cfg if k not in ("hydra", "sweep")]
+    # hydra's own has values that only a sweep fills; how a command works is no part of a run
+    keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare")]
     with user_errors(), variables_kept():
         tree: dict[str, Any] = {key: cfg[key] for key in keys}
         for key, node in tree.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llmexp.data.files import cache_folder
@@ -25,6 +26,7 @@ from llmexp.data.sections import (
 from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.data.work import Work, work_of
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
@@ -64,6 +66,20 @@ def corpus(  # noqa: PLR0913 (its knobs)
         except Forgotten:
             raise error from None
         return replace(found, description=f"{found.description}; not asked now: {error}")
+
+
+def work(data: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Path]:
+    """Return what there is to do for each source of the section `data`, and the cache folder.
+    Raises ValueError."""
+    check_kinds(data["val"], data["stages"], data["on_bad_record"])
+    cache = cache_folder(data["cache_dir"])
+    answers = Answers(cache, write=True, anew=True)
+    chosen, _ = read_sources(data["sources"], answers)
+    held_out, shares = read_validation(data["val"], answers)
+    sources = [*(replace(one, shares=shares) for one in chosen.values()), *held_out.values()]
+    refuse_shared_files(sources)
+    skip_bad = data["on_bad_record"] == "skip"
+    return [work_of(source, skip_bad, tokenizer, answers) for source in sources], cache
 
 
 def _corpus(  # noqa: PLR0913 (its knobs)

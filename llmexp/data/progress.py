@@ -22,7 +22,7 @@ class Progress:
     def __init__(self, what: str, write: bool, total: int = 0) -> None:
         self._what, self._total = what, total
         self._doing = "preparing" if write else "counting the tokens of"
-        self._text = 0  # bytes of text that were done
+        self._text = self._read = 0  # bytes of text that were done, of the total that were read
         self._began: tuple[float, int] | None = None  # when, and how far, with the first text
         self._started = self._shown = time.monotonic()
         self._bar: Any = None
@@ -32,13 +32,14 @@ class Progress:
         """Note that so many bytes of text are done. `read`: bytes of the total that were read; left
         out: they are the text itself."""
         self._text += n_bytes
-        read = self._text if read is None else read
+        # what has read a file to its end and closed it is nowhere
+        self._read = read = max(self._read, self._text if read is None else read)
         now = time.monotonic()
         if self._began is None and n_bytes:
             self._began = now, max(0, read - n_bytes)
         wait = QUIET_S
         if self._printed:  # in a file that a job writes for days a line every minute is enough
-            wait = max(QUIET_S, min((now - self._started) / 20, SELDOM_S))
+            wait = max(QUIET_S, min((now - self._started) / 10, SELDOM_S))
             wait = OFTEN_S if self._bar else wait
         if now - self._shown >= wait:
             self._shown = now

@@ -58,7 +58,10 @@ class Counts:
 
     def position(self) -> int:
         """Return how many bytes of the file at `place` were read; packed ones count as packed."""
-        return 0 if self.file is None or self.file.closed else self.file.tell()
+        try:
+            return self.file.tell() if self.file is not None else 0
+        except (OSError, ValueError):  # a stream of the web; a closed file
+            return 0
 
     def plus(self, other: Counts) -> Counts:
         return Counts(

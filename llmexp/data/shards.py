@@ -293,7 +293,8 @@ class _Shard:
         }
 
     def remove(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk, once more
+            self._file.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
@@ -306,7 +307,10 @@ def temporary(path: Path) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
     unfinished = temporary(path)
-    with flushed(unfinished) as file:
-        file.write(json.dumps(value).encode())
-    unfinished.replace(path)
+    try:
+        with flushed(unfinished) as file:
+            file.write(json.dumps(value).encode())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -64,6 +64,9 @@ class Own:
             raise AttributeError(name)
         return getattr(self.given, name)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # the lock stays here
+        return Own, (self.given,)
+
     def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
         """Return the ids of a text. Raises ValueError for what `encode_batch` must not return."""
         with self._lock:

@@ -43,14 +43,17 @@ class Knobs:
 
 def check(knobs: Knobs) -> None:
     """Raise ConfigError for knobs that no cluster takes, or where there is no Ray."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "hydra/launcher=ray: the package ray is not installed; pip install 'llmexp[ray]'"
-        )
+    need("hydra/launcher=ray")
     for key in ("cpus_per_run", "gpus_per_run"):
         value = getattr(knobs, key)
         if value is not None and not 0 <= value < float("inf"):
             raise refuse(f"hydra.launcher.{key}", value, "must be at least 0", 1)
+
+
+def need(asked: str) -> None:
+    """Raise ConfigError, naming what asked for it, where there is no Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"{asked}: the package ray is not installed; pip install 'llmexp[ray]'")
 
 
 def train(path: str, environment: dict[str, str]) -> int:
@@ -87,7 +90,7 @@ class Ray:
         self._left: dict[Any, Task] = {}
         self._running: set[Path] = set()
         if not ray.is_initialized():
-            connect(ray, knobs)
+            connect(ray, knobs.address, knobs.init, "hydra/launcher=ray")
             current.stack.callback(ray.shutdown)
         refuse_impossible(ray.nodes(), tasks, knobs)
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("WANDB_")}
@@ -133,18 +136,19 @@ class Ray:
                 self._ray.cancel(handle)
 
 
-def connect(ray: Any, knobs: Knobs) -> None:
-    """Connect to the cluster at the address, or start one on this machine. Raises ConfigError."""
+def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> None:
+    """Connect to the cluster at the address, or start one on this machine. Raises ConfigError,
+    naming what asked for it."""
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if knobs.address is None:
+    if address is None:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # else Ray listens on the machine's outer address
         given |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     handlers = {number: signal.getsignal(number) for number in PASSED_ON}
     try:
-        ray.init(address=knobs.address, **given | knobs.init)
+        ray.init(address=address, **given | init)
     except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"hydra/launcher=ray: ray.init failed: {error}") from None
+        raise ConfigError(f"{asked}: ray.init failed: {error}") from None
     finally:
         # Ray has put its own there, which end the process and report nothing
         for number, handler in handlers.items():

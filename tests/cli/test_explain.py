@@ -100,7 +100,7 @@ def test_what_there_is_not(capsys):
         ("clip.max_nrom", "Did you mean clip.max_norm?"),
         ("real_batch_sze", "Did you mean real_batch_size?"),
         ("gpt3", "there is no such key, group or number of a run. Known: name, batch, "),
-        ("gpt3", "tracker, experiment and "),
+        ("gpt3", "parallelism, tracker and "),
         ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
         ("", "a key is needed; for example"),
     ):
@@ -133,7 +133,7 @@ def test_every_knob_is_explained_on_one_screen(unsolved):
             for k in flatten(plain(config))
             if not k.endswith("._target_") and not k.startswith("user")
         ]
-        for key in [*keys, "sweep.halving", "model", "data", *DERIVED]:
+        for key in [*keys, "sweep.halving", "prepare.part", "model", "data", *DERIVED]:
             found = explain.explained(hydra.config_loader, cfg, config, key)
             lines = explain.written(found)
             assert len(lines) <= 24, key

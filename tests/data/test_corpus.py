@@ -7,8 +7,10 @@ import gzip
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import shards
+from llmexp.data import shards, work
 from llmexp.data.corpus import corpus
+from llmexp.data.corpus import work as corpus_work
+from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts, documents
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
+from tests.faults.helpers import small_disk
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -171,6 +176,103 @@ def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
     assert tree(files / "cut" / "corpus") == whole
 
 
+@pytest.mark.parametrize("of", [1, 3, 8])
+def test_parts_joined_are_the_whole(files, monkeypatch, of):
+    """Of one unit a source, and of several; a part that ran twice has nothing left to do."""
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
+    monkeypatch.setattr(work, "UNIT_BYTES", 2000)
+    for n in range(6):
+        json_lines(files / f"more{n}.jsonl", texts_of(f"more {n}", 10 * n + 1))
+    sources = {
+        "web": {"files": f"{files}/web.jsonl"},
+        "more": {"files": f"{files}/more*.jsonl"},
+    }
+    val = {"near": {"share": 0.2}, "far": {"files": f"{files}/val.jsonl"}}
+    made(files, sources=sources, val=val, cache_dir=f"{files}/whole")
+    written = []
+    write = shards.write_json
+
+    def noted(path: Path, value: Any) -> None:
+        written.append(path)
+        write(path, value)
+
+    monkeypatch.setattr(shards, "write_json", noted)
+    data = {
+        "sources": sources, "val": val, "stages": [], "on_bad_record": "refuse",
+        "cache_dir": f"{files}/parts",
+    }  # fmt: skip
+    works, cache = corpus_work(data, byte_level())
+    works = pickle.loads(pickle.dumps(works))
+    for number in (*range(1, of + 1), 1):
+        before = len(written)
+        prepare_part(works, work.Part(number, of), cache)
+    assert len(written) == before
+    assert len(written) == len(set(written)) > 15
+    assert {path.name for path in (files / "parts" / "corpus").rglob("*.json")} == {
+        path.name for path in written
+    }
+    made(files, sources=sources, val=val, cache_dir=f"{files}/parts")
+    assert len({path.name for path in written} - {"manifest.json"}) == len(
+        {path.name for path in (files / "whole").rglob("*-*.json")}
+    )
+    assert tree(files / "parts" / "corpus") == tree(files / "whole" / "corpus")
+
+
+@given(
+    st.lists(st.integers(1, 10**12), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 99)
+)
+def test_every_chunk_is_in_one_part(sizes, of, chunk):
+    total, start = sum(sizes), 0
+    parts = [work.Part(number, of) for number in range(1, of + 1)]
+    for size in sizes:
+        has = [part for part in parts if part.has(start, size, total, chunk)]
+        assert len(has) == 1
+        assert has[0].meets(start, size, total)
+        start += size
+
+
+def test_a_part_gets_its_share_of_one_large_file():
+    for of in (2, 3, 16):
+        parts = [work.Part(number, of) for number in range(1, of + 1)]
+        counts = [sum(part.has(0, 9, 9, chunk) for chunk in range(40 * of)) for part in parts]
+        assert max(counts) - min(counts) <= 2
+
+
+def test_what_was_killed_goes_on(files):
+    """Killed by the system while two sources are written, at any time: after a few chunks."""
+    script = PREPARE.replace("from tests.conftest import ROOT", SMALL_CHUNKS)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script, f"{files}/web.jsonl"]
+    subprocess.run([*command, f"{files}/whole", f"{files}/val.jsonl"], env=env, check=True)
+    cut = files / "cut" / "corpus"
+    last = len([*(files / "whole").rglob("*-*.json")]) - 2
+    for chunks in (1, 4, 9, last):
+        process = subprocess.Popen([*command, f"{files}/cut", f"{files}/val.jsonl"], env=env)
+        while process.poll() is None and len([*cut.glob("*/*-*.json")]) < chunks:
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -9
+        assert len([*cut.glob("*/manifest.json")]) == (chunks == last)
+    subprocess.run([*command, f"{files}/cut", f"{files}/val.jsonl"], env=env, check=True)
+    assert tree(cut) == tree(files / "whole" / "corpus")
+
+
+def test_a_full_disk_leaves_whole_chunks_and_there_it_goes_on(files, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 60_000)
+    json_lines(files / "web.jsonl", texts_of("web", 8000))
+    web = {"web": {"files": f"{files}/web.jsonl"}}
+    made(files, sources=web, cache_dir=f"{files}/whole")
+    with small_disk(files / "small", "400k") as disk:
+        cut = disk / "corpus"
+        with pytest.raises(ValueError, match=r"data\.cache_dir=.*No space left.*with room"):
+            made(files, sources=web, cache_dir=str(disk))
+        assert 1 <= len([*cut.rglob("*.json")]) < 8
+        assert not [*cut.rglob(f"*{shards.UNFINISHED}")]
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        made(files, sources=web, cache_dir=str(disk))
+        assert tree(cut) == tree(files / "whole" / "corpus")
+
+
 def test_a_share_is_of_documents_and_none_moves(files):
     small = made(files, val={"near": {"share": 0.1}})
     large = made(files, val={"near": {"share": 0.3}, "other": {"share": 0.1}})
@@ -259,13 +361,24 @@ def test_another_mixture_prepares_nothing(files, monkeypatch):
     assert counts[0] <= 10
 
 
+# Slowly, so that a kill meets it at work.
+SMALL_CHUNKS = """
+import time
+from llmexp.data import shards
+shards.CHUNK_BYTES, shards.JOB_BYTES, write = 200, 50, shards.write_json
+def slow(path, value):
+    time.sleep(0.02)
+    write(path, value)
+shards.write_json = slow
+"""
 PREPARE = """
 import sys
 from llmexp.data.corpus import corpus
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
 found = corpus(
-    sources={"web": {"files": sys.argv[1]}}, val={}, val_main=None, stages=[], max_epochs=None,
+    sources={str(n): {"files": name} for n, name in enumerate([sys.argv[1], *sys.argv[3:]])},
+    val={}, val_main=None, stages=[], max_epochs=None,
     on_bad_record="refuse", cache_dir=sys.argv[2], tokenizer=byte_level(), sequence_length=8,
 )
 print(len(found.train))

@@ -1,0 +1,66 @@
+"""`llmexp prepare` in parts and on Ray: the same shards, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+from llmexp.cli.prepare import prepare
+from llmexp.cli.preparing import build_prepare, part_of
+from llmexp.config import ConfigError
+from tests.conftest import llmexp
+from tests.data.test_corpus import tree
+
+CORPUS = ["data=corpus", "data.sources.a.files=a.jsonl", "data.sources.b.files=b.jsonl"]
+
+
+def test_a_part_is_read():
+    assert part_of(build_prepare({"part": "3/16", "on": "local"})) == (3, 16)
+    assert part_of(build_prepare({"part": None, "on": "ray"})) is None
+
+
+@pytest.mark.parametrize("part", ["0/16", "17/16", "a", "", "3", "-1/2", "1/0", "1/2/3", "1.5/2"])
+def test_what_is_no_part_is_refused(part):
+    with pytest.raises(ConfigError, match=r"prepare\.part=.*; for example prepare\.part=3/16"):
+        build_prepare({"part": part, "on": "local"})
+
+
+REFUSED = {
+    "where": (["prepare.on=moon", *CORPUS], "prepare.on=moon: must be one of local, ray"),
+    "both": (["prepare.on=ray", "prepare.part=1/2", *CORPUS], "Ray deals out the parts itself"),
+    "data": (["prepare.part=1/2"], "parts and clusters are for data=corpus"),
+    "file": (["prepare.part=1/2", *CORPUS], "no file matches"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    given, reason = REFUSED[name]
+    with pytest.raises(ConfigError, match=reason):
+        prepare([*given, "data.cache_dir=cache"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_ray_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"prepare.on=ray: .* pip install 'llmexp\[ray\]'"):
+        prepare([*CORPUS, "prepare.on=ray"])
+
+
+@pytest.mark.fresh
+def test_parts_as_tasks_of_ray(tmp_path):
+    """A real Ray on this machine."""
+    pytest.importorskip("ray")
+    pytest.importorskip("datasets")
+    for name in "ab":
+        lines = (json.dumps({"text": f"{name} {n} " * 9}) + "\n" for n in range(500))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    for extra in (["data.cache_dir=ray", "prepare.on=ray"], ["data.cache_dir=here"]):
+        done = llmexp("prepare", *CORPUS, *extra, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert done.out.splitlines()[-1] == "train 53,020 tokens, validation 0 tokens"
+    assert tree(tmp_path / "ray" / "corpus") == tree(tmp_path / "here" / "corpus")
