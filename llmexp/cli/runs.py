@@ -22,7 +22,7 @@ from typing import Any
 from llmexp import ending, fileio, rundir
 from llmexp.child import DONE, REFUSED
 from llmexp.compare.figures import number
-from llmexp.compare.reading import Sweep, clean_name, find, read_facts, read_status, state_of
+from llmexp.compare.reading import Sweep, clean_name, find, read_file, state_of
 from llmexp.compare.records import as_dict
 from llmexp.compare.rows import last_row
 from llmexp.compare.table import columns
@@ -90,11 +90,11 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
-def _line(path: Path, sweep: Sweep | None) -> Line:
-    status, facts = read_status(path), read_facts(path)
+def _line(path: Path, sweep: Sweep) -> Line:
+    status, facts = read_file(path / rundir.STATUS), read_file(path / rundir.RUN)
     if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
         ending.mend_status(path)
-        status = read_status(path)
+        status = read_file(path / rundir.STATUS)
     row = last_row(fileio.tail(path / rundir.METRICS, _TAIL))
     final = as_dict(status.get("summary")).get("final val/loss")
     losses = map(number, (final, row.get("val/loss"), row.get("train/loss")))
@@ -104,7 +104,7 @@ def _line(path: Path, sweep: Sweep | None) -> Line:
     changed = max((at for at in times if at is not None), default=None)
     return Line(
         path=path,
-        sweep=sweep.path if sweep else None,
+        sweep=sweep.path,
         name=clean_name(path),
         state=state_of(path, status),
         step=_whole(row.get("step")),
@@ -214,7 +214,7 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
         try:
             # Held, as training that starts meanwhile would lose what it reads.
             with rundir.locked(line.path) if yes else contextlib.nullcontext():
-                if read_status(line.path).get("state") != "finished":
+                if read_file(line.path / rundir.STATUS).get("state") != "finished":
                     continue
                 for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
                     print(f"{verb} {clean(old)} ({readable_size(size)})")

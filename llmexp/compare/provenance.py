@@ -31,7 +31,10 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
     lines = _code(known)
     if len({about.get("packages_sha256") for about in known.values()}) > 1:
         lists = [provenance.read_packages(folders[-1]) for folders in found.values()]
-        lines += _packages(lists)
+        names = dict.fromkeys(name for versions in lists for name in versions)
+        by_name = {name: {versions.get(name) or "none" for versions in lists} for name in names}
+        parts = [f"{name} {' or '.join(sorted(v))}" for name, v in by_name.items() if len(v) > 1]
+        lines += [f"The packages differ: {_some(parts)}."] if parts else []
     for key, title in _MACHINE.items():
         lines += _differing(f"The {title}", {run: about.get(key) for run, about in known.items()})
     if resumed := [name for name, folders in found.items() if len(folders) > 1]:
@@ -42,36 +45,25 @@ def differences(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _code(known: Mapping[str, dict[str, Any]]) -> list[str]:
-    repositories: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # of each run, by name
+    """Compare commits, and the uncommitted changes of one commit: by the diff, else by the names of
+    what has changed."""
+    commits: dict[str, dict[str, str]] = defaultdict(dict)  # of each run, by repository
+    changes: dict[str, dict[str, str]] = defaultdict(dict)  # the first run of each
     for run, about in known.items():
-        found = about.get("repositories")
-        for one in map(as_dict, found if isinstance(found, list) else ()):
-            repositories[str(one.get("name"))][run] = one
+        repositories = about.get("repositories")
+        for one in map(as_dict, repositories if isinstance(repositories, list) else ()):
+            name = str(one.get("name"))
+            commits[name][run] = str(one.get("commit") or "")[:10]
+            changed = one.get("diff_sha256") or sorted(map(str, one.get("changed") or []))
+            changes[name].setdefault(str(changed), run)
     lines = []
-    for name, having in repositories.items():
-        commits = {run: str(one.get("commit") or "")[:10] for run, one in having.items()}
-        differing = _differing(f"The commit of {name}", commits)
-        changes = {_changes(one): run for run, one in reversed(having.items())}
+    for name, of_runs in commits.items():
+        differing = _differing(f"The commit of {name}", of_runs)
+        if len(changes[name]) > 1 and not differing:
+            some = _some([changes[name][state] for state in sorted(changes[name])])
+            differing = [f"The uncommitted changes to {name} differ: see provenance/ of {some}."]
         lines += differing
-        if len(changes) > 1 and not differing:  # of one commit
-            some = _some([changes[state] for state in sorted(changes)])
-            lines.append(f"The uncommitted changes to {name} differ: see provenance/ of {some}.")
     return lines
-
-
-def _changes(one: dict[str, Any]) -> str:
-    """Return what tells two states of one commit apart: the diff, else the names of what has
-    changed."""
-    return str(one.get("diff_sha256") or sorted(map(str, one.get("changed") or [])))
-
-
-def _packages(lists: Sequence[dict[str, str]]) -> list[str]:
-    parts = []
-    for package in dict.fromkeys(name for versions in lists for name in versions):
-        versions = {versions.get(package) or "none" for versions in lists}
-        if len(versions) > 1:
-            parts.append(f"{package} {' or '.join(sorted(versions))}")
-    return [f"The packages differ: {_some(parts)}."] if parts else []
 
 
 def _differing(what: str, values: Mapping[str, Any]) -> list[str]:

@@ -35,14 +35,14 @@ DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 _FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 _LARGE = 200 * 2**20  # bytes of rows from which a second process is worth its start
-_KEYS, _LEVELS = 5000, 20  # of a config at most: aliases can make a short YAML file endless
+_KEYS = 5000  # of a config at most
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The ledger of a sweep, as far as it is legible."""
 
-    path: Path
+    path: Path | None = None
     swept: tuple[str, ...] = ()
     points: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder
     negligible: float | None = None  # nats below which a difference does not matter
@@ -63,27 +63,22 @@ def looks_like_run(path: Path) -> bool:
     return rundir.METRICS in there and bool(there & beside)
 
 
-def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep | None]], list[str]]:
+def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[str]]:
     """Return the run folders under paths and globs, each once, in the order given; and a line for
     what held none."""
-    found: dict[Path, tuple[Path, Sweep | None]] = {}
+    found: dict[Path, tuple[Path, Sweep]] = {}
     problems: list[str] = []
-    sweeps: dict[Path, Sweep | None] = {}
+    sweeps: dict[Path, Sweep] = {}
     for given in paths:
-        matches = [Path(given)]
-        if not os.path.lexists(given):
-            matches = [Path(p) for p in sorted(glob.glob(str(given), recursive=True))]
-        runs = [run for match in matches for run in _runs_at(match)]
-        if not matches:
-            problems.append(
-                f"{clean(given)}: there is nothing of that name; a run looks like "
-                "outputs/default/..."
-            )
+        there = os.path.lexists(given)
+        names = [given] if there else sorted(glob.glob(str(given), recursive=True))
+        runs = [run for name in names for run in _runs_at(Path(name))]
+        if not names:
+            why = "there is nothing of that name; a run looks like outputs/default/..."
+            problems.append(f"{clean(given)}: {why}")
         elif not runs:
-            problems.append(
-                f"{clean(given) or '.'}: is no run, and there is none below (a run folder has a "
-                f"{rundir.CONFIG})"
-            )
+            why = f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+            problems.append(f"{clean(given) or '.'}: {why}")
         for run in runs:
             try:
                 rundir.check_plain(run)
@@ -122,41 +117,34 @@ def _natural(path: Path) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts if p]
 
 
-def _sweep(path: Path, problems: list[str]) -> Sweep | None:
-    """Return the sweep whose folder this is; None where it is none."""
+def _sweep(path: Path, problems: list[str]) -> Sweep:
+    """Return the sweep whose folder this is; one without a path where it is none."""
     where = path / LEDGER
     if not where.is_file():
-        return Sweep(path) if (path / "multirun.yaml").is_file() else None
+        return Sweep(path if (path / "multirun.yaml").is_file() else None)
     tree = _json(where, problems)
-    known = tree.get("format")
-    if tree and known != LEDGER_FORMAT:
-        problems.append(
-            f"{where}: has format {clean(known)}, known is {LEDGER_FORMAT}; the runs speak for "
-            "themselves"
-        )
+    points, swept, form = (tree.get(key) for key in ("points", "swept", "format"))
+    if form != LEDGER_FORMAT or not isinstance(points, list) or not isinstance(swept, list):
+        if tree:
+            known = f"has format {clean(form)}, known is {LEDGER_FORMAT}, or is damaged"
+            problems.append(f"{where}: {known}; the runs speak for themselves")
         return Sweep(path)
-    if tree and not all(isinstance(tree.get(key), list) for key in ("points", "swept")):
-        problems.append(f"{where}: is damaged (no points or swept); the runs speak for themselves")
-    points = _listed(tree.get("points"), dict)
+    points = [point for point in points if isinstance(point, dict)]
     refused = [p for p in points if p.get("state") == "infeasible"]
     for p in refused[:10]:
         label, error = clean(p.get("label")), clean(p.get("error"))[:200]
         problems.append(f"{where}: {label} could not run: {error}")
-    by_folder = {p["folder"]: p for p in points if isinstance(p.get("folder"), str)}
-    planned = Counter(setting for p in points if (setting := _setting(p)) and _is_to_train(path, p))
-    swept = tuple(_listed(tree.get("swept"), str))
-    return Sweep(path, swept, by_folder, number(tree.get("negligible")), planned)
-
-
-def _listed(value: Any, kind: type) -> list[Any]:
-    """Return the members of that kind of what should be a list."""
-    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []
+    planned = Counter(_setting(p) for p in points if _is_to_train(path, p))
+    planned.pop(frozenset(), None)
+    by_folder = {str(p.get("folder")): p for p in points}
+    return Sweep(path, tuple(map(str, swept)), by_folder, number(tree.get("negligible")), planned)
 
 
 def _setting(point: dict[str, Any]) -> frozenset[str]:
     """Return the overrides of a sweep's point less its seed; empty where they are not known."""
-    overrides = _listed(point.get("overrides"), str)
-    return frozenset(o for o in overrides if not o.startswith("train.seed="))
+    overrides = point.get("overrides")
+    known = map(str, overrides if isinstance(overrides, list) else ())
+    return frozenset(o for o in known if not o.startswith("train.seed="))
 
 
 def _is_to_train(sweep: Path, point: dict[str, Any]) -> bool:
@@ -164,11 +152,11 @@ def _is_to_train(sweep: Path, point: dict[str, Any]) -> bool:
     behind."""
     if point.get("state") not in ("queued", "running", "preempted"):
         return False
-    state = read_status(sweep / str(point.get("folder"))).get("state")
+    state = read_file(sweep / str(point.get("folder")) / rundir.STATUS).get("state")
     return point.get("rung") is None and state not in ("finished", "failed")
 
 
-def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> list[Record]:
+def read(found: Sequence[tuple[Path, Sweep]], whole: bool = False) -> list[Record]:
     """Return the runs as records, with names that are unique. `whole`: all their columns will be
     needed."""
     columns = _columns([path / rundir.METRICS for path, _ in found], whole)
@@ -176,11 +164,6 @@ def read(found: Sequence[tuple[Path, Sweep | None]], whole: bool = False) -> lis
     for levels in (1, 2, 20):  # of parent folders in front
         tally = Counter(r.name for r in records)
         records = [_named(r, levels) if tally[r.name] > 1 else r for r in records]
-    seen = Counter[str]()
-    for i, r in enumerate(records):
-        seen[r.name] += 1
-        if seen[r.name] > 1:
-            records[i] = dataclasses.replace(r, name=f"{r.name} ({seen[r.name]})")
     return records
 
 
@@ -203,35 +186,30 @@ def _whole(path: Path) -> Columns:
     return Columns(path).load()
 
 
-def _record(path: Path, sweep: Sweep | None, columns: Columns) -> Record:
+def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
     problems = list(columns.problems)
     facts = _json(path / rundir.RUN, problems)
     status = _json(path / rundir.STATUS, problems)
     config = _config(path / rundir.CONFIG, problems)
     if lost := ends_early(status, facts, config.get("train.log_every"), columns["step"]):
         problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
-    of_sweep: dict[str, Any] = {}
-    if sweep:
-        point = sweep.points.get(os.path.relpath(path, sweep.path), {})
-        of_sweep = {
-            "swept": sweep.swept,
-            "negligible": sweep.negligible,
-            "rung": number(point.get("rung")),
-            "planned": sweep.planned.get(_setting(point), 0),
-        }
+    point = sweep.points.get(path.name, {})
     return Record(
         path=path,
         name=clean_name(path),
-        sweep=sweep.path if sweep else None,
+        sweep=sweep.path,
         state=state_of(path, status),
         config=config,
         facts=facts,
         status=status,
         columns=columns,
         problems=tuple(clean(p) for p in problems),
+        swept=sweep.swept,
+        negligible=sweep.negligible,
+        rung=number(point.get("rung")),
+        planned=sweep.planned.get(_setting(point), 0),
         lost=lost,
         last=columns.last,
-        **of_sweep,
     )
 
 
@@ -244,12 +222,9 @@ def state_of(path: Path, status: dict[str, Any]) -> str:
     return "cut" if (path / rundir.METRICS).exists() else "queued"  # a status that was lost
 
 
-def read_status(path: Path) -> dict[str, Any]:
-    return _json(path / rundir.STATUS, [])
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    return _json(path / rundir.RUN, [])
+def read_file(path: Path) -> dict[str, Any]:
+    """Return a JSON file of a run as an object, empty where there is none."""
+    return _json(path, [])
 
 
 def _load(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[Any, Any]:
@@ -287,25 +262,18 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     # a safe loader: plain values only
     tree = _load(path, lambda text: yaml.load(text, Loader=_LOADER), problems)
     flat: dict[str, Any] = {}
-    if not _flatten(tree, "", flat, 0):
-        problems.append(
-            f"{path}: is deeper or longer than a config is; what could be read is shown"
-        )
-    return flat
-
-
-def _flatten(tree: dict[Any, Any], prefix: str, flat: dict[str, Any], depth: int) -> bool:
-    """Add the leaves to `flat`, and tell whether all fitted."""
-    whole = True
-    for key, value in tree.items():
-        name = f"{prefix}{clean(key)}"[:200]
-        if len(flat) >= _KEYS or depth > _LEVELS:
-            return False
-        if isinstance(value, dict) and value:
-            whole &= _flatten(value, name + ".", flat, depth + 1)
+    waiting: list[tuple[str, Any]] = [("", tree)]
+    for _ in range(_KEYS):  # at most: aliases can make a short YAML file endless
+        if not waiting:
+            return flat
+        name, value = waiting.pop()
+        if isinstance(value, dict) and (value or not name):
+            inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
+            waiting += reversed(inner)
         else:
             flat[name] = _leaf(value)
-    return whole
+    problems.append(f"{path}: is deeper or longer than a config is; what could be read is shown")
+    return flat
 
 
 def _leaf(value: Any) -> Any:
