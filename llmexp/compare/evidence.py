@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 import numpy as np
 
@@ -24,18 +24,22 @@ from llmexp.labels import shown as value
 FEW = 3  # seeds that a setting needs before a spread can be estimated
 
 
-class Verdict(StrEnum):
-    """The knowledge of a setting beside the leading one."""
+class Verdict(Enum):
+    """The knowledge of a setting beside the leading one; `mark` is its word in the table."""
 
-    WORSE = "worse"  # seeds show it
-    BETTER = "better"  # seeds show it, though its mean, over other seeds, is not
-    NEGLIGIBLE = "negligible"  # seeds show a difference too small to matter
-    SAME = "same"  # seeds show that no difference matters
-    ROUNDING = "rounding"  # the same computation, so what differs is what rounding makes
-    UNDECIDED = "undecided"
-    FEW_SEEDS = "few seeds"  # undecided, as there are too few
-    BUDGET = "other budget"  # not comparable
-    TASK = "other task"
+    WORSE = "seeds show it", "worse"
+    BETTER = "seeds show it, though its mean, over other seeds, is not", "undecided"
+    NEGLIGIBLE = "seeds show a difference too small to matter", "same"
+    SAME = "seeds show that no difference matters", "same"
+    ROUNDING = "the same computation, so what differs is what rounding makes", "same"
+    UNDECIDED = "seeds leave it open", "undecided"
+    FEW_SEEDS = "too few seeds", "undecided"
+    BUDGET = "not comparable", "other budget"
+    TASK = "another validation text", "other task"
+
+    @property
+    def mark(self) -> str:
+        return self.value[1]
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,6 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
         found |= _losses(columns, rows, bool(reached))
-        found |= _on_named_sets(record, rows, bool(reached))
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if value is None:
@@ -236,36 +235,24 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
 def _losses(columns: Mapping[str, np.ndarray], rows: int, reached: bool) -> dict[str, float]:
     """Return the losses of the first `rows` rows, and the final one."""
     found = {}
-    for key in ("val/loss", "val/bits_per_byte"):
-        values = columns.get(key, np.zeros(0))
-        known, seen = _finite(values), _finite(values[:rows])
-        if len(known) and key == "val/loss":
-            found["final val/loss"] = float(known[-1])
-        if len(seen) and key == "val/loss":
-            found["best val/loss"] = float(seen.min())
-        if len(seen) and reached:
+    for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if reached else ():
+        if len(seen := _finite(columns, key, rows)):
             found[key] = float(seen[-1])
-    losses = _finite(columns.get("train/loss", np.zeros(0))[:rows])
-    if len(losses):
-        found["train/loss"] = float(losses[-max(10, math.ceil(TAIL * len(losses))) :].mean())
+    if len(known := _finite(columns, "val/loss", None)):
+        found["final val/loss"] = float(known[-1])
+    if len(seen := _finite(columns, "val/loss", rows)):
+        found["best val/loss"] = float(seen.min())
+    if len(seen := _finite(columns, "train/loss", rows)):
+        found["train/loss"] = float(seen[-max(10, math.ceil(TAIL * len(seen))) :].mean())
     return found
 
 
-def _on_named_sets(record: Record, rows: int, reached: bool) -> dict[str, float]:
-    """Return the losses on the named validation sets."""
-    found = {}
-    for key in named_sets(record.columns) if reached else ():
-        seen = _finite(record.columns[key][:rows])
-        if len(seen):
-            found[key] = float(seen[-1])
-    return found
+def _finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None) -> np.ndarray:
+    values = columns.get(key, np.zeros(0))[:rows]
+    return values[np.isfinite(values)]
 
 
 def columns_of(known: Iterable[str]) -> tuple[Column, ...]:
     """Return all columns, with those of the named validation sets among the keys `known`."""
     named = sorted(key for key in known if is_of_named_set(key))
     return (*COLUMNS, *(Column(key, key.replace("/", " "), "lower", 5) for key in named))
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]

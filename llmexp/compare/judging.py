@@ -26,11 +26,6 @@ from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Stan
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
-MARKS = {
-    Verdict.WORSE: "worse", Verdict.BETTER: "undecided", Verdict.NEGLIGIBLE: "same",
-    Verdict.SAME: "same", Verdict.ROUNDING: "same", Verdict.UNDECIDED: "undecided",
-    Verdict.FEW_SEEDS: "undecided", Verdict.BUDGET: "other budget", Verdict.TASK: "other task",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,17 +95,14 @@ def find_out(
         first = leader(ranked, level, sign)
         ordered.sort(key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
-    runs = [r for rival in ranked for r in rival.entry.taking_part]
-    tasks = len({task(r) for r in runs}) if loss else 1
+    tasks = len({task(r) for rival in ranked for r in rival.entry.taking_part}) if loss else 1
     for group in budgets:  # those of one budget can be told apart among themselves
         members = [r for r in group if r in ordered]
-        if members:
+        for other in members:
             lead = members[0] if members[0] is ordered[0] else leader(members, level, sign)
-            for other in members:
-                _judge(lead, other, level, negligible, sign)
-    if tasks > 1:
-        for rival in ordered:
-            rival.verdict, rival.size, rival.difference = Verdict.TASK, None, None
+            _judge(lead, other, level, negligible, sign)
+    for rival in ordered if tasks > 1 else ():
+        rival.verdict, rival.size, rival.difference = Verdict.TASK, None, None
     if ordered:
         ordered[0].verdict = None
     return Findings(
@@ -232,4 +224,4 @@ def _standing(r: Rival, f: Findings) -> Standing:
     if r.verdict == Verdict.BUDGET and sum(r.budget == other.budget for other in f.ranked) > 1:
         return Standing(f"{f.extreme} of budget")
     half, basis = (r.difference.half, r.difference.basis) if r.difference else (None, "")
-    return Standing(MARKS[r.verdict] if f.is_loss else "", r.size, half, basis)
+    return Standing(r.verdict.mark if f.is_loss else "", r.size, half, basis)

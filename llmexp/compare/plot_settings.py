@@ -10,15 +10,17 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, cells, scale
+from llmexp.compare.evidence import Verdict
 from llmexp.compare.figures import figure, half_width, shown
-from llmexp.compare.judging import MARKS
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
 from llmexp.compare.records import APART, Comparison, Entry
 from llmexp.labels import label, short_keys
 
 NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most
-_COMPARED = {"", *LEADING, *MARKS.values(), "lowest of budget", "highest of budget"} - set(APART)
+_COMPARED = {"", *LEADING, *(v.mark for v in Verdict), "lowest of budget", "highest of budget"} - {
+    *APART
+}
 
 
 def _swept(c: Comparison) -> list[Entry]:

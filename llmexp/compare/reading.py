@@ -126,7 +126,7 @@ def _sweep(path: Path, problems: list[str]) -> Sweep:
     points, swept, form = (tree.get(key) for key in ("points", "swept", "format"))
     if form != LEDGER_FORMAT or not isinstance(points, list) or not isinstance(swept, list):
         if tree:
-            known = f"has format {clean(form)}, known is {LEDGER_FORMAT}, or is damaged"
+            known = f"is damaged or newer (format {clean(form)}, known is {LEDGER_FORMAT})"
             problems.append(f"{where}: {known}; the runs speak for themselves")
         return Sweep(path)
     points = [point for point in points if isinstance(point, dict)]
