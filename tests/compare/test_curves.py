@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,14 +43,3 @@ def test_every_stretch_keeps_its_own_extremes(seed, n, limit):
         inside = [i for i in kept if i in bucket]
         assert min(y[i] for i in inside) == min(y[i] for i in bucket)
         assert max(y[i] for i in inside) == max(y[i] for i in bucket)
-
-
-def test_a_single_spike_in_a_long_run_stays():
-    y = np.full(10_000, 2.0)
-    y[7_123] = 900.0
-    assert 7_123 in downsample(y, 1_000)
-
-
-def test_too_small_a_limit_is_refused():
-    with pytest.raises(ValueError, match="limit=3"):
-        downsample(np.zeros(10), 3)

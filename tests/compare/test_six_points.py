@@ -88,18 +88,3 @@ def test_the_sweep_of_the_help_gives_both_readings_in_twelve_lines(tmp_path):
     assert {name: r["final val/loss"] for name, r in figures.items()} == pytest.approx(
         at_end, rel=1e-12
     )
-
-
-def test_the_shipped_sweep_over_cuts_of_one_batch_measures_rounding(tmp_path):
-    where = tmp_path / "sweep"
-    done = llmexp(
-        "train", "experiment=accumulation_iso_batch", *QUICK, "sweep.max_parallel=1",
-        f"hydra.sweep.dir={where}",
-        cwd=tmp_path, COLUMNS="80",
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    assert "warning" not in done.err
-    found = answer_of(done.out)
-    assert found[0].startswith("One computation, run 4 ways: val loss ")
-    assert len(found) <= 12
-    assert sum("same" in line.split() for line in found[1:]) == 3

@@ -44,28 +44,20 @@ def verdicts(
 LEAST = LENGTH * FLOPS / PEAK  # seconds for a sequence at the peak
 
 
-def test_a_step_as_long_for_a_larger_micro_batch_waits_for_the_host():
-    assert verdicts(1.0, 2 * LEAST, 0, 1, 2, 4) == [None, "launch-bound", "launch-bound"]
-
-
-def test_a_step_as_long_as_its_arithmetic_is_compute_bound():
-    assert verdicts(0, 2 * LEAST, 0, 1, 2, 4) == ["compute-bound"] * 3  # half of the peak
-
-
-def test_a_step_in_proportion_to_the_batch_far_from_the_peak_waits_for_memory():
-    assert verdicts(0, LEAST, 10 * LEAST, 4, 8) == [None, "memory-bound"]  # a tenth of the peak
-
-
-def test_one_device_is_launch_bound_before_it_is_compute_bound():
-    found = verdicts(16 * LEAST, 2 * LEAST, 0, 1, 2, 4, 8, 16, 32)
-    assert found == [
-        None,
-        "launch-bound",
-        "launch-bound",
-        "launch-bound",
-        "compute-bound",
-        "compute-bound",
-    ]
+@pytest.mark.parametrize(
+    ("launch", "arithmetic", "memory", "micros", "expected"),
+    [
+        # as long for a larger micro-batch; half of the peak; a tenth of the peak; a device's whole
+        # range
+        (1.0, 2, 0, (1, 2, 4), [None, "launch-bound", "launch-bound"]),
+        (0, 2, 0, (1, 2, 4), ["compute-bound"] * 3),
+        (0, 1, 10, (4, 8), [None, "memory-bound"]),
+        (16 * LEAST, 2, 0, (1, 2, 4, 8, 16, 32),
+         [None, *["launch-bound"] * 3, *["compute-bound"] * 2]),
+    ],
+)  # fmt: skip
+def test_what_limits_a_device(launch, arithmetic, memory, micros, expected):
+    assert verdicts(launch, arithmetic * LEAST, memory * LEAST, *micros) == expected
 
 
 def test_what_cannot_be_told_is_not_said():
@@ -127,7 +119,6 @@ def test_rows_of_two_ranks_carry_the_efficiency_against_the_grid(grid):
     assert done.json("run.json")["single_rank_rate"] == alone
     for other, said in (
         ("batch.micro_batch_size=4", "batch.micro_batch_size (1 there, 4 here)"),
-        ("optimizer=sgd", "optimizer._target_ (llmexp.optim.adamw there, llmexp.optim.sgd here)"),
         ("metrics.single_rank_rates=nowhere", "no finished run of one rank is there"),
     ):
         unknown = llmexp(
