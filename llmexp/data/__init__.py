@@ -18,6 +18,7 @@ documents    text files as documents, for training and for validation
 encode       documents -> token ids
 prepare      token shards in the cache
 token_files  ids that somebody else has prepared
+megatron     the index of Megatron's token files
 cache        write into the token cache: lock, flush, errors
 progress     a line while a preparation lasts
 files        find and identify input files

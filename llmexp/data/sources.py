@@ -26,7 +26,7 @@ from llmexp.data.files import (
 )
 from llmexp.data.prepare import Split, prepare
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
-from llmexp.data.token_files import open_tokens
+from llmexp.data.token_files import documents_in, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
 
 
@@ -216,8 +216,8 @@ def tokens(
     sequence_length: int,
     write: bool = True,
 ) -> Corpus:
-    """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header), other .bin
-    (flat, `dtype`).
+    """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header) or of Megatron
+    (with its .idx), other .bin and OLMo's .npy (flat, `dtype`).
 
     All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the
     last `val_ratio` of the tokens is for validation.
@@ -247,6 +247,9 @@ def tokens(
             f"{sequence_length + 1:,}"
         )
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
+    counts = [count for p in arrays if (count := documents_in(p)) is not None]
+    if counts:
+        description += f", {_counted(sum(counts), 'document')} by their indexes"
     fingerprint: dict[str, Any] = {
         "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),
         "val_files": files_fingerprint(val_paths, [digests[p] for p in val_paths]),

@@ -1,5 +1,5 @@
-"""Files of token ids, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header), other .bin
-(flat)."""
+"""Files of token ids, memory-mapped: .npy (1-d integers, or flat as OLMo's), .bin of llm.c (has a
+header) or of Megatron (has an index beside it), other .bin (flat)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llmexp.data.megatron import index_of, read_index
+
+NUMPY = b"\x93NUMPY"
 # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
 LLM_C_HEADER_BYTES = 1024
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -22,15 +25,22 @@ def open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
         raise ValueError(f"{key}={path}: the file is empty (0 bytes)")
     try:
         if path.suffix == ".npy":
-            return _open_npy(path, size)
+            return _open_npy(path, size, dtype)
         if path.suffix == ".bin":
             return _open_bin(path, size, dtype)
     except ValueError as error:
         raise ValueError(f"{key}={path}: {error}") from None
+    if path.suffix == ".idx":
+        pair = f"is the index of {path.stem}.bin; name the .bin file, and the index is found"
+        raise ValueError(f"{key}={path}: {pair}; for example {key}={path.with_suffix('.bin')}")
     raise ValueError(f"{key}={path}: a token file ends in .npy or .bin; for text use data=text")
 
 
-def _open_npy(path: Path, size: int) -> np.ndarray:
+def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
+    with open(path, "rb") as file:
+        head = file.read(len(NUMPY))
+    if not NUMPY.startswith(head):  # OLMo's: ids without a header
+        return _open_flat(path, size, dtype)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header raises what its parser raises
@@ -46,13 +56,36 @@ def _open_npy(path: Path, size: int) -> np.ndarray:
     return array
 
 
+def documents_in(path: Path) -> int | None:
+    """Return how many documents the index beside a token file knows; None where there is none."""
+    there = path.suffix == ".bin" and index_of(path).exists()
+    return read_index(index_of(path)).documents if there else None
+
+
 def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
+    if index_of(path).exists():
+        return _open_megatron(path, size)
     header = np.zeros(3, "<i4")
     if size >= LLM_C_HEADER_BYTES:
         header = np.fromfile(path, "<i4", 3)
     magic, version, count = header.tolist()
     if magic in {known for known, _ in LLM_C_TYPES}:
         return _open_llm_c(path, size, (magic, version), count)
+    return _open_flat(path, size, dtype)
+
+
+def _open_megatron(path: Path, size: int) -> np.ndarray:
+    index = read_index(index_of(path))
+    expected = index.tokens * index.dtype.itemsize
+    if size != expected:
+        text = f"{index.tokens:,} {index.dtype.name} tokens = {expected:,} bytes"
+        raise ValueError(
+            f"{index_of(path).name} says {text}, the file has {size:,}; they are no pair"
+        )
+    return np.memmap(path, index.dtype, "r", shape=(index.tokens,))
+
+
+def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
         raise ValueError(

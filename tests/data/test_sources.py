@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import math
 import os
 import resource
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +336,83 @@ def test_token_files_that_are_not_whole_are_refused(name: str, content: Any, mes
         _tokens(name, val_ratio=0.0)
     assert name in str(refusal.value)
     assert "data.train_files" in str(refusal.value)
+
+
+def megatron(name: str, documents: list[list[int]], code: int, kind: str) -> bytes:
+    """Write a pair as Megatron's tools/preprocess_data.py does, a sequence a document; return the
+    index."""
+    lengths = np.array([len(ids) for ids in documents], "<i4")
+    Path(f"{name}.bin").write_bytes(b"".join(np.array(ids, kind).tobytes() for ids in documents))
+    starts = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(kind).itemsize
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(documents), len(documents) + 1)
+    index += lengths.tobytes() + starts.tobytes() + np.arange(len(documents) + 1).tobytes()
+    Path(f"{name}.idx").write_bytes(index)
+    return index
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")]
+)
+def test_pairs_of_megatron(code: int, kind: str) -> None:
+    documents = [[7, 8, 9, 100], [5], [], [3] * 20]
+    index = megatron("a", documents, code, kind)
+    corpus = _tokens("a.bin", val_ratio=0.0, dtype="uint32")
+    assert _all(corpus.train) == [*itertools.chain(*documents)]
+    assert "25 training tokens, 4 documents by their indexes" in corpus.description
+    Path("a.idx").write_bytes(index + bytes(4))  # with modes, as of images
+    assert len(_tokens("a.bin", val_ratio=0.0).train) == 25
+    with pytest.raises(ValueError, match=r"a\.idx: is the index of a\.bin; name the \.bin file"):
+        _tokens("a.idx", val_ratio=0.0)
+
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "magic": (lambda index: b"TNTIDX" + index[6:], "is no index of Megatron: it begins with b'TNT"),
+    "version": (
+        lambda index: index[:9] + bytes([2]) + index[10:],
+        "has version 2; known is version 1",
+    ),
+    "floats": (
+        lambda index: index[:17] + bytes([6]) + index[18:],
+        "type code 6; codes of whole numb",
+    ),
+    "type": (lambda index: index[:17] + bytes([4]) + index[18:], "sequence 1 does not begin where"),
+    "short": (
+        lambda index: index[:-1],
+        r"4 sequences and 5 document marks = 122 bytes, the file has 121",
+    ),
+    "header": (lambda index: index[:20], "is cut short: 20 bytes"),
+    "length": (lambda index: index[:34] + b"\x03" + index[35:], "sequence 1 does not begin where"),
+    "documents": (lambda index: index[:-1] + b"\x01", "its documents do not begin at 0, rise"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_pairs_that_do_not_fit_together_are_refused(name: str) -> None:
+    change, message = DAMAGED[name]
+    index = megatron("a", [[7, 8, 9, 100], [5], [], [3] * 20], 8, "<u2")
+    Path("a.idx").write_bytes(change(index))
+    with pytest.raises(ValueError, match=rf"data\.train_files=a\.bin: a\.idx.* {message}"):
+        _tokens("a.bin", val_ratio=0.0)
+
+
+def test_ids_of_another_index_are_refused() -> None:
+    megatron("a", [[7, 8, 9, 100], [5]], 8, "<u2")
+    os.truncate("a.bin", 8)
+    with pytest.raises(ValueError, match=r"a\.idx says 5 uint16 tokens = 10 bytes, the file has 8"):
+        _tokens("a.bin", val_ratio=0.0)
+
+
+def test_flat_files_of_olmo() -> None:
+    ids = np.arange(1000) % 257
+    ids.astype("<u2").tofile("a.npy")
+    assert _all(_tokens("a.npy", val_ratio=0.0).train) == ids.tolist()
+    ids.astype("<u4").tofile("b.npy")
+    assert _all(_tokens("b.npy", val_ratio=0.0, dtype="uint32").train) == ids.tolist()
+    with pytest.raises(ValueError, match=r"b\.npy: data\.dtype=uint16, .* uint32"):
+        _tokens("b.npy")
+    Path("c.npy").write_bytes(bytes(101))
+    with pytest.raises(ValueError, match=r"c\.npy: 101 bytes are no whole number of uint16"):
+        _tokens("c.npy")
 
 
 @pytest.mark.parametrize("position", [0, 50, 99])
