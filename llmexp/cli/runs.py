@@ -121,7 +121,8 @@ def described(folder: Path) -> list[dict[str, Any]]:
     of its end."""
     found = find([folder])[0]
     return [
-        _plain(_line(path, sweep)) | {"summary": as_dict(read_status(path).get("summary"))}
+        _plain(_line(path, sweep))
+        | {"summary": as_dict(read_file(path / rundir.STATUS).get("summary"))}
         for path, sweep in found
     ]
 
