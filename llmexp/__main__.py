@@ -18,6 +18,7 @@ llmexp: language-model pretraining experiments
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
   llmexp evaluate RUN[@STEP] [data=...] losses with standard errors, on its validation sets or other data
+  llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
   llmexp sync PATH...                   upload runs and sweeps to wandb, complete and without duplicates
@@ -65,6 +66,7 @@ COMMANDS = {
     "resume": "llmexp.cli.resume:resume",
     "sample": "llmexp.cli.sample:sample",
     "evaluate": "llmexp.cli.evaluate:evaluate",
+    "export": "llmexp.cli.export:export",
     "sync": "llmexp.tracker.sync:sync",
     "compare": "llmexp.cli.compare:run",
     "runs": "llmexp.cli.runs:run",

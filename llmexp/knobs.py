@@ -57,6 +57,7 @@ def _where(key: str, *values: Any) -> Acts:
 
 
 ACTS = {
+    "model.init_grow": Acts(("model.init_from",)),
     "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
     "train.sample_every": Acts(("train.sample_tokens",)),
     "train.profile_steps": Acts(("train.profile_start",)),
@@ -93,7 +94,12 @@ OPEN_AFFECTS = {
     "data.on_bad_record": "nothing",
     "tokenizer.download_timeout_s": "nothing",
 }
-OPEN_DEFAULTS = {"optimizer.lr_rule": "none", "optimizer.reference_batch": None}
+OPEN_DEFAULTS = {
+    "optimizer.lr_rule": "none",
+    "optimizer.reference_batch": None,
+    "model.init_from": None,
+    "model.init_grow": False,
+}
 
 
 @functools.cache

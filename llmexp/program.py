@@ -103,7 +103,7 @@ class Run:
     def model(self, step: int | None = None) -> nn.Module:
         """Return the model with the weights of a checkpoint (None: the newest whole one), on the
         CPU, in evaluation mode."""
-        from llmexp.assembly.naming import named_checkpoint
+        from llmexp.naming import named_checkpoint
         from llmexp.assembly.opening import open_run
 
         return open_run(*named_checkpoint(self._at(step)), warn).model.eval()

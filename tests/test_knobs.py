@@ -58,6 +58,19 @@ OTHER: dict[str, dict[str, Any]] = {
     "model.dropout": {"model.dropout": 0.3},
     "model.vocab_size": {"model.vocab_size": 384},
     "model.d_model": {"model.d_model": 24},
+    "model.head_dim": {"model.head_dim": 4},
+    "model.biases": {"model.biases": "qkv"},
+    "model.qk_norm": {"model.qk_norm": "head"},
+    "model.norm": {"model.norm": "post"},
+    "model.rope_scaling": {
+        "model.rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        }
+    },
+    "model.sliding_window": {"model.sliding_window": 4},
     "data.val_files": {"data.val_files": "more.txt"},
     "data.ignore_id": {"data.ignore_id": 32},
     "data.pattern": {"data.pattern": "copy"},
@@ -99,8 +112,8 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
 }
-# They need a GPU, a compiler, or several ranks, with which test_invariance compares.
-NOT_HERE = ("train.device", "train.compile", "metrics.single_rank_rates",
+# They need a GPU, a compiler, several ranks, with which test_invariance compares, or weights.
+NOT_HERE = ("model.init_from", "train.device", "train.compile", "metrics.single_rank_rates",
 "parallelism.nproc_per_node",
             "parallelism.nnodes", "parallelism.tensor_parallel_size",
             "parallelism.replicate_size")  # fmt: skip

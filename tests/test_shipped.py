@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -82,7 +83,9 @@ def test_every_knob_has_a_comment(path):
     if path.parent.name in ("experiment", "hydra"):
         assert "#" in path.read_text()  # a diff over documented knobs; it says what it is for
         return
-    section, in_defaults, based = "", False, "  - /base/" in path.read_text()
+    section, in_defaults = "", False
+    bases = re.findall(r"- (?:/base/)?(\w+)@_here_", path.read_text())
+    below = "".join((CONF / "base" / f"{base}.yaml").read_text() for base in bases)
     for line in path.read_text(encoding="utf-8").splitlines():
         key, colon, rest = line.strip().partition(":")
         if not colon or key.startswith(("#", "- ")):
@@ -93,7 +96,7 @@ def test_every_knob_has_a_comment(path):
         a_section = not value
         documented = "#" in rest or key == "_target_" or value == path.stem  # its own name
         documented |= section in ("hooks", "user", "hydra")  # explained above the key; Hydra's own
-        documented |= based and key in ("kind", "lr")  # explained in conf/base
+        documented |= re.search(rf"^{key}: .* # ", below, re.MULTILINE) is not None
         assert a_section or in_defaults or documented, f"{path.name}: {key}"
 
 

@@ -3,7 +3,6 @@
 assemble   config -> `Parts`: every check and every fact, then the solved `Run`
 placement  device, ranks and arithmetic
 parts      tokenizer, data, model and optimizers, each checked when it is built
-naming     RUN@STEP on a command line
 opening    a checkpoint for use without training
 targets    `_target_`: from a dotted name to a function, if its package is allowed
 fitting    which larger micro-batch would fit into memory

@@ -28,7 +28,9 @@ from llmexp.assembly.parts import (
     build_tokenizer,
     document_end,
     filled,
+    initial_weights,
     label_of,
+    model_maker,
     place_of,
 )
 from llmexp.assembly.placement import (
@@ -63,7 +65,7 @@ class Parts:
     precision: str
     tokenizer: Tokenizer
     corpus: Corpus
-    build_model: Callable[[], nn.Module]
+    build_model: Callable[..., nn.Module]  # fresh=False: a checkpoint follows
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
@@ -97,8 +99,8 @@ def assemble(
     tokenizer, model_section = once(
         "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
     )
-    config = dataclasses.replace(config, model=model_section)
-    bound = bind("model", config.model, {})
+    config = dataclasses.replace(config, model=model_section, batch=batch)
+    bound = model_maker(config.model)
     end = document_end(config, tokenizer)
     of_model = (bound, config.model, place.precision, config.train, end)
     make_model = functools.partial(build_model, *of_model)
@@ -107,9 +109,8 @@ def assemble(
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
     # Before the data are prepared for nothing.
-    positions = getattr(loss.model, "max_position_embeddings", None)
-    vocab_size = getattr(loss.model, "vocab_size", None)
-    check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
+    vocab_size = _check_sizes(loss.model, length, tokenizer)
+    initial = _initial(config.model, loss.model, tried)
     if _own(config.model) and not tried:
         target = str(config.model["_target_"])
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
@@ -124,7 +125,8 @@ def assemble(
     corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
 
     software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    facts = _facts(dataclasses.replace(config, batch=batch), place, loss, tokenizer, corpus, rates)
+    facts = _facts(config, place, loss, tokenizer, corpus, rates)
+    facts = dataclasses.replace(facts, **initial)
     run = solve(config, facts, functools.partial(_warmup, config.schedule), *software)
     solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
@@ -164,6 +166,24 @@ def _on_meta(
         model = make_model() if _own(optimizer) else once("model", deciding, make_model)
         make_optimizers(model)
         return WindowLoss(model)
+
+
+def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | None:
+    """Return the vocabulary of a model that has one. Raise ConfigError where sequences or token ids
+    are beyond the model."""
+    positions = getattr(model, "max_position_embeddings", None)
+    vocab_size: int | None = getattr(model, "vocab_size", None)
+    check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
+    return vocab_size
+
+
+def _initial(section: dict[str, Any], model: nn.Module, tried: bool) -> dict[str, Any]:
+    """Return the facts about the weights that the model begins with. Raise ConfigError for those
+    that do not fit; a run that was `tried` may go on without them."""
+    if (given := section.get("init_from")) is None:
+        return {}
+    found = None if tried else initial_weights(section, model)
+    return {"initial": str(given), "warnings": tuple(found[1]) if found else ()}
 
 
 def _facts(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from llmexp import precision, rundir
-from llmexp.assembly.parts import build_tokenizer, document_end, filled
-from llmexp.assembly.targets import bind
+from llmexp.assembly.parts import build_tokenizer, document_end, filled, model_maker
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.exchange.reading import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,9 @@ class Opened:
 def open_run(path: Path, step: int | None, warn: Callable[[str], None]) -> Opened:
     """Open a run's checkpoint: of `step`, or the newest whole one (`warn` is called for a damaged
     one). `naming.named_checkpoint` reads RUN@STEP. Nothing is written. Raises ConfigError."""
-    config, root = filled(rundir.built_config(path)), path / rundir.CHECKPOINTS
+    config = filled(rundir.built_config(path))
     try:
-        loaded = (
-            loading.latest(root, warn, kinds=("model",))
-            if step is None
-            else loading.load(root / f"step_{step:08d}", kinds=("model",))
-        )
-        if loaded is None:
-            raise ConfigError(f"{path}: has no checkpoint yet")
+        loaded = open_checkpoint(path, step, warn)
         tokenizer, section = build_tokenizer(config)
         model = _build(section)
         model.to(precision.parameter_dtype(config.precision.kind))
@@ -52,10 +47,10 @@ def open_run(path: Path, step: int | None, warn: Callable[[str], None]) -> Opene
     return Opened(path, loaded.step, config, tokenizer, model)
 
 
-def _build(section: dict[str, object]) -> nn.Module:
+def _build(section: dict[str, Any]) -> nn.Module:
     """Return the model of the section, with any weights. Raise ConfigError where there is no room
     for it: the config may be somebody else's."""
-    make = bind("model", section, {})
+    make = model_maker(section)
     try:
         with torch.device("meta"):
             make()

@@ -20,6 +20,7 @@ from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
+from llmexp.exchange.reading import Source, begin_with, check, open_source
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"
@@ -27,6 +28,10 @@ DATA_COMMON = (
     "shuffle",
     "ignore_id",
 )  # knobs of every data source that the loop reads, not the source
+MODEL_COMMON = (
+    "init_from",
+    "init_grow",
+)  # knobs of every model about its first weights, not of the model
 RATE_RULE = (
     "lr_rule",
     "reference_batch",
@@ -136,16 +141,35 @@ def training_documents(config: Config) -> Iterator[Iterator[str]]:
     raise refuse("data._target_", target, text, CORPUS)
 
 
+def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
+    """Return the function that makes the model of a filled section. Raises ConfigError for knobs
+    that it does not have."""
+    return bind("model", {k: v for k, v in section.items() if k not in MODEL_COMMON}, {})
+
+
+def initial_weights(section: dict[str, Any], model: nn.Module) -> tuple[Source, list[str]] | None:
+    """Return the weights that the model section names, and what grows beyond them; None without
+    any. Raises ConfigError where they do not fit the model."""
+    if (given := section.get("init_from")) is None:
+        return None
+    try:
+        source = open_source(given)
+        return source, check(source, section, model)
+    except ValueError as error:
+        raise ConfigError(f"model.init_from={given}: {error}") from None
+
+
 def build_model(
     make: Callable[[], Any],
     section: dict[str, Any],
     kind: str,
     train: Train,
     end: int | None = None,
+    fresh: bool = True,
 ) -> nn.Module:
     """Return what `make` makes of the model section, in the type of its parameters for the
-    precision `kind`, with the weights of this run's seed and twin. Raise ConfigError for what
-    cannot be trained."""
+    precision `kind`, with the weights of this run's seed and twin. `fresh` false: a checkpoint's
+    weights follow. Raise ConfigError for what cannot be trained."""
     torch.manual_seed(train.seed)
     model = make()
     dotted = section["_target_"]
@@ -165,6 +189,9 @@ def build_model(
             raise refuse("batch.document_mask", True, text, False)
         setattr(model, "document_end", end)  # noqa: B010
     model = model.to(precision.parameter_dtype(kind))
+    on_meta = any(p.is_meta for p in model.parameters())
+    if fresh and not on_meta and (initial := initial_weights(section, model)) is not None:
+        begin_with(model, initial[0])
     precision.nudge(model, train.seed, train.twin)
     return model
 

@@ -144,6 +144,9 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     if tp == 1:
         return
     check_split(config.model, tp)
+    if config.model.get("qk_norm", "none") != "none":
+        text = f"model.qk_norm={config.model['qk_norm']} is not computed on a part of the heads"
+        raise refuse("parallelism", p.kind, text, "fsdp")
     if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"
         raise refuse("parallelism", p.kind, text, "fsdp")

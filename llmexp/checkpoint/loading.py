@@ -222,6 +222,15 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
         _fill(tensor, name, loaded.model[name], opened)
 
 
+def whole_tensor(loaded: Loaded, name: str) -> Tensor:
+    """Return a parameter of the checkpoint, whole, in the dtype that it was saved in. Raises
+    CheckpointError."""
+    pieces = loaded.model[name]
+    found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype)
+    _fill(found, name, pieces, {})
+    return found
+
+
 def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Put the checkpoint's states and the values of the parameter groups into the optimizers.
 

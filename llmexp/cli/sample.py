@@ -7,9 +7,9 @@ import re
 import sys
 from typing import Any
 
-from llmexp.assembly.naming import named_checkpoint
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
+from llmexp.naming import named_checkpoint
 
 
 def sample(arguments: list[str]) -> int:

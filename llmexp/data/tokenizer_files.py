@@ -123,6 +123,7 @@ class HuggingFace:
         library = need("tokenizers", "tokenizer", f"reading {path}")
         try:
             self._tokenizer = library.Tokenizer.from_file(str(file))
+            self.content = file.read_text(encoding="utf-8")  # for an export
         except Exception as error:  # of the library's Rust side
             raise ValueError(f"tokenizer.path={path}: is no tokenizer.json ({error})") from None
         self._tokenizer.no_padding()
@@ -197,7 +198,7 @@ class SentencePiece:
 
     def __init__(self, path: str, content: bytes, end_of_text: str | None) -> None:
         library = need("sentencepiece", "tokenizer", f"reading {path}")
-        self._model = library.SentencePieceProcessor()
+        self._model, self.content = library.SentencePieceProcessor(), content
         try:
             self._model.LoadFromSerializedProto(content)
         except Exception:  # of the library's C++ side

@@ -86,7 +86,7 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
 
 def _tiktoken(text: str) -> bytes:
     """Return the lines of a .tiktoken file: each token's bytes in base64, and its id."""
-    character = {name: value for value, name in _byte_names().items()}
+    character = {name: value for value, name in byte_names().items()}
     vocabulary = json.loads(text)["model"]["vocab"]
     lines = []
     for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
@@ -95,7 +95,7 @@ def _tiktoken(text: str) -> bytes:
     return b"".join(lines)
 
 
-def _byte_names() -> dict[int, str]:
+def byte_names() -> dict[int, str]:
     """Return the character that stands for each byte in a byte-level vocabulary (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 
 def check_sizes(**sizes: int) -> None:
     """Raise ValueError for the first of `sizes` (name=value) that is no int above zero."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"model.{name}={value!r}: must be an integer above 0")
+
+
+def check_positive(**numbers: float) -> None:
+    """Raise ValueError for the first of `numbers` (name=value) that is not finite or not above
+    zero."""
+    for name, value in numbers.items():
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not 0 < value < math.inf:
+            raise ValueError(f"model.{name}={value!r}: must be a finite number above 0")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"model.{name}={value}: must be one of {', '.join(choices)}")
 
 
 def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:

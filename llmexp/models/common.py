@@ -53,5 +53,5 @@ def flops_per_token(model: Any, sequence_length: int) -> int:
     """
     linears = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
     matmul_parameters = sum(m.weight.numel() for m in linears) + model.head_weight.numel()
-    d_model: int = model.head_weight.shape[1]
-    return 6 * matmul_parameters + 12 * len(model.blocks) * sequence_length * d_model
+    width: int = model.blocks[0].attention.q_proj.out_features
+    return 6 * matmul_parameters + 12 * len(model.blocks) * sequence_length * width

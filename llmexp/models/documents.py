@@ -46,6 +46,20 @@ def find_documents(tokens_bt: Tensor, end: int) -> Documents:
     return Documents(positions_bt, None, (causal_ts & same_bts)[:, None])
 
 
+def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Documents:
+    """Return the documents with a mask that also keeps each token to the `window` tokens that end
+    with it."""
+    t = tokens_bt.shape[1]
+    index_t = torch.arange(t, device=tokens_bt.device)
+    back_ts = index_t[:, None] - index_t
+    mask_b1ts = ((back_ts >= 0) & (back_ts < window))[None, None]
+    if documents is None:
+        return Documents(index_t, None, mask_b1ts)
+    first_bt = index_t - documents.positions_bt
+    same_bts = first_bt[:, :, None] == first_bt[:, None, :]
+    return Documents(documents.positions_bt, None, mask_b1ts & same_bts[:, None])
+
+
 def attend(
     q_bhtk: Tensor,
     k_bgtk: Tensor,

@@ -45,6 +45,7 @@ class Facts:
     # tokens/s of the same run on one rank, where it was measured
     single_rank_rate: float | None = None
     compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
+    initial: str | None = None  # the weights that the model begins with, where they are given
     warnings: tuple[str, ...] = ()
 
 
@@ -93,6 +94,8 @@ class Run:
             flat.pop("sources")
         if not self.facts.compiled:
             facts.pop("compiled")
+        if facts["initial"] is None:
+            facts.pop("initial")
         return {**facts.pop("layout"), **facts, **flat}
 
 

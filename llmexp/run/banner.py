@@ -70,6 +70,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         *[("source", _source_text(run, source)) for source in run.sources],
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{f.model}, {f.parameters:,} parameters"),
+        *([("begins with", f.initial)] if f.initial else []),
         ("batch", batch_equation(run)),
         ("budget", budget),
         *([("rate", f.rates)] if f.rates else []),

@@ -124,7 +124,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
     CheckpointError."""
     console = open_console(path, parts, joined)
     loaded = newest_checkpoint(path, parts, joined, console)
-    setup = set_up(parts, joined)
+    setup = set_up(parts, joined, fresh=loaded is None)
     fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(setup)
     progress, meter, measured = resume(setup, loaded) if loaded else fresh
     if loaded:

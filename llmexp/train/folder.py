@@ -36,6 +36,11 @@ def is_finished(path: Path) -> bool:
     return True
 
 
+def goes_on(request: dict[str, Any]) -> bool:
+    """Return whether the folder of a request holds a checkpoint to go on from."""
+    return request["fixed"] and rundir.saved_step(Path(request["folder"])) is not None
+
+
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     """Return the run's folder, made now, or found with a run to go on with: (path, is new). Raises
     ConfigError."""

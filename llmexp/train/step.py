@@ -185,12 +185,13 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     np.random.seed(number % 2**32)
 
 
-def set_up(parts: Parts, joined: mesh.Mesh) -> Setup:
-    """Model, loss, wrapping, optimizers and scaler on this rank's device."""
+def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
+    """Model, loss, wrapping, optimizers and scaler on this rank's device. `fresh` false: a
+    checkpoint follows."""
     config = parts.config
     precision.apply(parts.precision)
     # on the CPU, the same on each rank: what is split is split from whole tensors
-    model = parts.build_model()
+    model = parts.build_model(fresh=fresh)
     if not joined.sharded:
         model.to(joined.device)
     loss = WindowLoss(model)

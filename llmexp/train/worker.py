@@ -58,7 +58,7 @@ def begin(argument: str, task: Task) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        parts = assemble(build(request["config"]), write=True)
+        parts = assemble(build(request["config"]), write=True, tried=folder.goes_on(request))
         task.path, fresh = path, _ = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+
+from tests.tools import option
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "model"
 PARAMETERS = {
@@ -19,6 +20,14 @@ PARAMETERS = {
     # 32768 tokens
     "llama_100m": 12 * (2 * 768**2 + 2 * 768 * 256 + 3 * 768 * 2048 + 2 * 768) + 32768 * 768 + 768,
     "llama_1b": 1_235_814_400,
+    # as published
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "mistral_7b": 7_241_732_096,
+    "olmo2_1b": 1_484_916_736,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "smollm2_135m": 134_515_008,
 }
 FILLED_IN = {"gpt_tiny": 320, "llama_100m": 32768}
 
@@ -29,15 +38,13 @@ def test_every_config_is_covered() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_config_builds_the_stated_model(name: str) -> None:
-    path = CONFIG_FOLDER / f"{name}.yaml"
-    arguments = OmegaConf.to_container(OmegaConf.load(path))
+    arguments = option(f"model/{name}")
+    del arguments["init_from"], arguments["init_grow"]  # of every model
     module_name, class_name = arguments.pop("_target_").rsplit(".", 1)
     model_class = getattr(importlib.import_module(module_name), class_name)
     assert list(arguments) == list(inspect.signature(model_class).parameters), (
         "every knob, in order"
     )
-    lines = path.read_text().splitlines()[1:]
-    assert all("  # " in line for line in lines), "a knob without its comment"
     assert (arguments["vocab_size"] is None) == (name in FILLED_IN)
     arguments["vocab_size"] = arguments["vocab_size"] or FILLED_IN[name]
     with torch.device("meta"):
@@ -46,3 +53,9 @@ def test_config_builds_the_stated_model(name: str) -> None:
     assert model.vocab_size == model.head_weight.shape[0]
     assert model.max_position_embeddings == arguments["max_position_embeddings"]
     assert model.flops_formula
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_knob_has_its_comment(family: str) -> None:
+    lines = (CONFIG_FOLDER.parent / "base" / f"model_{family}.yaml").read_text().splitlines()
+    assert all("  # " in line for line in lines[lines.index("") + 2 :])

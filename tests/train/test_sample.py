@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.assembly.naming import named_checkpoint
 from llmexp.assembly.opening import open_run
+from llmexp.naming import named_checkpoint
 from llmexp.train.sampling import print_sample, sample
 from tests.conftest import TINY, llmexp, train
 

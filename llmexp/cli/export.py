@@ -1,0 +1,53 @@
+"""`llmexp export RUN[@STEP] --to hf FOLDER`: a trained model in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llmexp import rundir
+from llmexp.compose import command_line
+from llmexp.config import ConfigError
+from llmexp.naming import named_checkpoint
+
+
+def export(arguments: list[str]) -> int:
+    """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
+    parser = argparse.ArgumentParser(
+        prog="llmexp export",
+        description="Write a trained model as a folder that transformers loads.",
+        epilog=command_line.ALLOW_HELP,
+    )
+    parser.add_argument("run", metavar="RUN[@STEP]", help="run folder; default: newest checkpoint")
+    parser.add_argument("--to", choices=["hf"], required=True, help="hf: Hugging Face transformers")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights; default: as trained"
+    )
+    args = parser.parse_args(command_line.take_allowed(arguments))
+    path, step = named_checkpoint(args.run)
+    if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
+        raise ConfigError(f"{args.folder}: is there already; name a new folder")
+    rundir.check_writable(args.folder, "FOLDER")
+    from llmexp.assembly.parts import build_tokenizer, filled
+    from llmexp.exchange import export as exchange
+    from llmexp.exchange.families import family_of
+    from llmexp.exchange.reading import open_checkpoint
+
+    config = filled(rundir.built_config(path))
+    try:
+        tokenizer, section = build_tokenizer(config)
+        family_of(section)  # before a large checkpoint is read
+        loaded = open_checkpoint(path, step, lambda text: print(text, file=sys.stderr))
+        done = exchange.export(loaded, section, tokenizer, args.folder, args.dtype, path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for text in done.notes:
+        print(f"note: {text}", file=sys.stderr)
+    print(
+        f"{args.folder}: {done.architecture} of step {done.step:,}, "
+        f"{done.parameters:,} parameters, {done.size / 2**20:,.1f} MiB"
+    )
+    print(f"use it: transformers.AutoModelForCausalLM.from_pretrained({str(args.folder)!r})")
+    return 0

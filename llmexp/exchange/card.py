@@ -1,0 +1,59 @@
+"""The page about an exported model: README.md, which the hub shows as the model card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmexp import rundir
+
+SHOWN = ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss")
+
+
+def card(path: Path, step: int, architecture: str) -> str:
+    """Return the page about the model of a run's checkpoint: what it is, its figures at that step,
+    its config."""
+    run, config = rundir.read_run(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
+    facts = [
+        ("model", f"{run.get('model')}, {run.get('parameters', 0):,} parameters"),
+        ("data", run.get("data")),
+        ("tokenizer", run.get("tokenizer")),
+        ("trained", f"{step:,} of {run.get('max_steps', 0):,} optimizer steps"),
+        ("precision", run.get("precision")),
+        ("llmexp commit", run.get("commit")),
+    ]
+    rows = [row for row in rundir.read_rows(path / rundir.METRICS) if row["step"] <= step]
+    figures = [(key, _last(rows, key)) for key in SHOWN]
+    lines = [f"| {name} | {value} |" for name, value in facts if value]
+    lines += [f"| {key} (step {at[0]:,}) | {at[1]:.4f} |" for key, at in figures if at]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [llmexp]
+---
+# {path.resolve().name}
+
+A {architecture} that llmexp has trained.
+
+| | |
+|---|---|
+{chr(10).join(lines)}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+
+The config of the run:
+
+```yaml
+{config.rstrip()}
+```
+"""
+
+
+def _last(rows: list[dict[str, float]], key: str) -> tuple[int, float] | None:
+    """Return (step, value) of the last row with the key."""
+    found = next((row for row in reversed(rows) if key in row), None)
+    return None if found is None else (int(found["step"]), found[key])

@@ -1,0 +1,215 @@
+"""Weights that a model begins with: of a Hugging Face folder, or of a checkpoint of ours. They are
+read tensor by tensor, so that no second copy of the model is held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from llmexp import rundir
+from llmexp.checkpoint import loading
+from llmexp.checkpoint.loading import Loaded, whole_tensor
+from llmexp.checkpoint.pieces import named_tensors
+from llmexp.exchange.families import USUAL, Rule, from_config
+from llmexp.naming import named_checkpoint
+
+INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+GROWING = ("vocab_size", "max_position_embeddings")
+# Knobs that two models with the same weights may have otherwise.
+FREE = ("_target_", "dropout", "init_from", "init_grow")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights in files. `knobs`: those of our model that computes the same. `rules`: how its
+    tensors make ours; `shapes` and `read`: by their names."""
+
+    name: str
+    target: str
+    knobs: Mapping[str, Any]
+    rules: list[Rule]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+
+def open_source(given: str) -> Source:
+    """Return the weights of a Hugging Face folder, or of RUN[@STEP]. Raises ValueError."""
+    folder = Path(given).expanduser()
+    if folder.is_dir() and not rundir.is_run(folder):
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                "is neither a run folder (no config.yaml) nor a Hugging Face folder (no "
+                "config.json)"
+            )
+        return of_folder(folder)
+    if not folder.exists() and "@" not in given:
+        raise ValueError(
+            "there is no such folder; a model of the hub is fetched by: hf download NAME "
+            "--local-dir FOLDER"
+        )
+    path, step = named_checkpoint(str(folder))
+    loaded = open_checkpoint(path, step, lambda text: None)
+    return of_checkpoint(loaded, rundir.built_config(path).model)
+
+
+def open_checkpoint(path: Path, step: int | None, warn: Callable[[str], None]) -> Loaded:
+    """Return the weights of a run's checkpoint: of a step, or of the newest whole one (`warn` is
+    called for a damaged one). Raises CheckpointError."""
+    root = path / rundir.CHECKPOINTS
+    if step is not None:
+        return loading.load(root / f"step_{step:08d}", kinds=("model",))
+    found = loading.latest(root, warn, kinds=("model",))
+    if found is None:
+        raise loading.CheckpointError(f"{path}: has no checkpoint yet")
+    return found
+
+
+def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
+    """Return the weights of a checkpoint of ours, whose run had this model section."""
+    rules = [Rule(name, (name,)) for name in loaded.model]
+    shapes = {name: pieces[0].shape for name, pieces in loaded.model.items()}
+    knobs = {key: value for key, value in section.items() if key not in FREE}
+    return Source(
+        str(loaded.path),
+        str(section["_target_"]),
+        knobs,
+        rules,
+        shapes,
+        lambda name: whole_tensor(loaded, name),
+    )
+
+
+def of_folder(folder: Path) -> Source:
+    """Return the weights of a Hugging Face folder. Raises ValueError for files that are missing,
+    that hold no safetensors, or whose model our models do not compute."""
+    config = _json(folder / "config.json")
+    family, knobs = from_config(config, str(folder / "config.json"))
+    if config.get("tie_word_embeddings") is None and "tied_head" not in knobs:
+        knobs |= {} if family.model_type == "gpt2" else {"tied_head": False}
+    opened = {file: _open(file) for file in _files(folder)}
+    place = {name: file for file, held in opened.items() for name in held.keys()}  # noqa: SIM118
+    prefix = "" if any(name.startswith("transformer.") for name in place) else "transformer."
+    names = {prefix + name if family.model_type == "gpt2" else name: name for name in place}
+    rules = list(family.tensors(knobs))
+    wanted = {rule.theirs for rule in rules}
+    tied = {"lm_head.weight"} if knobs.get("tied_head", True) else set()
+    extra = [n for n in names.keys() - wanted - tied if not n.endswith(family.ignored)]
+    if missing := sorted(wanted - names.keys()):
+        raise ValueError(f"{folder}: lacks {len(missing)} tensors: {', '.join(missing[:8])}")
+    if extra:
+        text = ", ".join(sorted(extra)[:8])
+        raise ValueError(f"{folder}: holds {len(extra)} tensors that no part of ours takes: {text}")
+
+    def held(name: str) -> Any:
+        return opened[place[names[name]]]
+
+    shapes = {n: tuple(held(n).get_slice(names[n]).get_shape()) for n in wanted}
+    label = f"{folder} ({family.architecture})"
+    return Source(
+        label, family.target, knobs, rules, shapes, lambda name: held(name).get_tensor(names[name])
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        shards = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
+        files = [folder / Path(str(shard)).name for shard in shards]
+    else:
+        files = [folder / ONE]
+    if missing := [file.name for file in files if not file.is_file()]:
+        if pickles := sorted(p.name for p in folder.glob("*.bin")):
+            raise ValueError(
+                f"{folder}: holds pickled weights ({pickles[0]}), which may run code when they are "
+                "read, and are not read here; save them as safetensors with transformers: "
+                "model.save_pretrained(DIR)"
+            )
+        raise ValueError(f"{folder}: {', '.join(missing[:4])} is missing; download it again")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}; download it again") from None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from None
+    return found
+
+
+def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Check that a model of this section can begin with the weights; return what grows, in words.
+
+    Raises ValueError that lists the knobs that differ, or the tensors.
+    """
+    if source.target != section["_target_"]:
+        raise ValueError(f"{source.name} holds a {source.target}, not a {section['_target_']}")
+    differing, grown = [], []
+    for key, theirs in source.knobs.items():
+        ours = section.get(key, USUAL.get(key))
+        if key in FREE or ours == theirs:
+            continue
+        if key == "max_position_embeddings" and not _has_table(model) and ours < theirs:
+            continue  # a limit only
+        if key in GROWING and ours > theirs:
+            if section.get("init_grow"):
+                grown.append(f"model.{key} grows from {theirs:,} to {ours:,}")
+                continue
+            differing.append(f"model.{key}={theirs} (or model.init_grow=true)")
+        else:
+            differing.append(f"model.{key}={'null' if theirs is None else theirs}")
+    if differing:
+        raise ValueError(f"{source.name} needs {' '.join(differing)}")
+    own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    covered = {name for rule in source.rules for name in rule.ours}
+    wrong = sorted(own.keys() ^ covered)
+    wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own)]
+    if wrong:
+        raise ValueError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
+    return grown
+
+
+def _has_table(model: nn.Module) -> bool:
+    return hasattr(model, "position_embedding")
+
+
+def _fits(rule: Rule, source: Source, own: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether the shape of a tensor of theirs is that of ours, or has fewer rows."""
+    if any(name not in own for name in rule.ours):
+        return True  # named before
+    given = source.shapes[rule.theirs]
+    rows, *width = given[::-1] if rule.transposed else given
+    shapes = [own[name] for name in rule.ours]
+    wanted = sum(shape[0] for shape in shapes)
+    same = rows == wanted or (len(shapes) == 1 and rows < wanted)
+    return same and all(list(shape[1:]) == width for shape in shapes)
+
+
+@torch.no_grad()
+def begin_with(model: nn.Module, source: Source) -> None:
+    """Copy the weights, which `check` has found to fit, into the model. Rows that they do not have
+    stay as they are."""
+    own = named_tensors(model)
+    for rule in source.rules:
+        theirs = source.read(rule.theirs)
+        if rule.transposed and theirs.ndim == 2:
+            theirs = theirs.T
+        start = 0
+        for name in rule.ours:
+            rows = theirs.shape[0] if len(rule.ours) == 1 else own[name].shape[0]
+            own[name][:rows].copy_(theirs[start : start + rows])
+            start += rows

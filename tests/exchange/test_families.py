@@ -1,0 +1,177 @@
+"""Our models against transformers' own, family by family, in fp64: what is exported computes the
+same there, and comes back as it went."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from llmexp.checkpoint.loading import Loaded, Stored
+from llmexp.data.tokenizers import as_tokenizer, byte_level
+from llmexp.exchange import reading
+from llmexp.exchange.export import export
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
+
+SIZES = {
+    "vocab_size": 61, "max_position_embeddings": 32, "n_layers": 2, "n_heads": 6, "d_model": 48,
+    "d_ff": 80,
+}  # fmt: skip
+SCALING = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GROUPED: dict[str, Any] = SIZES | {"n_kv_heads": 2, "rope_theta": 100.0, "norm_eps": 1e-4}
+MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "gpt2": (GPT2, SIZES),
+    "llama": (Llama, GROUPED),
+    "llama, scaled, head of its own": (
+        Llama,
+        GROUPED | {"rope_scaling": SCALING, "tied_head": False},
+    ),
+    "llama, biases": (Llama, GROUPED | {"biases": "all", "head_dim": 10}),
+    "qwen2": (Llama, GROUPED | {"biases": "qkv"}),
+    "qwen3": (Llama, GROUPED | {"qk_norm": "head", "head_dim": 12}),
+    "olmo2": (Llama, GROUPED | {"qk_norm": "full", "norm": "post", "tied_head": False}),
+    "mistral": (Llama, GROUPED | {"sliding_window": 5, "tied_head": False}),
+}
+# Under 200 sums of at most 80 terms one after another, each good to 80 x 1.1e-16, times ten.
+TOLERANCE = 2e-11
+
+
+def made(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of the kind with weights far from their first values, and its section."""
+    torch.manual_seed(0)
+    build, knobs = MODELS[kind]
+    model = build(**knobs).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model, {"_target_": f"{build.__module__}.{build.__name__}", **knobs}
+
+
+def stored(model: nn.Module, folder: Path) -> Loaded:
+    """The model as a checkpoint."""
+    file = folder / "model.safetensors"
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(tensors, file)
+    pieces = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        pieces[name] = [Stored(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
+    return Loaded(folder, 7, {}, {}, pieces, {})
+
+
+def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path]:
+    model, section = made(kind)
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    folder = tmp_path / "out"
+    tokenizer = as_tokenizer(byte_level())
+    export(stored(model, tmp_path), section, tokenizer, folder, None, tmp_path)
+    return model, section, folder
+
+
+def in_fp64(reference: nn.Module, knobs: dict[str, Any]) -> None:
+    """Let transformers' norms and rotary tables compute in fp64; they go through fp32 by
+    themselves."""
+
+    def norm(module: nn.Module) -> Any:
+        eps = module.variance_epsilon
+        return lambda x: module.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+    def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        width = knobs.get("head_dim") or knobs["d_model"] // knobs["n_heads"]
+        table = angles(x.shape[1], width, knobs["rope_theta"], knobs.get("rope_scaling"))
+        both = torch.from_numpy(np.concatenate((table, table), axis=-1))[None]
+        return both.cos(), both.sin()
+
+    for module in reference.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = norm(module)
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = rotary
+
+
+def angles(length: int, width: int, theta: float, scaling: dict[str, float] | None) -> np.ndarray:
+    """Angle of each position (rows) and feature pair (columns), wave by wave, as the paper of
+    Llama 3 and its code say."""
+    frequencies = []
+    for i in range(width // 2):
+        frequency = theta ** (-2 * i / width)
+        if scaling:
+            old, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            wave = 2 * math.pi / frequency
+            if wave > old / low:
+                frequency /= factor
+            elif wave >= old / high:
+                smooth = (old / wave - low) / (high - low)
+                frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        frequencies.append(frequency)
+    return np.arange(length)[:, None] * np.array(frequencies)[None, :]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model, section, folder = exported(kind, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa"
+    )
+    assert kind.split(",")[0] == reference.config.model_type
+    in_fp64(reference, section)
+    tokens_bt = torch.randint(0, 61, (2, 24))
+    ours, theirs = model(tokens_bt), reference(tokens_bt).logits
+    assert close(ours, theirs)
+    losses = [
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_bt[:, 1:].flatten())
+        for logits in (ours, theirs)
+    ]
+    assert abs(losses[0] - losses[1]) < TOLERANCE
+    for loss in losses:
+        loss.backward()
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    family, _ = reading.from_config(reference.config.to_dict(), "there")
+    own = dict(model.named_parameters())
+    seen = set()
+    for rule in family.tensors(section):
+        expected = gradients[rule.theirs]
+        expected = expected.T if rule.transposed and expected.ndim == 2 else expected
+        assert close(torch.cat([own[name].grad for name in rule.ours]), expected), rule.theirs
+        seen |= set(rule.ours)
+    assert seen == set(own)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
+    model, section, folder = exported(kind, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    again = tmp_path / "again"
+    reference.save_pretrained(again, max_shard_size="60KB")
+    assert (again / "model.safetensors.index.json").exists()
+    first, second = load_file(folder / "model.safetensors"), {}
+    for shard in again.glob("*.safetensors"):
+        second |= load_file(shard)
+    assert first.keys() == second.keys() - {"lm_head.weight"} | ({"lm_head.weight"} & first.keys())
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    build, knobs = MODELS[kind]
+    fresh = build(**knobs).double()
+    for place in (folder, again):
+        source = reading.open_source(str(place))
+        assert reading.check(source, section, fresh) == []
+        reading.begin_with(fresh, source)
+        for name, parameter in fresh.named_parameters():
+            assert torch.equal(parameter, dict(model.named_parameters())[name])

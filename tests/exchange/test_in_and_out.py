@@ -1,0 +1,132 @@
+"""A run goes out as a folder of Hugging Face and comes back as the first weights of another run, at
+the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from llmexp.__main__ import run as command
+from tests.conftest import TINY, Result, llmexp, train
+from tests.tools import same_state, weights
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("inout")
+    more = ("train.max_steps=4", "checkpoint.every=2", "train.log_every=1", "data.max_tokens=20000")
+    result = train(folder, "a", *more)
+    assert command(["export", str(result.folder), "--to", "hf", str(folder / "hf")]) == 0
+    return result
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert command(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_transformers_gives_the_same_ids_and_logits(trained: Result) -> None:
+    folder = trained.folder.parent / "hf"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "The na\u00efve fox's 12 dogs\n\n"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.eos_token_id == 256
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found = model.state_dict()
+    own = weights(trained, 4)
+    assert torch.equal(found["transformer.wte.weight"].double(), own["token_embedding.weight"])
+    page = (folder / "README.md").read_text()
+    assert f"| val/loss (step 4) | {trained.rows()[-1]['val/loss']:.4f} |" in page
+
+
+@pytest.mark.parametrize("source", ["hf", "a", "a@4"])
+def test_a_run_begins_with_the_weights_and_goes_on_without_them(
+    trained: Result, source: str, tmp_path: Path
+) -> None:
+    name = source.partition("@")[0]
+    shutil.copytree(trained.folder.parent / name, tmp_path / name)
+    more = [f"model.init_from={source}", "data.max_tokens=20000", "train.max_steps=3"]
+    more += ["checkpoint.save_initial=true", "checkpoint.every=1", "checkpoint.keep=null"]
+    stopped = [*TINY, *more, "hydra.run.dir=b", "train.stop_step=2"]
+    first = llmexp("train", *stopped, cwd=tmp_path)
+    assert first.code == 75, first.err
+    begun, given = weights(first, 0), weights(trained, 4)
+    assert all(torch.equal(begun[key], tensor) for key, tensor in given.items())
+    assert (
+        source.partition("@")[0] in json.loads((first.folder / "run.json").read_text())["initial"]
+    )
+    whole = train(tmp_path, "c", *more)
+    shutil.rmtree(tmp_path / name)
+    assert command(["resume", str(first.folder)]) == 0
+    same_state(first.checkpoint(3), whole.checkpoint(3))
+
+
+def test_a_larger_vocabulary_is_refused_or_grown(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = trained.folder.parent / "hf"
+    more = [f"model.init_from={source}", "model.vocab_size=384", "data.max_tokens=20000"]
+    text = told(capsys, "plan", *TINY, *more, "model.n_layers=3")
+    assert "model.n_layers=2" in text
+    assert "model.vocab_size=320 (or model.init_grow=true)" in text
+    more += ["model.init_grow=true", "checkpoint.save_initial=true", "train.max_steps=1"]
+    grown, given = weights(train(tmp_path, "b", *more), 0), weights(trained, 4)
+    key = "token_embedding.weight"
+    assert torch.equal(grown[key][:320], given[key])
+    assert grown[key][320:].std() == pytest.approx(0.02, rel=0.2)  # 64 x 16 of them
+    assert torch.equal(grown["final_norm.weight"], given["final_norm.weight"])
+
+
+def broken(folder: Path, what: str) -> None:
+    """Spoil a copy of a Hugging Face folder."""
+    if what == "pickle":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif what == "cut":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:99])
+    elif what == "gone":
+        (folder / "model.safetensors").unlink()
+    elif what == "lacking":
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["transformer.ln_f.bias"]
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": what}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("pickle", "holds pickled weights (pytorch_model.bin), which may run code"),
+        ("cut", "cannot be read"),
+        ("gone", "model.safetensors is missing; download it again"),
+        ("lacking", "lacks 1 tensors: transformer.ln_f.bias"),
+        ("bert", "model_type=bert: no model of ours computes it; known: gpt2, llama, mistral"),
+        ("llama", "config.json: lacks hidden_size"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    trained: Result, what: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.folder.parent / "hf", tmp_path / "hf")
+    broken(tmp_path / "hf", what)
+    found = told(capsys, "plan", *TINY, f"model.init_from={tmp_path / 'hf'}")
+    assert found.startswith("llmexp: model.init_from=")
+    assert text in found
+
+
+def test_exports_that_cannot_be_are_refused(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = str(trained.folder), str(tmp_path / "out")
+    assert "those of 2, 4" in told(capsys, "export", f"{run}@3", "--to", "hf", out)
+    there = str(trained.folder.parent / "hf")
+    assert "is there already" in told(capsys, "export", run, "--to", "hf", there)
+    assert not Path(out).exists()

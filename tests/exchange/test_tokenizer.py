@@ -1,0 +1,70 @@
+"""A tokenizer that was exported gives the same ids in Hugging Face's library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmexp.data.tokenizer_files import from_file
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
+from llmexp.data.train_tokenizer import train
+from llmexp.exchange.tokenizer import tokenizer_files
+from tests.data.common import encoding
+
+library = pytest.importorskip("tokenizers")
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+WORDS = [
+    "It's 1234567 dogs'\u2003and\n\n  cats",
+    "na\u00efve caf\u00e9 \u4f60\u597d \U0001f600",
+    "x <|endoftext|> y",
+    "",
+]
+
+
+def there(tokenizer: Tokenizer):
+    found = library.Tokenizer.from_str(tokenizer_files(tokenizer, 64)["tokenizer.json"])
+    found.encode_special_tokens = True
+    return found
+
+
+def trained(tmp_path: Path) -> Tokenizer:
+    texts = ["the cat sat on the mat, the cat's mat 12345", "caf\u00e9 caf\u00e9 aaaa aaaaaaa"] * 30
+    (tmp_path / "own.tiktoken").write_bytes(train(texts, 320, "gpt2").tiktoken)
+    return as_tokenizer(from_file(str(tmp_path / "own.tiktoken"), None, None))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained", "trained json"])
+def test_ids_are_the_same(kind: str, tmp_path: Path) -> None:
+    tokenizer = as_tokenizer(byte_level()) if kind == "bytes" else trained(tmp_path)
+    if kind == "trained json":
+        (tmp_path / "tokenizer.json").write_text(tokenizer_files(tokenizer, 64)["tokenizer.json"])
+        tokenizer = as_tokenizer(from_file(str(tmp_path), None, None))
+    other = there(tokenizer)
+
+    @settings(max_examples=200)
+    @given(TEXTS)
+    def same(text: str) -> None:
+        ids = tokenizer.encode_ordinary(text)
+        assert other.encode(text, add_special_tokens=False).ids == ids
+        assert other.decode(ids, skip_special_tokens=False) == text
+
+    for text in WORDS:
+        assert other.encode(text, add_special_tokens=False).ids == tokenizer.encode_ordinary(text)
+    same()
+    config = json.loads(tokenizer_files(tokenizer, 64)["tokenizer_config.json"])
+    assert config["eos_token"] == "<|endoftext|>"
+    assert config["model_max_length"] == 64
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
+def test_published_encodings_give_the_same_ids(name: str, tmp_path: Path) -> None:
+    tokenizer = encoding(name, tmp_path / "cache")
+    other = there(tokenizer)
+    for text in [*WORDS, Path(__file__).read_text()]:
+        ids = tokenizer.encode_ordinary(text)
+        assert other.encode(text, add_special_tokens=False).ids == ids
+    assert other.token_to_id("<|endoftext|>") == tokenizer._special_tokens["<|endoftext|>"]
