@@ -103,8 +103,8 @@ class Run:
     def model(self, step: int | None = None) -> nn.Module:
         """Return the model with the weights of a checkpoint (None: the newest whole one), on the
         CPU, in evaluation mode."""
-        from llmexp.naming import named_checkpoint
         from llmexp.assembly.opening import open_run
+        from llmexp.naming import named_checkpoint
 
         return open_run(*named_checkpoint(self._at(step)), warn).model.eval()
 

@@ -13,10 +13,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmexp import rundir
-from llmexp.naming import named_checkpoint
 from llmexp.compose import app, command_line, environment, hints
 from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.convert import build
+from llmexp.naming import named_checkpoint
 from llmexp.redact import redacted
 from llmexp.sweep import show
 

@@ -170,7 +170,7 @@ COMPLETIONS = [
     "tokens")}),
     ("llmexp train -m train.max_e", {"train.max_epochs="}),
     ("llmexp plan model=gpt_tiny model.n_l", {"model.n_layers="}),
-    ("llmexp train --config-dir own model=mi", {"model=mine"}),
+    ("llmexp train --config-dir own model=min", {"model=mine"}),
 ]  # fmt: skip
 
 
