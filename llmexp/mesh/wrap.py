@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from llmexp.mesh.groups import Mesh, gather_last
-from llmexp.models.chunked import VocabShard
 from llmexp.models.loss import WindowLoss
+from llmexp.models.operands import VocabShard
 from llmexp.models.recompute import blocks_of, recompute_blocks
 
 if TYPE_CHECKING:  # these take a second to import: a run on one rank, or under DDP, does without

@@ -4,7 +4,9 @@ gpt2, llama  the two families
 common       what both share: initial values, logits, FLOPs
 checks       checks of their arguments
 loss         `WindowLoss`: token ids and targets -> summed cross-entropy
-chunked      its kernel for large vocabularies, which never holds all logits
+chunked      its kernel for large vocabularies, which never holds all logits: on a CPU in tiles
+rows         the same on an accelerator, in chunks of whole rows
+operands     what both have in common
 recompute    activation checkpointing
 documents    causal attention, inside documents where a model knows their last id
 memory       what a forward pass keeps, counted

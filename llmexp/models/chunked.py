@@ -1,5 +1,6 @@
 """The summed cross-entropy of an output head, chunk by chunk, with its gradients made on the way
-forward: without ever holding all logits.
+forward: without ever holding all logits. This file has the function and its kernel for a CPU; that
+for an accelerator is in `rows`.
 
 Names end in their dimensions: b batch, t time (tokens), n rows (b x t, or a chunk of them), d model
 width, v vocabulary (this rank's part of it, or a tile of that), i tiles, 1 a dimension kept for
@@ -17,75 +18,30 @@ lie there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from llmexp.models import rows
+from llmexp.models.operands import IGNORE_INDEX, Dtypes, VocabShard, multiply, subtract_rows
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """One rank's part of an output head whose rows, the vocabulary, are split over several ranks.
-
-    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a
-    tensor in place over these ranks and return it; `gather` returns the ranks' tensors joined along
-    the last dimension.
-    """
-
-    first: int  # id of the first row of the part
-    size: int  # rows of the full vocabulary
-    sum: Callable[[Tensor], Tensor]
-    max: Callable[[Tensor], Tensor]
-    gather: Callable[[Tensor], Tensor]
-
-
-def chunk_sizes(device: torch.device) -> tuple[int, int]:
+def chunk_sizes(device: torch.device, vocab_size: int, compiled: bool = False) -> tuple[int, int]:
     """Rows per chunk, which bounds the memory for logits, and vocabulary per tile.
 
     On a CPU a tile of logits (512 x 2048 fp32, 4 MiB) stays in the cache between its product and
     its sums. On an accelerator large products and few launches count.
     """
-    return (512, 2048) if device.type == "cpu" else (4096, 1 << 30)
+    if not in_rows(device):
+        return 512, 2048
+    return rows.chunk_rows(device, vocab_size, compiled), vocab_size
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtype that the head's operands are rounded to, and the one that its products are computed
-    in.
-
-    They differ on a CPU without instructions for the first: rounding the operands and multiplying
-    in fp32 gives what the instructions would, and is many times faster than torch's loops in plain
-    C++.
-    """
-
-    operand: torch.dtype
-    compute: torch.dtype
-
-    @classmethod
-    def of(cls, h_nd: Tensor, weight_vd: Tensor) -> Dtypes:
-        device_type = h_nd.device.type
-        if torch.is_autocast_enabled(device_type) and h_nd.dtype != torch.float64:
-            operand = torch.get_autocast_dtype(device_type)
-        else:
-            operand = torch.promote_types(h_nd.dtype, weight_vd.dtype)
-        if device_type == "cpu" and operand.itemsize == 2:
-            native = operand == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            return cls(operand, operand if native else torch.float32)
-        return cls(operand, operand)
-
-    @property
-    def sums(self) -> torch.dtype:
-        return torch.float64 if self.compute == torch.float64 else torch.float32
-
-    @property
-    def scale(self) -> float:
-        """softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal
-        range."""
-        return 256.0 if self.compute == torch.float16 else 1.0
+def in_rows(device: torch.device) -> bool:
+    """Return whether chunks are of whole rows instead of tiles."""
+    return device.type != "cpu"
 
 
 @dataclass(frozen=True)
@@ -143,10 +99,15 @@ def _chunked_nll(
     needs: tuple[bool, bool],
     dtypes: Dtypes,
     shard: VocabShard | None,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the summed cross-entropy and, where needed, its gradients by `h_nd` and `weight_vd`,
     in one pass."""
-    rows_per_chunk, tile_size = chunk_sizes(h_nd.device)
+    rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0], compiled)
+    if in_rows(h_nd.device):
+        how = rows.How(rows_per_chunk, compiled)
+        found = rows.nll_by_rows(h_nd, weight_vd, targets_n, needs, dtypes, shard, how)
+        return found[0].sum(), found[1], found[2]
     head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
     nll = torch.zeros((), dtype=dtypes.sums, device=h_nd.device)
     grad_h_nd = grad_weight_vd = None
@@ -156,11 +117,11 @@ def _chunked_nll(
         grad_weight_vd = torch.zeros_like(weight_vd, dtype=dtypes.sums)
     h_nd = h_nd.to(dtypes.operand)
     for first in range(0, h_nd.shape[0], rows_per_chunk):
-        rows = slice(first, first + rows_per_chunk)
-        chunk = _Chunk.of(h_nd[rows], targets_n[rows], head)
+        cut = slice(first, first + rows_per_chunk)
+        chunk = _Chunk.of(h_nd[cut], targets_n[cut], head)
         softmax = _softmax(chunk, head, keep=any(needs))
         nll += softmax.nll_n1.sum()
-        grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[rows]
+        grad_chunk_nd = None if grad_h_nd is None else grad_h_nd[cut]
         _add_gradients(grad_chunk_nd, grad_weight_vd, chunk, softmax, head)
         del softmax  # its tiles would live beside those of the next chunk
     if shard is not None and grad_h_nd is not None:
@@ -174,13 +135,17 @@ def chunked_cross_entropy(
     """Return (b, t): the terms of `chunked_cross_entropy_sum`, without gradients."""
     dtypes = Dtypes.of(h_btd, weight_vd)
     h_nd, targets_n = h_btd.flatten(0, -2), targets_bt.flatten()
-    rows_per_chunk, tile_size = chunk_sizes(h_nd.device)
+    rows_per_chunk, tile_size = chunk_sizes(h_nd.device, weight_vd.shape[0])
     found = []
     with torch.no_grad(), torch.autocast(h_nd.device.type, enabled=False):
+        if in_rows(h_nd.device):
+            how, needs = rows.How(rows_per_chunk, compiled=False), (False, False)
+            nll_n, _, _ = rows.nll_by_rows(h_nd, weight_vd, targets_n, needs, dtypes, shard, how)
+            return nll_n.view(targets_bt.shape)
         head = _Head(weight_vd.to(dtypes.operand), dtypes, tile_size, shard)
         for first in range(0, h_nd.shape[0], rows_per_chunk):
-            rows = slice(first, first + rows_per_chunk)
-            chunk = _Chunk.of(h_nd[rows].to(dtypes.operand), targets_n[rows], head)
+            cut = slice(first, first + rows_per_chunk)
+            chunk = _Chunk.of(h_nd[cut].to(dtypes.operand), targets_n[cut], head)
             found.append(_softmax(chunk, head, keep=False).nll_n1)
     return torch.cat(found).view(targets_bt.shape)
 
@@ -235,38 +200,19 @@ def _add_gradients(
     for i, (start, e_nv) in enumerate(zip(head.starts(), softmax.tiles, strict=False)):
         c_n1 = softmax.c_ni[:, i : i + 1]
         if grad_h_nd is not None:
-            grad_h_nd.addcmul_(_matmul(e_nv, head.tile(start), dtypes.sums), c_n1)
+            grad_h_nd.addcmul_(multiply(e_nv, head.tile(start), dtypes.sums), c_n1)
         if grad_weight_vd is not None:
             scaled_nd = (chunk.h_nd * (c_n1 * dtypes.scale)).to(dtypes.compute)
             grad_tile_vd = grad_weight_vd[start : start + head.tile_size]
             if dtypes.compute == dtypes.sums:
                 grad_tile_vd.addmm_(e_nv.T, scaled_nd)
             else:
-                grad_tile_vd.add_(_matmul(e_nv.T, scaled_nd, dtypes.sums), alpha=1 / dtypes.scale)
+                grad_tile_vd.add_(multiply(e_nv.T, scaled_nd, dtypes.sums), alpha=1 / dtypes.scale)
     if grad_h_nd is not None:
         grad_h_nd.sub_(head.weight_vd[target_n] * chunk.here_n1)
     if grad_weight_vd is not None:
         rows_nd = (chunk.h_nd * chunk.here_n1).to(dtypes.sums)
-        _subtract_rows(grad_weight_vd, target_n, rows_nd)
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a @ b, with the result in `dtype`; on an accelerator never rounded to the operands'
-    dtype between."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
-
-
-def _subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:
-    """out[index] -= rows, repeated indices included, in an order that is the same each time."""
-    if out_vd.device.type == "cpu":
-        out_vd.index_add_(0, index_n, rows_nd, alpha=-1)
-    else:
-        # index_add_ would add atomically, in any order; this one sorts.
-        out_vd.index_put_((index_n,), -rows_nd, accumulate=True)
+        subtract_rows(grad_weight_vd, target_n, rows_nd)
 
 
 class _ChunkedNLL(torch.autograd.Function):
@@ -296,15 +242,20 @@ class _ChunkedNLL(torch.autograd.Function):
 
 
 def chunked_cross_entropy_sum(
-    h_btd: Tensor, weight_vd: Tensor, targets_bt: Tensor, shard: VocabShard | None = None
+    h_btd: Tensor,
+    weight_vd: Tensor,
+    targets_bt: Tensor,
+    shard: VocabShard | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum over targets other than -100 of the cross-entropy of `h @ weight.T`, in nats, fp32 (fp64
     in fp64).
 
     `h_btd` (b, t, d), `weight_vd` (v, d), `targets_bt` (b, t) ids below v, any other makes the sum
-    nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 (on an
-    accelerator 4096) rows of logits, and does no gradient work without grad mode. The gradient can
-    be taken once, and not differentiated again.
+    nan. Under autocast the operands are rounded to its dtype. It never holds more than 512 rows of
+    logits (on an accelerator as many as `rows.SHARE` of its memory has room for), and does no
+    gradient work without grad mode. The gradient can be taken once, and not differentiated again.
+    `compiled`: on an accelerator the softmax of a chunk runs through torch.compile.
 
     With a `shard`, `weight_vd` is this rank's part and the ranks of the shard call together, with
     the same h and targets. Each gets the whole sum and the whole gradient by h, and the gradient of
@@ -321,4 +272,5 @@ def chunked_cross_entropy_sum(
             (needs_h, needs_weight),
             dtypes,
             shard,
+            compiled,
         )

@@ -13,13 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.chunked import (
-    IGNORE_INDEX,
-    VocabShard,
-    chunk_sizes,
-    chunked_cross_entropy,
-    chunked_cross_entropy_sum,
-)
+from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cross_entropy_sum
+from llmexp.models.operands import IGNORE_INDEX, VocabShard
 
 KERNELS = ("auto", "chunked", "plain")
 
@@ -139,9 +134,10 @@ class WindowLoss(nn.Module):
             return "plain, compiled with the model"
         if not self.chunked:
             return "plain"
-        rows, tile = chunk_sizes(device)
+        vocab_size = self._head_weight().shape[0]
+        rows, tile = chunk_sizes(device, vocab_size, compiled_rows is not None)
         whole = "" if self.shard is None else f" of {self.shard.size}"
-        return f"chunked(rows={rows}, vocab={min(tile, self._head_weight().shape[0])}{whole})"
+        return f"chunked(rows={rows}, vocab={min(tile, vocab_size)}{whole})"
 
     def compile_trunk(self) -> None:
         """Run the trunk through torch.compile from now on, with the loss where `is_whole` says so;
@@ -215,7 +211,8 @@ class WindowLoss(nn.Module):
             return self._compiled_call(self._run_whole, tokens_bt, targets_bt)
         out = self._compiled_call(self._run_trunk, tokens_bt)
         if self.chunked:
-            return chunked_cross_entropy_sum(out, self._head_weight(), targets_bt, self.shard)
+            head, compiled = self._head_weight(), self._compiled
+            return chunked_cross_entropy_sum(out, head, targets_bt, self.shard, compiled)
         return plain_cross_entropy_sum(self._checked(out, tokens_bt), targets_bt)
 
     def _compiled_call(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -24,10 +24,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.models import chunked
-from llmexp.models.chunked import Dtypes, VocabShard, chunk_sizes, chunked_cross_entropy_sum
+from llmexp.models import rows as by_rows
+from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.models.loss import WindowLoss, plain_cross_entropy_sum
+from llmexp.models.operands import Dtypes, VocabShard
 from llmexp.models.sampling import generate
 
 
@@ -66,15 +68,18 @@ def relative_error(got: Tensor, expected: np.ndarray) -> float:
     std=st.sampled_from([0.02, 1.0, 30.0]),
     masked=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**32),
+    whole=st.booleans(),
 )
 def test_any_cut_is_exact_in_fp64(
-    n: int, d: int, v: int, rows: int, tile: int, std: float, masked: float, seed: int
+    n: int, d: int, v: int, rows: int, tile: int, std: float, masked: float, seed: int, whole: bool
 ) -> None:
+    """In tiles, as on a CPU, and in whole rows, as on an accelerator."""
     torch.manual_seed(seed)
     h, weight = leaves(n, d, v, std, torch.float64)
     targets = torch.randint(0, v, (1, n)).masked_fill(torch.rand(1, n) < masked, -100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "chunk_sizes", lambda device: (rows, tile))
+        patch.setattr(chunked, "chunk_sizes", lambda *_: (rows, tile))
+        patch.setattr(chunked, "in_rows", lambda _: whole)
         nll = chunked_cross_entropy_sum(h, weight, targets)
         (3 * nll).backward()
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
@@ -91,8 +96,17 @@ def test_any_cut_is_exact_in_fp64(
         assert not weight.grad.any()
 
 
+@pytest.fixture(params=["tiles", "rows"])
+def kernel_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The chunked loss of a CPU, and that of an accelerator in chunks of 512 rows."""
+    monkeypatch.setattr(chunked, "in_rows", lambda _: request.param == "rows")
+    monkeypatch.setattr(by_rows, "chunk_rows", lambda *_: 512)
+    return request.param
+
+
 @pytest.mark.parametrize("n", [4, 1100])
 @pytest.mark.parametrize("std", [0.02, 0.4])  # of the weights: as initialised, and sharpened
+@pytest.mark.usefixtures("kernel_of")
 def test_fp32_value_and_gradients(n: int, std: float) -> None:
     torch.manual_seed(0)
     h, weight = leaves(n, 64, 5000, std, torch.float32)
@@ -108,6 +122,7 @@ def test_fp32_value_and_gradients(n: int, std: float) -> None:
     assert relative_error(weight.grad, grad_weight) < 2e-6
 
 
+@pytest.mark.usefixtures("kernel_of")
 def test_a_loss_far_below_one_keeps_its_digits() -> None:
     """Confident rows: the loss is the log of one plus little, with logits of 60 around it."""
     torch.manual_seed(1)
@@ -129,13 +144,14 @@ def low_precision_path(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Both ways of a CPU with 16-bit floats, whatever instructions this one has."""
     native = request.param == "native"
     monkeypatch.setattr(
-        chunked.Dtypes,
+        Dtypes,
         "of",
         lambda h, weight: Dtypes(torch.bfloat16, torch.bfloat16 if native else torch.float32),
     )
     return request.param
 
 
+@pytest.mark.usefixtures("kernel_of")
 @pytest.mark.parametrize("n", [4, 700])
 @pytest.mark.parametrize("std", [0.02, 0.4])  # of the weights: as initialised, and sharpened
 def test_bf16_value(low_precision_path: str, n: int, std: float) -> None:
@@ -154,6 +170,7 @@ def test_bf16_value(low_precision_path: str, n: int, std: float) -> None:
     assert abs(nll.item() - value) < 4 * deviation + 2e-4 * value
 
 
+@pytest.mark.usefixtures("kernel_of")
 @pytest.mark.parametrize("std", [0.02, 0.4])
 def test_bf16_gradients_are_no_worse_than_autocast(low_precision_path: str, std: float) -> None:
     torch.manual_seed(4)
@@ -175,6 +192,7 @@ def test_bf16_gradients_are_no_worse_than_autocast(low_precision_path: str, std:
     assert errors["chunked"][1] < 1.05 * errors["plain"][1]
 
 
+@pytest.mark.usefixtures("kernel_of")
 def test_fp16_keeps_small_probabilities() -> None:
     torch.manual_seed(5)
     h, weight = leaves(64, 32, 50304, 0.02, torch.float32)
@@ -192,6 +210,7 @@ def test_fp16_keeps_small_probabilities() -> None:
     assert relative_error(weight.grad[other] / 65536, grad_weight[other]) < 1e-3
 
 
+@pytest.mark.usefixtures("kernel_of")
 def test_bf16_parameters_get_bf16_gradients() -> None:
     torch.manual_seed(6)
     h, weight = leaves(20, 16, 300, 0.02, torch.bfloat16)
@@ -206,6 +225,37 @@ def test_bf16_parameters_get_bf16_gradients() -> None:
     )
     assert nll.item() == pytest.approx(value, rel=2e-4)
     assert relative_error(weight.grad.float(), grad_weight) < 2**-8
+
+
+@pytest.mark.parametrize("n", [1024, 1030])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_one_small_graph_serves_all_chunks(
+    kind: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an accelerator that compiles: the last chunk too, evaluation too. The head's copy begins
+    its rows at aligned places, and its gradient does not know of it."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(by_rows.local_softmax, dynamic=False, backend=graphs)
+    monkeypatch.setattr(by_rows, "_compiled_softmax", lambda: compiled)
+    monkeypatch.setattr(by_rows, "chunk_rows", lambda *_: 256)
+    monkeypatch.setattr(chunked, "in_rows", lambda _: True)
+    torch.manual_seed(16)
+    h, weight = leaves(n, 64, 5003, 0.02, torch.float32)
+    targets = torch.randint(0, 5003, (1, n)).masked_fill(torch.rand(1, n) < 0.1, -100)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"):
+        nll = chunked_cross_entropy_sum(h, weight, targets, None, True)
+        with torch.no_grad():
+            assert chunked_cross_entropy_sum(h, weight, targets, None, True) == nll
+    nll.backward()
+    assert graphs.frame_count == 1
+    value, grad_h, grad_weight = reference(h[0], weight, targets[0])
+    assert nll.item() == pytest.approx(value, rel=2e-4 if kind == "bf16" else 1e-6)
+    # As above: in bf16 one rounding each of h, weight, the logits and their softmax.
+    most = 2**-8 if kind == "bf16" else 2e-6
+    assert relative_error(h.grad[0], grad_h) < most
+    assert relative_error(weight.grad, grad_weight) < most
+    assert weight.grad.shape == (5003, 64)
 
 
 class MatrixProducts(TorchDispatchMode):
@@ -257,12 +307,13 @@ class LargestTensor(TorchDispatchMode):
 def test_the_logits_are_never_whole() -> None:
     n, d, v = 1100, 4, 5000
     h, weight = leaves(n, d, v, 1.0, torch.float32)
-    rows, tile = chunk_sizes(h.device)
+    rows, tile = chunk_sizes(h.device, v)
     with LargestTensor() as largest:
         chunked_cross_entropy_sum(h, weight, torch.randint(0, v, (1, n))).backward()
     assert largest.numel == rows * tile < n * v
 
 
+@pytest.mark.usefixtures("kernel_of")
 @pytest.mark.parametrize("target", [-1, 100, 10**6])
 def test_a_target_outside_the_vocabulary_does_not_pass(target: int) -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
@@ -272,6 +323,7 @@ def test_a_target_outside_the_vocabulary_does_not_pass(target: int) -> None:
         assert math.isnan(chunked_cross_entropy_sum(h, weight, targets).item())
 
 
+@pytest.mark.usefixtures("kernel_of")
 def test_a_nan_spreads_to_the_loss() -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     with torch.no_grad():
@@ -281,6 +333,7 @@ def test_a_nan_spreads_to_the_loss() -> None:
     )
 
 
+@pytest.mark.usefixtures("kernel_of")
 def test_gradients_are_given_away_once() -> None:
     h, weight = leaves(5, 8, 100, 1.0, torch.float32)
     nll = chunked_cross_entropy_sum(h, weight, torch.zeros(1, 5, dtype=torch.long))
@@ -363,6 +416,7 @@ class Threads:
     std=st.sampled_from([0.02, 1.0, 30.0]),
     masked=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**32),
+    whole=st.booleans(),
 )
 def test_any_split_of_the_vocabulary_is_exact_in_fp64(
     ranks: int,
@@ -374,6 +428,7 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
     std: float,
     masked: float,
     seed: int,
+    whole: bool,
 ) -> None:
     torch.manual_seed(seed)
     h, weight = leaves(n, d, ranks * part, std, torch.float64)
@@ -389,7 +444,8 @@ def test_any_split_of_the_vocabulary_is_exact_in_fp64(
         return nll.detach(), *torch.autograd.grad(3 * nll, (own_h, own_weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "chunk_sizes", lambda device: (rows, tile))
+        patch.setattr(chunked, "chunk_sizes", lambda *_: (rows, tile))
+        patch.setattr(chunked, "in_rows", lambda _: whole)
         found = threads.run(work)
     value, grad_h, grad_weight = reference(h[0], weight, targets[0])
     # As in test_any_cut_is_exact_in_fp64; the ranks' sums add no more terms.

@@ -1,0 +1,105 @@
+"""What the kernels of the chunked loss have in common: the operands of its products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """One rank's part of an output head whose rows, the vocabulary, are split over several ranks.
+
+    The parts are contiguous, of equal size and in the order of the ranks. `sum` and `max` reduce a
+    tensor in place over these ranks and return it; `gather` returns the ranks' tensors joined along
+    the last dimension.
+    """
+
+    first: int  # id of the first row of the part
+    size: int  # rows of the full vocabulary
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtype that the head's operands are rounded to, and the one that its products are computed
+    in.
+
+    They differ on a CPU without instructions for the first: rounding the operands and multiplying
+    in fp32 gives what the instructions would, and is many times faster than torch's loops in plain
+    C++.
+    """
+
+    operand: torch.dtype
+    compute: torch.dtype
+
+    @classmethod
+    def of(cls, h_nd: Tensor, weight_vd: Tensor) -> Dtypes:
+        device_type = h_nd.device.type
+        if torch.is_autocast_enabled(device_type) and h_nd.dtype != torch.float64:
+            operand = torch.get_autocast_dtype(device_type)
+        else:
+            operand = torch.promote_types(h_nd.dtype, weight_vd.dtype)
+        if device_type == "cpu" and operand.itemsize == 2:
+            native = operand == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return cls(operand, operand if native else torch.float32)
+        return cls(operand, operand)
+
+    @property
+    def sums(self) -> torch.dtype:
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    @property
+    def softmax_shift(self) -> float:
+        """Keep a softmax, which is tiny where the vocabulary is large, out of fp16's subnormal
+        range: times 2^14 by an exponent that is larger by this."""
+        return 14 * math.log(2) if self.compute == torch.float16 else 0.0
+
+    @property
+    def softmax_scale(self) -> float:
+        return 2.0**14 if self.compute == torch.float16 else 1.0
+
+    @property
+    def scale(self) -> float:
+        """softmax * h is tiny where the vocabulary is large: keep it out of fp16's subnormal
+        range."""
+        return 256.0 if self.compute == torch.float16 else 1.0
+
+
+def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Multiply a @ b, with the result in `dtype`; on an accelerator never rounded to the operands'
+    dtype between."""
+    if a.dtype == dtype:
+        return torch.mm(a, b, out=out)
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=dtype, out=out)
+    product = a @ b
+    return product.to(dtype) if out is None else out.copy_(product)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
+    """Add alpha * (a @ b) to `out`, whose dtype may be wider: on an accelerator in the product
+    itself."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, alpha=alpha)
+    elif a.device.type == "cuda":
+        torch.addmm(out, a, b, alpha=alpha, out_dtype=out.dtype, out=out)
+    else:
+        out.add_(a @ b, alpha=alpha)
+
+
+def subtract_rows(out_vd: Tensor, index_n: Tensor, rows_nd: Tensor) -> None:
+    """out[index] -= rows, repeated indices included, in an order that is the same each time."""
+    if out_vd.device.type == "cpu":
+        out_vd.index_add_(0, index_n, rows_nd, alpha=-1)
+    else:
+        # index_add_ would add atomically, in any order; this one sorts.
+        out_vd.index_put_((index_n,), -rows_nd, accumulate=True)
