@@ -1,9 +1,10 @@
 """Mix several sources: which source the sequence k comes from, and how many of that source came
 before it.
 
-A pure function of k: the sources follow each other in a pattern that repeats, and the pattern is
-made from the weights alone. In every stretch that begins with a stage, each source has its share
-of the sequences to within one.
+A pure function of k and the weights. Weights in few whole parts make a pattern that repeats: in
+every stretch that begins with a stage, each source has its share of the sequences to within one.
+Other weights, such as the sizes of sources, split the sequences in two again and again: exactly
+too, and to within two.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from llmexp.data.order import sequence_index
 
-LONGEST = 1 << 14  # of a pattern; weights that need a longer one are rounded to parts of this
+LONGEST = 1 << 16  # of a pattern
+FINEST = 1 << 30  # parts that weights are rounded to where they need more: products stay in int64
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """Return whole numbers in the proportions of the weights, with the smallest sum: exactly where
-    a sum up to LONGEST can do that, else rounded to a sum of LONGEST.
+    a sum up to FINEST can do that, else rounded to a sum of FINEST.
 
     The weights are at least 0 and one is above 0; what is above 0 stays above 0.
     """
@@ -35,14 +38,14 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     divisor = math.gcd(*whole)
     whole = [number // divisor for number in whole]
     total = sum(whole)
-    if total <= LONGEST:
+    if total <= FINEST:
         return whole
-    rounded = [max(number > 0, number * LONGEST // total) for number in whole]
+    rounded = [max(number > 0, number * FINEST // total) for number in whole]
     # The largest remainders get what rounding down left; the largest gives what is too much.
-    order = sorted(range(len(whole)), key=lambda i: -(whole[i] * LONGEST % total))
-    for i in order[: max(0, LONGEST - sum(rounded))]:
+    order = sorted(range(len(whole)), key=lambda i: -(whole[i] * FINEST % total))
+    for i in order[: max(0, FINEST - sum(rounded))]:
         rounded[i] += 1
-    rounded[rounded.index(max(rounded))] -= sum(rounded) - LONGEST
+    rounded[rounded.index(max(rounded))] -= sum(rounded) - FINEST
     return rounded
 
 
@@ -70,15 +73,88 @@ def pattern(weights: Sequence[int]) -> np.ndarray:
     return found
 
 
+class Pattern:
+    """Sources that follow each other in a pattern."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights = np.array(weights, dtype=np.int64)
+        self._places = pattern(weights)  # the source at each place
+        self._turns = np.empty_like(self._places)  # how many places before have the same source
+        for source, weight in enumerate(weights):
+            self._turns[self._places == source] = np.arange(weight)
+
+    def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rounds, place = np.divmod(k, len(self._places))
+        found = self._places[place]
+        return found, rounds * self._weights[found] + self._turns[place]
+
+    def counts(self, k: int) -> np.ndarray:
+        rounds, rest = divmod(k, len(self._places))
+        partial = np.bincount(self._places[:rest], minlength=len(self._weights))
+        counts: np.ndarray = rounds * self._weights + partial
+        return counts
+
+
+class Halves:
+    """Sources as the leaves of a binary tree, whose nodes share out their sequences in two.
+
+    Of the first k sequences of a node the left one gets k times its share, rounded. The tree is
+    Huffman's: the share of a leaf in the nodes above falls as the reciprocals of Fibonacci numbers,
+    and so do the roundings that add up in it: to less than 1.7 sequences.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._sources = len(weights)
+        nodes: list[tuple[int, int, Any]] = [
+            (weight, i, i) for i, weight in enumerate(weights) if weight
+        ]
+        heapq.heapify(nodes)
+        while len(nodes) > 1:
+            (left, i, below), (right, _, beside) = heapq.heappop(nodes), heapq.heappop(nodes)
+            heapq.heappush(nodes, (left + right, i, (left, left + right, below, beside)))
+        self._root = nodes[0][2]
+
+    def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sources, turns = np.empty_like(k), np.empty_like(k)
+        waiting = [(self._root, np.arange(len(k)), k)]
+        while waiting:
+            node, where, turn = waiting.pop()
+            if isinstance(node, int):
+                sources[where], turns[where] = node, turn
+                continue
+            share, whole, left, right = node
+            before = _shared(turn, share, whole)
+            is_left = _shared(turn + 1, share, whole) > before
+            waiting.append((left, where[is_left], before[is_left]))
+            waiting.append((right, where[~is_left], (turn - before)[~is_left]))
+        return sources, turns
+
+    def counts(self, k: int) -> np.ndarray:
+        found = np.zeros(self._sources, dtype=np.int64)
+        waiting = [(self._root, k)]
+        while waiting:
+            node, count = waiting.pop()
+            if isinstance(node, int):
+                found[node] = count
+                continue
+            share, whole, left, right = node
+            first = int(_shared(count, share, whole))
+            waiting += [(left, first), (right, count - first)]
+        return found
+
+
+def _shared(k: Any, share: int, whole: int) -> Any:
+    """Return k x share / whole, rounded; the next k gives as many or one more."""
+    return k // whole * share + (2 * (k % whole) * share + whole) // (2 * whole)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stretch of the run with one set of weights."""
 
     start: int  # the first sequence of the run in it
     before: np.ndarray  # int64 [sources]: sequences of each source before it
-    weights: tuple[int, ...]  # in whole parts of `len(places)`
-    places: np.ndarray  # int64 [p]: the source at each place of the pattern
-    turns: np.ndarray  # int64 [p]: how many places before have the same source
+    order: Pattern | Halves
 
 
 class Mixture:
@@ -93,11 +169,8 @@ class Mixture:
         for start, weights in sorted(stages.items()):
             before = self.counts(start) if self.stages else np.zeros(len(weights), np.int64)
             whole = whole_weights(weights)
-            places = pattern(whole)
-            turns = np.empty_like(places)
-            for source, weight in enumerate(whole):
-                turns[places == source] = np.arange(weight)
-            self.stages.append(Stage(start, before, tuple(whole), places, turns))
+            order = Pattern(whole) if sum(whole) <= LONGEST else Halves(whole)
+            self.stages.append(Stage(start, before, order))
 
     def _starts(self) -> np.ndarray:
         return np.array([stage.start for stage in self.stages])
@@ -110,23 +183,15 @@ class Mixture:
         for number in np.unique(which).tolist():
             stage = self.stages[number]
             mine = which == number
-            rounds, place = np.divmod(k[mine] - stage.start, len(stage.places))
-            found = stage.places[place]
-            sources[mine] = found
-            positions[mine] = (
-                stage.before[found] + rounds * np.array(stage.weights)[found] + stage.turns[place]
-            )
+            found, turns = stage.order.at(k[mine] - stage.start)
+            sources[mine], positions[mine] = found, stage.before[found] + turns
         return sources, positions
 
     def counts(self, k: int) -> np.ndarray:
         """Return int64 [sources]: how many of the first `k` sequences come from each source."""
         stage = self.stages[int(np.searchsorted(self._starts(), max(0, k - 1), side="right")) - 1]
-        if k <= stage.start:
-            return stage.before.copy()
-        rounds, rest = divmod(k - stage.start, len(stage.places))
-        weights = np.array(stage.weights)
-        partial = np.bincount(stage.places[:rest], minlength=len(weights))
-        return stage.before + rounds * weights + partial
+        found: np.ndarray = stage.before + stage.order.counts(max(0, k - stage.start))
+        return found
 
 
 @dataclass(frozen=True)

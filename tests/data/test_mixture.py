@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.data.mixture import LONGEST, Mixed, Mixture, whole_weights
+from llmexp.data.mixture import FINEST, LONGEST, Mixed, Mixture, whole_weights
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3, 0.7, 1e-3, 12.5])),
@@ -22,12 +22,14 @@ WEIGHTS = st.lists(
 def test_any_prefix_is_within_one_sequence_of_its_weight(weights, n):
     source, position = Mixture({0: weights}).at(np.arange(n))
     whole = whole_weights(weights)
-    counts = [0] * len(weights)
+    counts, total = [0] * len(weights), sum(whole)
     for k in range(n):
         assert position[k] == counts[source[k]]  # no sequence of a source is left out or repeated
         counts[source[k]] += 1
         for count, weight in zip(counts, whole, strict=True):
-            assert abs(count - Fraction(weight * (k + 1), sum(whole))) < 1
+            assert abs(count * total - weight * (k + 1)) < (
+                total if total <= LONGEST else 1.7 * total
+            )
 
 
 @given(WEIGHTS)
@@ -35,12 +37,46 @@ def test_weights_are_exact_where_a_short_pattern_can_be(weights):
     whole = whole_weights(weights)
     exact = [Fraction(str(w)) / sum(Fraction(str(w)) for w in weights) for w in weights]
     shares = [Fraction(w, sum(whole)) for w in whole]
-    if sum(whole) < LONGEST:
+    if sum(whole) < FINEST:
         assert shares == exact
     assert all(
-        abs(a - b) <= Fraction(len(whole), LONGEST) for a, b in zip(shares, exact, strict=True)
+        abs(a - b) <= Fraction(len(whole), FINEST) for a, b in zip(shares, exact, strict=True)
     )
     assert min(whole) > 0
+
+
+SIZES = st.lists(
+    st.one_of(st.integers(1, 30), st.integers(10_000, 100_000), st.integers(1, 10**6)),
+    min_size=2,
+    max_size=8,
+)
+
+
+@given(SIZES, st.integers(1, 500), st.integers(0, 10**7))
+def test_sources_without_weights_have_the_share_of_their_size(sizes, n, first):
+    """Any prefix to within two sequences, and one epoch of the corpus is one of each source."""
+    mixture = Mixture({0: [float(size) for size in sizes]})
+    counts = mixture.counts(first).tolist()
+    k = np.arange(first, first + n)
+    source, position = mixture.at(k)
+    total = sum(sizes)
+    for i in range(n):
+        assert position[i] == counts[source[i]]
+        counts[source[i]] += 1
+        for count, size in zip(counts, sizes, strict=True):
+            assert abs(count * total - size * (first + i + 1)) < 1.7 * total
+    assert counts == mixture.counts(first + n).tolist()
+    for epochs in (1, 3):
+        assert mixture.counts(epochs * total).tolist() == [epochs * size for size in sizes]
+
+
+def test_a_tiny_source_beside_a_large_one_is_walked_once():
+    mixed = Mixed(
+        {"web": 4 * 3_000_000 + 1, "notes": 4 * 7 + 1}, {0: {"web": 3e6, "notes": 7.0}}, 1.0
+    )
+    assert mixed.shares(3_000_007, 4) == {"web": (3_000_000, 1.0), "notes": (7, 1.0)}
+    starts = mixed.starts(np.arange(3_000_007), 0, True, 4)
+    assert len(np.unique(starts)) == 3_000_007
 
 
 @given(
@@ -89,8 +125,8 @@ def test_a_place_is_found_without_the_places_before_it():
     assert mixture.counts(10**9).tolist() == [5 * 10**8, 3 * 10**8, 2 * 10**8]
 
 
-@pytest.mark.parametrize("weights", [[1e-9, 1.0], [1 / 3, 2 / 3, 1e-5]])
+@pytest.mark.parametrize("weights", [[1e-9, 2.0], [1 / 3, 2 / 3, 1e-5]])
 def test_long_patterns_are_rounded_to_a_known_length(weights):
     whole = whole_weights(weights)
-    assert sum(whole) == LONGEST
+    assert sum(whole) == FINEST
     assert min(whole) >= 1
