@@ -11,4 +11,5 @@ resume       killed and resumed: bit-equal
 kills        how a run is killed at random moments
 determinism  the same run twice: bit-equal
 data         every token in range, each sequence once
+documents    of corpora: counted, and none in two sets
 """

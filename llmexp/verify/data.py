@@ -23,6 +23,7 @@ from llmexp.data.stream import DataChanged, Shard
 from llmexp.redact import redacted
 from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, equal
+from llmexp.verify.documents import check_documents
 
 SUMS = "sha256.txt"  # of all token files, as `sha256sum -c` reads it
 SHOWN = 20  # files with a check of their own; of more, only those that fail have one
@@ -52,6 +53,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
+        checks += check_documents(corpus)
         checks += check_order(parts)
         changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
     except DataChanged as error:  # what is left could not be looked at

@@ -357,3 +357,60 @@ def test_paths_from_the_environment_stay_out_of_the_record(
     assert "${oc.env:MY_CORPUS}/train.npy in range" in " ".join(capsys.readouterr().out.split())
     for file in Path("proof").iterdir():
         assert "folder-of-mine" not in file.read_text(), file
+
+
+# documents of corpora
+
+
+def write_documents(name: str, texts: list[str]) -> None:
+    Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def sources(here: Path) -> list[str]:
+    write_documents("web.jsonl", [f"web {i} has words" for i in range(60)])
+    write_documents("code.jsonl", [f"code {i} = {i}" for i in range(40)] + ["code 3 = 3"])
+    write_documents("val.jsonl", [f"val {i} has words" for i in range(30)])
+    return [
+        "data=corpus", "tokenizer=bytes", "data.sources.web.files=web.jsonl",
+        "data.sources.code.files=code.jsonl", "data.val.far.files=val.jsonl",
+        "data.val.near.share=0.2",
+    ]  # fmt: skip
+
+
+def test_documents_are_counted_by_source_and_copies_are_named(
+    sources: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = verify(*sources)
+    assert failures(found) == []
+    checks, kept = found[1], 0
+    for name in ("web", "code"):
+        kept += int(checks[f"documents of the source {name}"]["found"])
+    near = int(checks["documents of the validation set near"]["found"])
+    assert kept + near == 101
+    assert checks["documents of the validation set far"]["found"] == "30"
+    notes = [checks[name]["note"] for name in checks if name.startswith("documents of the")]
+    assert notes.count("exact copies among them: 1") == 1
+    pairs = [name for name in checks if name.startswith("documents in both")]
+    assert len(pairs) == 3
+    assert any(name.startswith("sequences of the source web") for name in checks)
+    assert "documents in both train and far: 0 (allowed: 0)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_document_in_two_sets_fails(sources: list[str]) -> None:
+    with open("val.jsonl", "a") as file:
+        file.write(json.dumps({"text": "web 7 has words"}) + "\n")
+    (failed,) = failures(verify(*sources))
+    assert failed in ("documents in both train and far", "documents in both far and near")
+
+
+def test_documents_that_do_not_fill_their_shard_fail(sources: list[str]) -> None:
+    verify(*sources)
+    path = next(p for p in Path("cache").rglob("*.train.ends") if p.stat().st_size)
+    ends = np.fromfile(path, "<u8")
+    ends[1] = ends[0]
+    ends.tofile(path)
+    (failed,) = failures(verify(*sources))
+    assert failed.startswith("documents of the")
