@@ -255,6 +255,11 @@ class Checkpoint:
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
     resume: str = choice("what to do with a folder that holds a run", "auto | never | must")
     save_initial: bool = knob("also save step 0, before any update")
+    last: bool = knob(
+        "save at the end of the run; false: what a finished run leaves is its rows, and the "
+        "checkpoints of its intervals",
+        default=True,
+    )
     max_failures: int = knob(
         "saves in a row that may fail, with a warning, before the run stops; the last one may not",
         3,

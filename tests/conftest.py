@@ -37,6 +37,8 @@ settings.load_profile("all")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+# Packages may lie in a folder that PYTHONPATH names.
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 # A model so small that a step costs nothing; the sizes are odd on purpose where they may be.
 TINY = [
@@ -133,7 +135,7 @@ def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """`llmexp ARGUMENTS` as a process of its own group."""
     return subprocess.Popen(
         [sys.executable, "-m", "llmexp", *arguments],
-        cwd=cwd, env=environment(PYTHONPATH=str(ROOT), **env), text=True, stdin=subprocess.DEVNULL,
+        cwd=cwd, env=environment(PYTHONPATH=PATHS, **env), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

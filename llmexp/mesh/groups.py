@@ -202,7 +202,10 @@ def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
     """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim
     tensor."""
     if not mesh.sharded:
-        return torch.nn.utils.get_total_norm(values)
+        if not values:
+            return torch.zeros((), device=mesh.device)
+        # get_total_norm, without its sorting of tensors by device and dtype
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(values))))
     norms = torch.stack(torch._foreach_norm([local_part(v) for v in values]))
     copies = torch.tensor([_copies(v, mesh.world_size) for v in values], dtype=torch.float64)
     square = (norms.double().square() / copies.to(norms.device, non_blocking=True)).sum()

@@ -58,6 +58,11 @@ class Console:
             except OSError as error:
                 self.failure = error
 
+    @property
+    def live(self) -> bool:
+        """Return whether lines go to a terminal, which has a width."""
+        return self._live
+
     def line(self, text: str, short: str | None = None) -> None:
         """Print `text` (one or more lines) above the bar and append it to the log, without escape
         codes.

@@ -54,7 +54,7 @@ def due_after(step: int, last: bool, config: Config, by_time: bool = False) -> D
     return Due(
         row=evaluation or every(chosen.log_every),
         evaluation=evaluation,
-        checkpoint=last or by_time or every(config.checkpoint.every),
+        checkpoint=(last and config.checkpoint.last) or by_time or every(config.checkpoint.every),
         sample=not last and every(chosen.sample_every),
     )
 
@@ -191,6 +191,8 @@ def publish(loop: Loop, row: dict[str, Any]) -> None:
         return
     loop.out.rows.append(row)
     lengths = (loop.run.max_steps, loop.run.max_epochs)
-    columns = shutil.get_terminal_size().columns
-    loop.out.console.line(format_row(row, *lengths), format_row(row, *lengths, columns))
+    short = None
+    if loop.out.console.live:
+        short = format_row(row, *lengths, shutil.get_terminal_size().columns)
+    loop.out.console.line(format_row(row, *lengths), short)
     loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])

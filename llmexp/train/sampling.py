@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,6 +14,8 @@ from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
 from llmexp.train.state import Loop
+
+SMALL = 20_000_000  # parameters
 
 
 def sample(
@@ -80,8 +84,24 @@ def sample_text(loop: Loop) -> str:
     parts, tokens = loop.setup.parts, loop.config.train.sample_tokens
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
-    text = sample(parts.tokenizer, loop.setup.loss, length, parts.precision, prompt, tokens)
+    with one_thread(small=loop.run.facts.parameters < SMALL):
+        text = sample(parts.tokenizer, loop.setup.loss, length, parts.precision, prompt, tokens)
     return " ".join(text.split())
+
+
+@contextlib.contextmanager
+def one_thread(*, small: bool) -> Iterator[None]:
+    """Compute with one thread within, where the model is `small`: the operations of a single
+    sequence are too short to share, and on a busy machine threads would wait for each other."""
+    threads = torch.get_num_threads()
+    if not small or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def print_sample(loop: Loop) -> None:

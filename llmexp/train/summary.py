@@ -114,7 +114,10 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
     if upload_is_pending(path):
         to_copy.append(("upload", f"llmexp sync {quoted}"))
     look = f'llmexp sample {quoted} --prompt "The "{rundir.allowed_again()}'
-    to_copy.append(("next", rundir.how_to_resume(path) if state == "preempted" else look))
+    if state == "preempted":
+        to_copy.append(("next", rundir.how_to_resume(path)))
+    elif loop.saved:
+        to_copy.append(("next", look))
     console.line(banner(sections))
     column = max(len(label) for label, _ in sections) + 2
     for label, text in to_copy:  # never wrapped: these are for the clipboard

@@ -1,179 +1,161 @@
-"""On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, as real
-runs.
+"""On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, in turns
+with a loop written by hand.
 
-    python tests/benchmarks/bench_cuda.py [--out cuda.json] [--model gpt2_small] [--steps 30]
-    [OVERRIDE ...]
+    python tests/benchmarks/bench_cuda.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
+    [--small] [OVERRIDE ...]
 
-Each run is a process of its own with a row every 5 steps; figures are medians over the rows after
-the first 10 steps, in which kernels are compiled. Just before each run the rate of the device in
-plain bf16 matrix products is measured. Writes everything raw as JSON and prints a table for
-docs/internals/speed.md. Goals on one H200: 55 % of the measured matrix rate with compile, data wait
-under 1 %. Where there is no CUDA device it says so and measures nothing.
+Both make steps of the same model, batch and arithmetic in this process, the one by hand compiled as
+a whole, in turns of 5 steps, so that both see the same clocks. The goals come first; `--all` adds
+runs without torch.compile and with recomputation. Before each case the rate of the device in plain
+bf16 matrix products is measured. A case that no longer fits before the deadline is left out.
+DIR/cuda.json is written after each case, kernel tables beside it; nothing is saved at the end of
+training. `--small` is a rehearsal with tiny sizes. Goals on one H200: 55 % of the measured matrix
+rate, 0.98 of the loop by hand. Where there is no CUDA device it says so and measures nothing.
+
+A machine whose Python has torch only needs the wheels of hydra-core, omegaconf and
+antlr4-python3-runtime: `pip wheel --wheel-dir wheels hydra-core omegaconf` where there is a
+network, there `pip install --no-index --find-links wheels hydra-core`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
+import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import cuda_steps as steps
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-# Largest micro-batch that fits an H200 is no aim: past some 16k tokens the matrix products are as
-# fast as they get.
-MODELS = {"gpt2_small": 32, "llama_1b": 16}  # micro-batch
-ACCUMULATION = 4
-ROW_EVERY, WARM_UP = 5, 10  # steps
+MODELS = {"gpt2_small": (32, 4), "llama_1b": (8, 4)}  # micro-batch, accumulation
+SECONDS = 150  # that a case may need, two compilations included
 
 
-def matrix_rate(seconds: float = 2.0) -> float:
-    """FLOP/s of products of 8192 x 8192 bf16 matrices, kept up for so long that clocks settle."""
-    size = 8192
-    a, b, out = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+@dataclass(frozen=True)
+class Case:
+    model: str
+    compiled: bool = True
+    recompute: str = "none"
 
-    def timed(products: int) -> float:
-        start.record()
-        for _ in range(products):
-            torch.mm(a, b, out=out)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
-
-    timed(10)
-    products = max(10, round(10 * seconds / timed(10)))
-    return 2 * size**3 * products / timed(products)
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {'compiled' if self.compiled else 'eager'}, {self.recompute}"
 
 
-def train(
-    model: str, micro_batch: int, steps: int, compiled: bool, checkpointing: str, more: list[str]
-) -> dict[str, Any]:
-    """One real run; its rows and derived numbers, or why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [
-            sys.executable, "-m", "llmexp", "train", f"model={model}", "data=synthetic",
-            "data.n_ids=null",
-            "data.n_tokens=4000000", "batch.sequence_length=1024",
-            f"batch.micro_batch_size={micro_batch}",
-            f"batch.gradient_accumulation_steps={ACCUMULATION}", "precision=bf16",
-            "train.device=cuda",
-            f"train.max_steps={steps}", f"train.log_every={ROW_EVERY}", "train.eval_every=null",
-            "train.eval_tokens=16384", "train.sample_tokens=0", "checkpoint.every=null",
-            "tracker=none",
-            f"train.compile={compiled}", f"parallelism.activation_checkpointing={checkpointing}",
-            f"hydra.run.dir={run}", *more,
-        ]  # fmt: skip
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        found: dict[str, Any] = {"command": command[3:], "exit_code": done.returncode}
-        if done.returncode:
-            return found | {"error": done.stderr[-2000:]}
-        found["run"] = json.loads((run / "run.json").read_text())
-        found["rows"] = [
-            json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-        ]
-        return found
+def cases(model: str | None, everything: bool) -> list[Case]:
+    found = [Case(m) for m in MODELS if model in (None, m)]
+    if everything:
+        found += [Case(c.model, compiled=False) for c in found]
+        found += [Case(c.model, c.compiled, "full") for c in found]
+    return found
 
 
-def figures(found: dict[str, Any], rate: float) -> dict[str, float]:
-    """What the table shows of a run; `mfu` is absent where the device's peak is not known."""
-    rows = [row for row in found["rows"] if row["step"] > WARM_UP]
-
-    def median(key: str) -> float:
-        return statistics.median(row[key] for row in rows)
-
-    shown = {
-        "tokens_per_sec": median("tokens_per_sec"),
-        "of_matrix_rate": found["run"]["flops_per_token"] * median("tokens_per_sec") / rate,
-        "data_wait": statistics.median(row["data_time"] / row["step_time"] for row in rows),
-        "peak_memory_gib": rows[-1]["peak_memory_gib"],
+def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -> dict[str, Any]:
+    """Rates of both loops in turns, their ratio, compile time, and the kernels of a step of
+    ours."""
+    micro, accumulation = (2, 2) if small else MODELS[case.model]
+    length = 128 if small else 1024
+    overrides = [
+        f"train.compile={case.compiled}",
+        f"parallelism.activation_checkpointing={case.recompute}", *more,
+    ]  # fmt: skip
+    if small:
+        overrides.append("model.n_layers=1")
+    matrix = steps.matrix_rate(1024 if small else 8192)
+    s = steps.made(case.model, micro, accumulation, length, *overrides)
+    loops = {"ours": steps.ours(s), "bare": steps.bare(s, case.compiled)}
+    first = {name: steps.first(step) for name, step in loops.items()}
+    for step in loops.values():
+        step()
+        step()
+    tokens = micro * accumulation * length
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, step in loops.items():
+            turns[name].append(steps.rate(step, tokens, 2 if small else 5))
+    lines = steps.kernels(loops["ours"])
+    (out / f"kernels_{case.model}_{case.recompute}.txt").write_text("\n".join(lines) + "\n")
+    pairs = zip(turns["ours"], turns["bare"], strict=True)
+    rate = statistics.median(turn["tokens_per_sec"] for turn in turns["ours"])
+    return {
+        "batch": f"{micro} x {accumulation} x {length}",
+        "loss": s.parts.run.facts.loss_kernel,
+        "tokens_per_sec": rate,
+        "bare_tokens_per_sec": statistics.median(t["tokens_per_sec"] for t in turns["bare"]),
+        "ratio": statistics.median(a["tokens_per_sec"] / b["tokens_per_sec"] for a, b in pairs),
+        "of_matrix_rate": (s.parts.run.facts.flops_per_token or 0) * rate / matrix,
+        "matrix_flops_per_sec": matrix,
+        "peak_gib_of_both": max(t["peak_gib"] for ts in turns.values() for t in ts),
+        "first_step_s": first,
+        "turns": turns,
+        "kernels": lines[:12],
     }
-    return shown | ({"mfu": median("mfu")} if "mfu" in rows[-1] else {})
 
 
-def driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.split("\n")[0].strip()
-
-
-def line(case: dict[str, Any]) -> str:
+def line(case: Case, f: dict[str, Any]) -> str:
     """A row of the table."""
-    name = (
-        f"| {case['model']} | {case['micro_batch']} x {ACCUMULATION} | "
-        f"{'on' if case['compile'] else 'off'} "
-    )
-    name += f"| {case['activation_checkpointing']} |"
-    if "figures" not in case:
-        short = "out of memory" if "out of memory" in case["error"] else "failed, see the JSON"
-        return f"{name} {short} | | | | |"
-    f = case["figures"]
-    mfu = f"{f['mfu']:.1%}" if "mfu" in f else ""
+    if "tokens_per_sec" not in f:
+        text = str(f.get("error", f))
+        short = "out of memory" if "out of memory" in text else text.strip().splitlines()[-1][:100]
+        return f"| {case.name} | {short} | | | | | |"
+    first = f["first_step_s"]
     return (
-        f"{name} {f['tokens_per_sec']:,.0f} | {mfu} | {f['of_matrix_rate']:.1%} | "
-        f"{f['data_wait']:.2%} | {f['peak_memory_gib']:.1f} |"
+        f"| {case.name} | {f['batch']} | {f['tokens_per_sec']:,.0f} | "
+        f"{f['bare_tokens_per_sec']:,.0f} | {f['ratio']:.3f} | {f['of_matrix_rate']:.1%} | "
+        f"{first['ours']:.0f} / {first['bare']:.0f} s |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="cuda.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    parser.add_argument("--micro-batch", type=int, help="another one than for an H200")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("override", nargs="*", help="for all runs, such as model.vocab_size=50304")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--all", action="store_true", help="also eager and recomputed")
+    parser.add_argument("--small", action="store_true", help="a rehearsal")
+    parser.add_argument("override", nargs="*", help="for all cases: model.vocab_size=50304")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_cuda: no CUDA device is visible; nothing was measured")
         return
-    if args.steps < WARM_UP + ROW_EVERY:
-        parser.error(f"--steps {args.steps}: at least {WARM_UP + ROW_EVERY} are needed")
+    deadline = time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
     about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": driver(), "python": sys.version.split()[0],
-        "date": datetime.date.today().isoformat(),
-        "products": "bf16 8192 x 8192",
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+        "python": sys.version.split()[0], "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print("\n| model | micro-batch x accumulation | compile | checkpointing | tokens/s | MFU | of "
-          "the matrix rate "
-          "| data wait | peak GiB |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
-    cases: list[dict[str, Any]] = []
-    for model, compiled, kind in itertools.product(
-        [args.model] if args.model else MODELS, (False, True), ("none", "full")
-    ):
-        micro_batch, rate = args.micro_batch or MODELS[model], matrix_rate()
-        torch.cuda.empty_cache()
-        case = {
-            "model": model, "micro_batch": micro_batch, "compile": compiled,
-            "activation_checkpointing": kind,
-            "matrix_flops_per_sec": rate,
-        } | train(model, micro_batch, args.steps, compiled, kind, args.override)  # fmt: skip
-        if case["exit_code"] == 0:
-            case["figures"] = figures(case, rate)
-        cases.append(case)
-        print(line(case), flush=True)
-        # what there is, if it is cut short
-        Path(args.out).write_text(json.dumps({**about, "cases": cases}, indent=1))
-    rates = [case["matrix_flops_per_sec"] / 1e12 for case in cases]
     print(
-        f"\nbf16 matrix rate: {min(rates):.0f} to {max(rates):.0f} TFLOP/s; raw figures in "
-        f"{args.out}"
+        "\n| case | micro-batch x accumulation x length | tokens/s | by hand | ratio | of the "
+        "matrix rate | first step, ours / by hand |\n|---|---|---|---|---|---|---|"
     )
+    done: list[dict[str, Any]] = []
+    for case in cases(args.model, args.all):
+        left = deadline - time.monotonic()
+        if left < SECONDS:
+            found: dict[str, Any] = {"error": f"left out: {left:.0f} s are left"}
+        else:
+            try:
+                found = measured(case, args.small, args.rounds, args.out, args.override)
+            except Exception:  # the others still run
+                found = {"error": traceback.format_exc()[-3000:]}
+            gc.collect()
+            torch.cuda.empty_cache()
+        done.append(asdict(case) | found)
+        print(line(case, found), flush=True)
+        text = json.dumps({**about, "cases": done}, indent=1)
+        (args.out / "cuda.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
+from llmexp.train.sampling import one_thread
 from llmexp.train.state import Loop, Measured, Outputs, Progress, Saving
 from llmexp.train.step import BAD_NORM, Seen, TrainingFailed
 from llmexp.train.summary import summarise
@@ -238,3 +239,24 @@ def test_a_hook_that_raises_loses_no_checkpoint(tmp_path):
     assert "the hook late.hook failed at step_start of step 4" in failed.err
     assert "the last checkpoint is step_00000002" in failed.err
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_run_saves_no_last_checkpoint_where_none_is_wanted(tmp_path):
+    done = llmexp(
+        "train", *TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=3",
+        "checkpoint.every=2", "checkpoint.last=false", "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    assert rundir.read_status(tmp_path / "run")["state"] == "finished"
+
+
+def test_a_small_model_samples_with_one_thread(monkeypatch):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    with one_thread(small=False):
+        assert chosen == []
+    with one_thread(small=True):
+        assert chosen == [1]
+    assert chosen == [1, 4]

@@ -61,7 +61,7 @@ def test_a_tokenizer_without_an_end_needs_a_prompt():
 def looped(
     encoding: tiktoken.Encoding, model: nn.Module, said: list[str], *, sharded: bool = False
 ) -> Any:
-    facts = SimpleNamespace(max_position_embeddings=32)
+    facts = SimpleNamespace(max_position_embeddings=32, parameters=64)
     parts = SimpleNamespace(document_end=None,
         run=SimpleNamespace(sequence_length=12, facts=facts), precision="fp32", tokenizer=encoding,
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
