@@ -78,6 +78,7 @@ def compare_records(
     factors = settings.factors(family, differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
     columns = _columns(entries, metric, at, align)
+    damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
     c = Comparison(
         entries=tuple(entries),
         differing=differing,
@@ -86,21 +87,17 @@ def compare_records(
         align=align,
         align_at=at,
         batch=_batch(taking_part),
-        problems=(*problems, *_problems(records)),
+        problems=(*problems, *damage),
         factors=factors,
     )
     metric = next((column for column in columns if column.key == metric.key), metric)
-    if negligible is None:
-        of_sweeps = {r.negligible for r in records}
-        known = of_sweeps.pop() if len(of_sweeps) == 1 else None
-        negligible = NEGLIGIBLE if known is None else known
+    of_sweeps = {r.negligible for r in records}
+    if negligible is None and len(of_sweeps) == 1:
+        (negligible,) = of_sweeps
+    negligible = NEGLIGIBLE if negligible is None else negligible
     last = None if limiting is None else taking_part[limiting]
     f = find_out(c, metric, negligible, mixed, last)
     return replace(c, entries=standings(f), headline=headline(f), notes=notes(f), why=why(f))
-
-
-def _problems(records: Sequence[Record]) -> list[str]:
-    return [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
 
 
 def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:

@@ -220,12 +220,11 @@ def _effect(
     key: str, a: str, b: str, cells: Cells, level: float, negligible: float
 ) -> Effect | None:
     """Judge two values of a key over the cells where both are of one budget."""
-    pairs = {rest: (cells[a][rest], cells[b][rest]) for rest in sorted({*cells[a]} & {*cells[b]})}
-    sides = {
-        rest: (x.seeds, y.seeds)
-        for rest, (x, y) in pairs.items()
-        if x.budget == y.budget and x.entry.computation != y.entry.computation
-    }
+    sides = {}
+    for rest in sorted({*cells[a]} & {*cells[b]}):
+        x, y = cells[a][rest], cells[b][rest]
+        if x.budget == y.budget and x.entry.computation != y.entry.computation:
+            sides[rest] = x.seeds, y.seeds
     seeds = set.intersection(*({*p} & {*q} for p, q in sides.values())) if sides else set()
     if len(sides) < 2 or len(seeds) < 2:
         return None
@@ -249,23 +248,21 @@ def stepwise(a: Record, b: Record, align: str, at: float | None, level: float) -
     """
     if not same_batches(a, b):
         return None
-    x, y = (r.columns["step"][: _rows(r, align, at)] for r in (a, b))
+    x, y = (_until(r, "step", align, at) for r in (a, b))
     _, at_x, at_y = np.intersect1d(x, y, assume_unique=True, return_indices=True)
-    nothing = np.full(max(len(a.columns["step"]), len(b.columns["step"])), np.nan)
     if a.config.get("train.data_digest") or b.config.get("train.data_digest"):
-        one, other = (r.columns.get("data_digest", nothing) for r in (a, b))
-        known = np.isfinite(one[at_x] + other[at_y])
-        if np.any(one[at_x][known] != other[at_y][known]):
+        d = _until(b, "data_digest", align, at)[at_y] - _until(a, "data_digest", align, at)[at_x]
+        if np.any(np.nan_to_num(d)):
             return None
-    one, other = (r.columns.get("train/loss", nothing) for r in (a, b))
-    d = other[at_y] - one[at_x]
+    d = _until(b, "train/loss", align, at)[at_y] - _until(a, "train/loss", align, at)[at_x]
     return series_difference(d[len(d) // 2 :], level)
 
 
-def _rows(record: Record, align: str, at: float | None) -> int:
-    """Return how many rows there are where losses are read."""
-    where = positions(record, align)
-    return len(record.columns["step"]) if at is None or not len(where) else rows_until(where, at)
+def _until(record: Record, key: str, align: str, at: float | None) -> np.ndarray:
+    """Return the rows of a column up to where losses are read; NaN where it is not known."""
+    where, nothing = positions(record, align), np.full(len(record.columns["step"]), np.nan)
+    rows = len(nothing) if at is None or not len(where) else rows_until(where, at)
+    return record.columns.get(key, nothing)[:rows]
 
 
 def same_batches(a: Record, b: Record) -> bool:

@@ -82,7 +82,7 @@ def run_table(c: Comparison) -> str:
     for i, (e, look) in enumerate(looks(c).items()):
         star = ' <b class="star">★</b>' if look.lead else ""
         note = f'<small class="note">{escape(e.note)}</small>' if e.note else ""
-        cells = [cell(column.cells[i], column.values[i]) for column in kept]
+        cells = [cell(k.cells[i], k.values[i] if k.values else None) for k in kept]
         rows.append([f"{swatch(look.colour, e.label)}{star}{note}", *cells])
     titles = ["setting", *(column.title for column in kept)]
     heads = [f'<button type="button">{escape(title)}</button>' for title in titles]

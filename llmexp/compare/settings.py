@@ -94,25 +94,22 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
         name = f"{_NAME_OF_SEED.sub('', name).strip('+,_- ')} x{len(group)}".strip()
         keys = [key for key in keys if key != SEED]
     usable = [r for r in group if not r.out] or group
-    values: dict[str, float] = {}
-    intervals = {}
+    figures: dict[str, float] = {}
+    intervals: dict[str, tuple[float, float]] = {}
     for key in (column.key for column in columns_of({key for r in usable for key in r.figures})):
         if known := [r.figures[key] for r in usable if key in r.figures]:
-            values[key], interval = mean_interval(known)
-            if (
-                interval and len(known) > 2
-            ):  # of two it would be six times as wide as they lie apart
-                intervals[key] = interval
+            figures[key], interval = mean_interval(known)
+            # of two it would be six times as wide as they lie apart
+            intervals |= {key: interval} if interval and len(known) > 2 else {}
     notes = [*_seeds(group, len(usable)), tokenizer, *(note for r in group for note in _notes(r))]
-    if not first.config:
-        notes.append("without a config")
+    notes += [] if first.config else ["without a config"]
     return Entry(
         name=name,
         runs=tuple(group),
         values={key: first.config.get(key) for key in keys},
-        figures=values,
+        figures=figures,
         intervals=intervals,
-        state=max((r.state for r in group), key=lambda s: _STATES.index(s) if s in _STATES else 0),
+        state=max((r.state for r in group), key=_STATES.index),
         note="; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )
@@ -122,10 +119,10 @@ def _seeds(group: Sequence[Record], used: int) -> list[str]:
     if len(group) < 2:
         return []
     tally = Counter(r.state for r in group)
-    notes = [f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed"]
-    if others := ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished"):
-        notes.append(f"{tally['finished']} of {len(group)} seeds finished, {others}")
-    return notes
+    others = ", ".join(f"{tally[s]} {s}" for s in tally if s != "finished")
+    finished = f"{tally['finished']} of {len(group)} seeds finished, {others}"
+    first = f"mean of {used} seeds" if used > 1 else "the figures are of 1 seed"
+    return [first, finished] if others else [first]
 
 
 def _notes(r: Record) -> list[str]:
@@ -192,8 +189,6 @@ def label(entry: Entry, keys: Sequence[str]) -> str:
     if shown or len(entry.runs) == 1 or len(keys) > 4:
         return labels.label(shown) or entry.name
     seeds = sorted({s for r in entry.runs if isinstance(s := r.config.get(SEED), int)})
-    if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
-        return f"seeds {seeds[0]}-{seeds[-1]}"
-    if len(seeds) == 2:
-        return f"seeds {seeds[0]} and {seeds[1]}"
-    return f"{len(entry.runs)} seeds"
+    if len(seeds) == 2 or not seeds or seeds[-1] - seeds[0] != len(seeds) - 1:
+        return f"seeds {seeds[0]} and {seeds[1]}" if len(seeds) == 2 else f"{len(entry.runs)} seeds"
+    return f"seeds {seeds[0]}-{seeds[-1]}"

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -43,7 +43,7 @@ class Shown:
 
     title: str
     cells: list[str]
-    values: list[Any]  # what the cells are sorted by
+    values: list[Any] = field(default_factory=list)  # what they are sorted by, where it is not them
 
     @property
     def width(self) -> int:
@@ -53,26 +53,20 @@ class Shown:
 
 def columns_of(c: Comparison) -> dict[str, Shown]:
     """Return the columns by key: the standing, what differs, the figures."""
-
-    def column(title: str, cells: list[str], values: list[Any] | None = None) -> Shown:
-        return Shown(title, cells, cells if values is None else values)
-
-    e, short = c.entries, short_keys(c.differing)
+    short, entries = short_keys(c.differing), c.entries
+    sizes = [e.standing.difference for e in entries]
     found = {
-        "mark": column("standing", [_mark(x) for x in e]),
-        "difference": column(
-            "difference", [difference(x) for x in e], [x.standing.difference for x in e]
-        ),
-        "basis": column("basis", [x.standing.basis for x in e]),
+        "mark": Shown("standing", [_mark(e) for e in entries]),
+        "difference": Shown("difference", [difference(e) for e in entries], sizes),
+        "basis": Shown("basis", [e.standing.basis for e in entries]),
     }
     for key in c.differing:
-        found[key] = column(short[key], [_setting(x, key) for x in e])
-    for each in c.columns:
-        found[each.key] = column(
-            each.title, [figure(x, each) for x in e], [x.figures.get(each.key) for x in e]
-        )
-    found["seeds"] = column("seeds", [str(len(x.runs)) for x in e])
-    found["state"] = column("state", [x.state for x in e])
+        found[key] = Shown(short[key], [_setting(e, key) for e in entries])
+    for k in c.columns:
+        values = [e.figures.get(k.key) for e in entries]
+        found[k.key] = Shown(k.title, [figure(e, k) for e in entries], values)
+    found["seeds"] = Shown("seeds", [str(len(e.runs)) for e in entries])
+    found["state"] = Shown("state", [e.state for e in entries])
     return found
 
 
@@ -113,7 +107,7 @@ def lines(comparison: Comparison, width: int) -> list[str]:
 def _fitting(c: Comparison, width: int) -> list[Shown]:
     """Return the columns that fit: settings, mark and metric always, then the others."""
     found = columns_of(c)
-    mark = Shown("", found["mark"].cells, [])
+    mark = Shown("", found["mark"].cells)
     metric = [found[c.metric]] if c.metric in found else []
     names = _names(c)
     kept = [*names, mark, *metric]
@@ -129,7 +123,7 @@ def _fitting(c: Comparison, width: int) -> list[Shown]:
             kept.append(column)
     if room < 0:  # a very narrow terminal: the names give way
         spare = max(6, names[0].width - 2 + room)
-        kept[0] = Shown(_cut(names[0].title, spare), [_cut(x, spare) for x in names[0].cells], [])
+        kept[0] = Shown(_cut(names[0].title, spare), [_cut(x, spare) for x in names[0].cells])
     return kept
 
 
@@ -137,11 +131,11 @@ def _names(c: Comparison) -> list[Shown]:
     """Return a column for each key that varies, under its short name; else, or where these do not
     tell the entries apart, one with their names."""
     short = short_keys(c.factors)
-    columns = [Shown(short[key], [_setting(e, key) for e in c.entries], []) for key in c.factors]
+    columns = [Shown(short[key], [_setting(e, key) for e in c.entries]) for key in c.factors]
     rows = set(zip(*(column.cells for column in columns), strict=True))
     named = any(e.label == e.name for e in c.entries)
     if named or not 0 < len(columns) <= 4 or len(rows) < len(c.entries):
-        return [Shown("run", [_cut(e.label, _MOST) for e in c.entries], [])]
+        return [Shown("run", [_cut(e.label, _MOST) for e in c.entries])]
     return columns
 
 
@@ -210,7 +204,7 @@ def to_csv(c: Comparison) -> str:
 
 def to_markdown(c: Comparison) -> str:
     """Return the result, the table and the notes."""
-    columns = [Shown("run", [e.name for e in c.entries], []), *columns_of(c).values()]
+    columns = [Shown("run", [e.name for e in c.entries]), *columns_of(c).values()]
     rows = [[k.title for k in columns], ["---"] * len(columns)]
     rows += map(list, zip(*(k.cells for k in columns), strict=True))
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
