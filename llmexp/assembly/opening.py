@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from llmexp import precision, rundir
-from llmexp.assembly.parts import build_tokenizer, document_end, filled, model_maker
+from llmexp.assembly.parts import (
+    build_tokenizer,
+    document_end,
+    filled,
+    keep_inside_documents,
+    model_maker,
+)
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
@@ -39,8 +45,7 @@ def open_run(path: Path, step: int | None, warn: Callable[[str], None]) -> Opene
         tokenizer, section = build_tokenizer(config)
         model = _build(section)
         model.to(precision.parameter_dtype(config.precision.kind))
-        if (end := document_end(config, tokenizer)) is not None:
-            setattr(model, "document_end", end)  # noqa: B010
+        keep_inside_documents(model, section["_target_"], document_end(config, tokenizer))
         loading.restore_model(loaded, model)
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None

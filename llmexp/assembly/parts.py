@@ -180,20 +180,27 @@ def build_model(
         raise refuse(
             "model._target_", dotted, f"has no parameters to train{place_of(section, 'model')}"
         )
-    if end is not None:
-        if not hasattr(model, "document_end"):
-            text = (
-                f"{dotted} knows nothing of documents; give it an attribute `document_end`, the "
-                "last id of each, which it has to keep attention inside of"
-            )
-            raise refuse("batch.document_mask", True, text, False)
-        setattr(model, "document_end", end)  # noqa: B010
+    keep_inside_documents(model, dotted, end)
     model = model.to(precision.parameter_dtype(kind))
     on_meta = any(p.is_meta for p in model.parameters())
     if fresh and not on_meta and (initial := initial_weights(section, model)) is not None:
         begin_with(model, initial[0])
     precision.nudge(model, train.seed, train.twin)
     return model
+
+
+def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> None:
+    """Give the model the id that ends a document, where there is one. Raise ConfigError for a model
+    that has no use for it."""
+    if end is None:
+        return
+    if not hasattr(model, "document_end"):
+        text = (
+            f"{dotted} knows nothing of documents; give it an attribute `document_end`, the "
+            "last id of each, which it has to keep attention inside of"
+        )
+        raise refuse("batch.document_mask", True, text, False)
+    setattr(model, "document_end", end)  # noqa: B010
 
 
 def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimizer]:

@@ -59,6 +59,8 @@ def in_time(key: str, place: str, ask: Callable[[], T]) -> T:
     if answers:
         return answers[0]
     why = f"no answer within {ANSWER_S:g} s"
+    if errors and isinstance(errors[0], ImportError):
+        raise ValueError(f"{key}={place}: needs a package that is missing: {errors[0]}")
     if errors:
         cause = errors[0].__cause__ or errors[0]  # "not found" may hide a refused connection
         why = f"{type(cause).__name__}: {cause}"[:300]

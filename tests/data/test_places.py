@@ -231,6 +231,15 @@ def test_a_dataset_on_the_hub_is_read_at_the_commit_that_was_found(tmp_path, mon
     assert read[1][1] == commits[0]
 
 
+def test_a_package_that_a_bucket_needs_is_named(tmp_path, monkeypatch):
+    def url_to_fs(address: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+    with pytest.raises(ValueError, match=r"files=s3://b/a: needs a package .*: Install s3fs"):
+        corpus_of(tmp_path, "s3://b/a")
+
+
 def test_records_of_a_stream_that_falls_silent(monkeypatch):
     monkeypatch.setattr(places, "ANSWER_S", 0.2)
     monkeypatch.setattr(places, "RECORDS", 2)
