@@ -34,6 +34,7 @@ OPTIONS = {
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name not in ("base", "hydra")
 }
+OPTIONS["model"].remove("hf")  # it needs a folder: tests/exchange
 GROUPS = [name for name in OPTIONS if name != "experiment"]
 SECTIONS = typing.get_type_hints(Config)
 # Models at a size at which a step costs nothing, for any of them.

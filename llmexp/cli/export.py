@@ -32,13 +32,11 @@ def export(arguments: list[str]) -> int:
     rundir.check_writable(args.folder, "FOLDER")
     from llmexp.assembly.parts import build_tokenizer, filled
     from llmexp.exchange import export as exchange
-    from llmexp.exchange.families import family_of
     from llmexp.exchange.reading import open_checkpoint
 
     config = filled(rundir.built_config(path))
     try:
         tokenizer, section = build_tokenizer(config)
-        family_of(section)  # before a large checkpoint is read
         loaded = open_checkpoint(path, step, lambda text: print(text, file=sys.stderr))
         done = exchange.export(loaded, section, tokenizer, args.folder, args.dtype, path)
     except ValueError as error:

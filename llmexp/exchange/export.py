@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -13,10 +14,12 @@ from typing import Any
 from llmexp.checkpoint.loading import Loaded
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.exchange.card import card
-from llmexp.exchange.families import family_of, to_config
+from llmexp.exchange.families import Rule, family_of, to_config
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.exchange.writing import DTYPES, write_weights
 from llmexp.fileio import write_json, write_whole
+
+TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
 
 
 @dataclass(frozen=True)
@@ -43,27 +46,40 @@ def export(
     `section`: the model's knobs; `dtype`: a key of writing.DTYPES, None: as trained; `run`: the
     folder of the run, for the page. Raises ValueError for a model that transformers does not have.
     """
-    family, end = family_of(section), end_of_text(tokenizer)
-    kind = None if dtype is None else DTYPES[dtype]
-    stored = kind or loaded.model["token_embedding.weight"][0].dtype
-    described = to_config(section, end) | {"dtype": str(stored).removeprefix("torch.")}
-    files = tokenizer_files(tokenizer, section["max_position_embeddings"])
+    end, kind = end_of_text(tokenizer), None if dtype is None else DTYPES[dtype]
+    described, rules = _described(loaded, section, end)
+    stored = kind or loaded.model[rules[0].ours[0]][0].dtype
+    described["dtype"] = str(stored).removeprefix("torch.")
+    architecture = described["architectures"][0]
+    length = described.get("n_positions") or described["max_position_embeddings"]
+    files = tokenizer_files(tokenizer, length)
     notes = []
     if not files:
         notes.append(f"the tokenizer {tokenizer.name} is one of your own and is not written")
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     draft.mkdir(parents=True)
     try:
-        size = write_weights(draft, loaded, list(family.tensors(section)), kind)
+        size = write_weights(draft, loaded, rules, kind)
         write_json(draft / "config.json", described)
         write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         for name, content in files.items():
             write_whole(draft / name, content)
-        write_whole(draft / "README.md", card(run, loaded.step, family.architecture))
+        write_whole(draft / "README.md", card(run, loaded.step, architecture))
         if folder.is_dir():
             folder.rmdir()  # an empty one
         os.rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     parameters = sum(math.prod(pieces[0].shape) for pieces in loaded.model.values())
-    return Exported(family.architecture, parameters, loaded.step, size, notes)
+    return Exported(architecture, parameters, loaded.step, size, notes)
+
+
+def _described(
+    loaded: Loaded, section: Mapping[str, Any], end: int | None
+) -> tuple[dict[str, Any], list[Rule]]:
+    """Return the config.json of the model and the rules of its tensors. Raises ValueError."""
+    if section["_target_"] != TRANSFORMERS:
+        return to_config(section, end), list(family_of(section).tensors(section))
+    config = json.loads((Path(section["path"]) / "config.json").read_text(encoding="utf-8"))
+    config |= {"bos_token_id": end, "eos_token_id": end}
+    return config, [Rule(name.removeprefix("model."), (name,)) for name in loaded.model]

@@ -1,6 +1,7 @@
 """The models, written for one device, and the end of the loss. In reading order:
 
 gpt2, llama  the two families
+hf           any causal language model of transformers
 common       what both share: initial values, logits, FLOPs
 checks       checks of their arguments
 loss         `WindowLoss`: token ids and targets -> summed cross-entropy

@@ -122,6 +122,29 @@ def test_weights_that_do_not_fit_are_refused(
     assert text in found
 
 
+def test_a_model_of_transformers_trains_as_ours_does(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained.folder.parent / "hf"
+    more = ["data.max_tokens=20000", "train.max_steps=3", "train.log_every=1"]
+    ours = train(tmp_path, "ours", *more, f"model.init_from={folder}").rows()
+    theirs = llmexp(
+        "train",
+        *(option for option in TINY if not option.startswith("model")),
+        *("model=hf", f"model.path={folder}", "hydra.run.dir=theirs", *more),
+        cwd=tmp_path,
+    )
+    assert theirs.code == 0, theirs.err
+    for key in ("train/loss", "grad_norm"):
+        expected = [row[key] for row in ours]
+        assert [row[key] for row in theirs.rows()] == pytest.approx(expected, rel=1e-4), key
+    assert command(["export", str(theirs.folder), "--to", "hf", str(tmp_path / "out")]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in weights(theirs, 3).items():
+        assert torch.equal(again[name.removeprefix("model.")].double(), tensor), name
+    assert "config.json is needed" in told(capsys, "plan", "model=hf", "model.path=nowhere")
+
+
 def test_exports_that_cannot_be_are_refused(
     trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

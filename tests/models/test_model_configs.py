@@ -33,7 +33,7 @@ FILLED_IN = {"gpt_tiny": 320, "llama_100m": 32768}
 
 
 def test_every_config_is_covered() -> None:
-    assert {path.stem for path in CONFIG_FOLDER.glob("*.yaml")} == set(PARAMETERS)
+    assert {path.stem for path in CONFIG_FOLDER.glob("*.yaml")} == {"hf", *PARAMETERS}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -1,0 +1,74 @@
+"""Any causal language model of Hugging Face's transformers, from a folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmexp.models.checks import check_length
+
+
+class HuggingFace(nn.Module):
+    """A model of transformers as one of ours: token ids (b, t) in, logits (b, t, v) out.
+
+    `path`: a folder with config.json and, with `pretrained`, its weights as safetensors; else they
+    are drawn as the library draws them. Code from the folder is never run. Raises ValueError for a
+    folder without a causal language model.
+    """
+
+    def __init__(self, path: str | None, pretrained: bool = True) -> None:
+        super().__init__()
+        library, config = _config(path)
+        self.vocab_size = int(config.vocab_size)
+        self.max_position_embeddings = getattr(config, "max_position_embeddings", None)
+        causal, on_meta = library.AutoModelForCausalLM, torch.get_default_device().type == "meta"
+        try:
+            if pretrained and not on_meta:
+                self.model = causal.from_pretrained(path, config=config, use_safetensors=True)
+            else:
+                self.model = causal.from_config(config)
+        except (OSError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"model.path={path}: {why}") from None
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers: the list of modules with the most parameters."""
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        if self.max_position_embeddings is not None:
+            check_length(tokens_bt.shape[1], self.max_position_embeddings)
+        logits: Tensor = self.model(input_ids=tokens_bt, use_cache=False).logits
+        return logits
+
+
+def _config(path: str | None) -> tuple[Any, Any]:
+    """Return the library, and the config of the folder. Raises ValueError."""
+    if not path or not (Path(path) / "config.json").is_file():
+        text = "null" if path is None else path
+        raise ValueError(
+            f"model.path={text}: a folder with config.json is needed; a model of the hub is "
+            "fetched by: hf download NAME --local-dir FOLDER"
+        )
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError(
+            "model=hf needs the package transformers, which is not installed; "
+            "pip install 'llmexp[hf]'"
+        ) from None
+    kind = json.loads((Path(path) / "config.json").read_text()).get("model_type")
+    try:
+        config = library.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        raise ValueError(f"model.path={path}: transformers knows no model_type={kind}") from None
+    if type(config) not in library.AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"model.path={path}: {kind} is no causal language model")
+    return library, config
