@@ -17,7 +17,7 @@ llmexp: language-model pretraining experiments
   llmexp tokenizer --vocab-size N data=...   train a tokenizer on the training documents
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
-  llmexp evaluate RUN[@STEP] [data=...] losses with standard errors, on its validation sets or other data
+  llmexp evaluate RUN [data=...]        losses with standard errors, on its validation sets or other data; --tasks: accuracy
   llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up

@@ -72,6 +72,21 @@ class Train:
         "optimizer steps between evaluations; null: only at the end", 50, affects="nothing"
     )
     eval_tokens: int | None = count("validation tokens per evaluation; null: all of them", 65536)
+    tasks: list[str] = knob(
+        "tasks of multiple choice to score", ["tiny_facts"], affects="nothing", default=[]
+    )
+    tasks_every: int | None = count(
+        "optimizer steps between scores of the tasks; null: only at the end",
+        1000,
+        affects="nothing",
+        default=None,
+    )
+    tasks_folder: str | None = knob(
+        "folder with NAME.jsonl of each task; null: $LLMEXP_TASKS, else what is shipped",
+        "tasks",
+        affects="nothing",
+        default=None,
+    )
     sample_every: int | None = count(
         "optimizer steps between text samples; null: only at the end",
         100,

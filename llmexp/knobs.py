@@ -60,6 +60,8 @@ ACTS = {
     "model.init_grow": Acts(("model.init_from",)),
     "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
     "train.sample_every": Acts(("train.sample_tokens",)),
+    "train.tasks_every": Acts(("train.tasks",)),
+    "train.tasks_folder": Acts(("train.tasks",)),
     "train.profile_steps": Acts(("train.profile_start",)),
     "metrics.outlier_window": Acts(("metrics.outlier_sigma",)),
     "metrics.skip_outliers": Acts(("metrics.outlier_sigma",)),

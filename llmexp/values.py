@@ -114,8 +114,8 @@ class Knob:
 def knob(doc: str, example: Any = None, **more: Any) -> Any:
     """Return a dataclass field that `Knob` describes."""
     found = Knob(doc, example, **more)
-    if found.default == {}:
-        return dataclasses.field(default_factory=dict, metadata={"knob": found})
+    if found.default in ({}, []):
+        return dataclasses.field(default_factory=type(found.default), metadata={"knob": found})
     default = dataclasses.MISSING if found.default is NO_DEFAULT else found.default
     return dataclasses.field(default=default, metadata={"knob": found})
 

@@ -83,6 +83,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "optimizer.adjust_lr": {"optimizer.adjust_lr": "original"},
     "optimizer.weight_decay": {"optimizer.weight_decay": 0.5},
     "optimizer.eps": {"optimizer.eps": 0.1},
+    "train.tasks": {"train.tasks": ["tiny_facts"]},
     "train.stop_step": {"train.stop_step": 3},
     "train.profile_start": {"train.profile_start": 3},
     "schedule.warmup_steps": {"schedule.warmup_steps": 2},

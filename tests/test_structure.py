@@ -20,9 +20,9 @@ MODULES = {
 # from one below.
 ROOMS = (
     "values", "config", "convert", "run", "knobs", "labels", "child", "redact", "fileio",
-    "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "checkpoint",
-    "rundir", "naming", "exchange", "ending", "provenance", "tracker", "compare", "assembly",
-    "train", "evaluate", "compose", "sweep", "verify", "cli", "program", "__main__",
+    "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "tasks",
+    "checkpoint", "rundir", "naming", "exchange", "ending", "provenance", "tracker", "compare",
+    "assembly", "train", "evaluate", "compose", "sweep", "verify", "cli", "program", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.
 PARTS = (
@@ -34,6 +34,7 @@ PARTS = (
     "precision",
     "metrics",
     "data",
+    "tasks",
     "checkpoint",
 )
 HYDRA_SIDE = ("compose", "sweep", "cli")

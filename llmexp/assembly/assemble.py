@@ -32,6 +32,7 @@ from llmexp.assembly.parts import (
     label_of,
     model_maker,
     place_of,
+    tasks_of,
 )
 from llmexp.assembly.placement import (
     Placement,
@@ -52,6 +53,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
 from llmexp.run import Facts, Run, SourceShare, check_model, solve
 from llmexp.run.batch import solve_batch, solve_rates
+from llmexp.tasks.scoring import Task
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Parts:
     build_optimizers: Callable[[nn.Module], list[Optimizer]]
     rate_factor: Callable[[int], float]  # applied updates -> factor on the base rate
     hooks: list[tuple[str, Callable[..., Any]]]
+    tasks: list[Task]
     user: dict[str, Any]  # the section user
 
     @property
@@ -100,9 +103,8 @@ def assemble(
         "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
     )
     config = dataclasses.replace(config, model=model_section, batch=batch)
-    bound = model_maker(config.model)
     end = document_end(config, tokenizer)
-    of_model = (bound, config.model, place.precision, config.train, end)
+    of_model = (model_maker(config.model), config.model, place.precision, config.train, end)
     make_model = functools.partial(build_model, *of_model)
     make_optimizers = functools.partial(build_optimizers, optimizer)
     deciding = [config.model, place.precision, end]
@@ -120,10 +122,10 @@ def assemble(
             [*deciding, _own(optimizer), *sizes],
             lambda: try_model(target, loss.model, make_model, *sizes, place.device, meta),
         )
+    tasks = tasks_of(once, config, tokenizer)
     ids = vocab_size or tokenizer.n_vocab
     of_data = [config.data, config.tokenizer, ids, length, write]
     corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
-
     software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
     facts = _facts(config, place, loss, tokenizer, corpus, rates)
     facts = dataclasses.replace(facts, **initial)
@@ -140,6 +142,7 @@ def assemble(
         build_optimizers=make_optimizers,
         rate_factor=_rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
+        tasks=tasks,
         user=config.user,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
 from llmexp.exchange.reading import Source, begin_with, check, open_source
+from llmexp.tasks.items import read_task
+from llmexp.tasks.scoring import Task, prepare
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"
@@ -112,6 +114,28 @@ def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]
         return corpus.work(config.data, tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def prepare_tasks(
+    names: Sequence[str], folder: str | None, tokenizer: Tokenizer, length: int
+) -> list[Task]:
+    """Return the tasks of these names, with their requests. Raises ConfigError."""
+    try:
+        return [prepare(name, read_task(name, folder), tokenizer, length) for name in names]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> list[Task]:
+    """Return the tasks of a run, read once for configs that share them. Raises ConfigError."""
+    given = (config.train.tasks, config.train.tasks_folder)
+    length = config.batch.sequence_length
+    found: list[Task] = once(
+        "tasks",
+        [*given, config.tokenizer, length],
+        lambda: prepare_tasks(*given, tokenizer, length),
+    )
+    return found
 
 
 def document_end(config: Config, tokenizer: Tokenizer) -> int | None:

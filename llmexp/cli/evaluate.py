@@ -1,4 +1,4 @@
-"""`llmexp evaluate RUN[@STEP] [data=...]`: the losses of a checkpoint, with standard errors."""
+"""`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks, with their errors."""
 
 from __future__ import annotations
 
@@ -20,27 +20,39 @@ from llmexp.naming import named_checkpoint
 from llmexp.redact import redacted
 from llmexp.sweep import show
 
-BY = ("set", "document")
+BY = ("set", "document", "item")
 
 
 def evaluate(arguments: list[str]) -> int:
-    """`llmexp evaluate RUN[@STEP] [data=...]`: the losses of a checkpoint, with standard errors."""
+    """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
     args = _parsed(command_line.take_allowed(arguments))
     path, step = named_checkpoint(args.run)
     config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
+    names = _tasks(args)
     from llmexp.assembly.opening import open_run
-    from llmexp.evaluate.sets import evaluate_sets, place
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
 
     judge = place(open_run(path, step, _warn))
     if judge.note:
         _warn(judge.note)
-    found = {"run": str(path), "step": judge.opened.step}
-    found |= evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+    found: dict[str, Any] = {"run": str(path), "step": judge.opened.step}
+    if names:
+        folder = args.tasks_folder or config.train.tasks_folder
+        found |= evaluate_tasks(judge, names, folder, args.by == "item")
+    else:
+        found |= evaluate_sets(judge, config, tokens, args.by == "document", _warn)
     if args.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        print(redacted("\n".join(_lines(found))))
+        lines = [
+            f"run     {found['run']}, step {found['step']:,}",
+            *([f"data    {found['data']}"] if "data" in found else []),
+            f"device  {found['device']}, {found['precision']}",
+            "",
+            *(_of_tasks(found["tasks"]) if names else _of_sets(found["sets"])),
+        ]
+        print(redacted("\n".join(lines)))
     return 0
 
 
@@ -48,7 +60,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="llmexp evaluate",
         description="Evaluate a checkpoint on the validation sets of its run, or on other data: "
-        "loss, perplexity and bits per byte, each with its standard error.",
+        "loss, perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
+        "choice: accuracy.",
         epilog=command_line.ALLOW_HELP,
     )
     parser.add_argument(
@@ -63,7 +76,16 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", help="tokens of each set, spread evenly, or all (default: train.eval_tokens)"
     )
-    parser.add_argument("--by", choices=BY, default="set", help="also a row for each document")
+    parser.add_argument(
+        "--by", choices=BY, default="set", help="also a row for each document, or item of a task"
+    )
+    parser.add_argument("--tasks", metavar="NAME,...", help="multiple choice in place of losses")
+    parser.add_argument(
+        "--tasks-folder",
+        metavar="DIR",
+        help="folder of NAME.jsonl (default: train.tasks_folder, else $LLMEXP_TASKS, else the "
+        "shipped tiny_facts)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--config-dir", help="folder with options of your own, as for train")
     return parser.parse_intermixed_args(arguments)
@@ -71,6 +93,24 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _warn(text: str) -> None:
     print(f"llmexp: {redacted(text)}", file=sys.stderr)
+
+
+def _tasks(args: argparse.Namespace) -> list[str]:
+    """Return the names of the tasks; none where sets are evaluated. Raises ConfigError."""
+    names = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
+    for flag, given in (("--tokens", args.tokens), ("data=...", args.overrides)):
+        if args.tasks is not None and given:
+            raise ConfigError(
+                f"--tasks {args.tasks}: takes no {flag}; tasks have items of their own"
+            )
+    if args.tasks is not None and not names:
+        raise ConfigError("--tasks: a name is needed; for example --tasks tiny_facts")
+    wrong = "item" if not names else "document"
+    if args.by == wrong or (args.tasks_folder and not names):
+        flag = f"--by {args.by}" if args.by == wrong else "--tasks-folder"
+        instead = "--by item" if names else "--tasks tiny_facts"
+        raise ConfigError(f"{flag}: does not go with this; for example {instead}")
+    return names
 
 
 def _tokens(given: str | None, configured: int | None) -> int | None:
@@ -132,15 +172,26 @@ def _put(tree: dict[str, Any], override: Any) -> None:
     node[name] = override.value()
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
-    """Return what a user reads."""
-    sets = found["sets"]
-    lines = [
-        f"run     {found['run']}, step {found['step']:,}",
-        f"data    {found['data']}",
-        f"device  {found['device']}, {found['precision']}",
-        "",
-    ]
+def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of tasks, and those of their items."""
+    keys = ("acc", "acc_norm", "bits_per_byte")
+    rows = [["task", "items", "acc", "acc_norm", "bits/byte"]]
+    rows += [[one["task"], f"{one['items']:,}", *_figures(one, keys)] for one in tasks]
+    lines = [show.table(rows, left=1)]
+    for one in tasks:
+        if "scores" in one:
+            rows = [["item", "answer", "acc", "acc_norm", "log-likelihoods"]]
+            for item in one["scores"]:
+                lls = " ".join(f"{ll:.4f}" for ll in item["loglikelihoods"])
+                right = (f"{item['acc']:.0f}", f"{item['acc_norm']:.0f}")
+                rows.append([item["id"], str(item["answer"]), *right, lls])
+            lines += ["", f"{one['task']}, by item", show.table(rows, left=1)]
+    return lines
+
+
+def _of_sets(sets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of sets, and those of their documents."""
+    lines = []
     heads = ["set", "tokens", "of", "units", "loss", "ppl", "bits/byte"]
     rows = [heads]
     for one in sets:
@@ -159,11 +210,10 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _figures(one: Mapping[str, Any]) -> list[str]:
-    return [
-        with_error(one.get(key), one.get(f"{key}_stderr"))
-        for key in ("loss", "ppl", "bits_per_byte")
-    ]
+def _figures(
+    one: Mapping[str, Any], keys: Sequence[str] = ("loss", "ppl", "bits_per_byte")
+) -> list[str]:
+    return [with_error(one.get(key), one.get(f"{key}_stderr")) for key in keys]
 
 
 def with_error(value: float | None, error: float | None) -> str:

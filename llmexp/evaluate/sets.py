@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmexp import precision, rundir
+from llmexp import mesh, precision, rundir
 from llmexp.assembly.opening import Opened
-from llmexp.assembly.parts import build_corpus, document_end, filled
+from llmexp.assembly.parts import build_corpus, document_end, filled, prepare_tasks
 from llmexp.config import Config, ConfigError
 from llmexp.data.reader import Cut, Hidden, eval_batches, eval_starts
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import end_of_text, text_bytes
-from llmexp.evaluate.units import Sums, document_ends, ratio
+from llmexp.evaluate.units import Sums, document_ends
+from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import concealed, redacted
+from llmexp.tasks import scoring
 
 BEGINNING_TOKENS = 24  # of a document, to show which one it is
 
@@ -82,6 +84,27 @@ def evaluate_sets(
             for name in streams_of(corpus)
         ],
     }
+
+
+def evaluate_tasks(
+    judge: Judge, names: Sequence[str], folder: str | None, by_item: bool
+) -> dict[str, Any]:
+    """Return the figures of tasks, and with `by_item` the scores of each item. Raises
+    ConfigError."""
+    batch, tokenizer = judge.opened.config.batch, judge.opened.tokenizer
+    found = []
+    tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
+    alone = mesh.join(judge.device.type, "single", 1, 1, 1)
+    tokens = (batch.micro_batch_size or 8) * batch.sequence_length
+    for task in tasks:
+        try:
+            figures, samples = scoring.score(task, judge.loss, alone, judge.precision, tokens)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        found.append({"task": task.name, "items": len(task.items), **figures})
+        if by_item:
+            found[-1]["scores"] = samples
+    return {"device": judge.device.type, "precision": judge.precision, "tasks": found}
 
 
 def streams_of(corpus: Corpus) -> dict[str, TokenStream]:

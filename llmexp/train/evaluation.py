@@ -1,4 +1,4 @@
-"""Validation: the loss of the whole run over its validation sets."""
+"""Validation: the loss of the whole run over its validation sets, and scores of tasks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from llmexp import mesh, precision
 from llmexp.data.reader import Cut, eval_batches
 from llmexp.data.stream import TokenStream
+from llmexp.tasks import scoring
 from llmexp.train.step import Setup, TrainingFailed
 
 
@@ -31,6 +32,23 @@ def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
         given.pop(f"val/{name}/ppl", None)
         sets |= given
     return found | sets
+
+
+def score_tasks(setup: Setup) -> dict[str, float]:
+    """Return the scores of the run's tasks by the keys of a row, task/NAME/acc; all ranks share the
+    items. The training RNG is not touched."""
+    parts, row = setup.parts, dict[str, float]()
+    tokens = parts.run.micro_batch_size * parts.run.sequence_length
+    was_training = setup.model.training
+    setup.model.eval()
+    for task in parts.tasks:
+        try:
+            found, _ = scoring.score(task, setup.loss, setup.mesh, parts.precision, tokens)
+        except ValueError as error:
+            raise TrainingFailed(str(error)) from None
+        row |= {f"task/{task.name}/{key}": value for key, value in found.items()}
+    setup.model.train(was_training)
+    return row
 
 
 def evaluate_stream(

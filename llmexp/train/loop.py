@@ -19,7 +19,7 @@ from llmexp.data.reader import Window
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.train.checkpointing import go_on_saving, save
-from llmexp.train.evaluation import evaluate
+from llmexp.train.evaluation import evaluate, score_tasks
 from llmexp.train.hooks import call_hooks
 from llmexp.train.profiling import start_profiler
 from llmexp.train.row import Measures, build_row
@@ -36,6 +36,7 @@ class Due:
 
     row: bool
     evaluation: bool
+    tasks: bool
     checkpoint: bool
     sample: bool
 
@@ -51,9 +52,11 @@ def due_after(step: int, last: bool, config: Config, by_time: bool = False) -> D
 
     chosen = config.train
     evaluation = last or step == chosen.stop_step or every(chosen.eval_every)
+    tasks = bool(chosen.tasks) and (last or every(chosen.tasks_every))
     return Due(
-        row=evaluation or every(chosen.log_every),
+        row=evaluation or tasks or every(chosen.log_every),
         evaluation=evaluation,
+        tasks=tasks,
         checkpoint=(last and config.checkpoint.last) or by_time or every(config.checkpoint.every),
         sample=not last and every(chosen.sample_every),
     )
@@ -85,7 +88,7 @@ def train(loop: Loop) -> str:
         due = due_after(progress.step + 1, last, config, by_time)
         window, step = take_step(loop, windows, due)
         if due.row:
-            report(loop, step, window, due.evaluation)
+            report(loop, step, window, due)
         else:
             call_hooks(loop, "step_end", progress.step)
         loop.out.console.progress(progress.step, *loop.shown)
@@ -137,12 +140,14 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
     return window, step
 
 
-def report(loop: Loop, step: Step, window: Window, evaluation: bool) -> None:
+def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
     row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window))
     call_hooks(loop, "step_end", progress.step, row, wanted=True)
-    if evaluation:
+    if due.tasks:
+        row |= score_tasks(loop.setup)
+    if due.evaluation:
         row |= evaluate(loop.setup, loop.byte_lengths)
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss

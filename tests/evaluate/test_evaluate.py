@@ -13,7 +13,7 @@ import torch
 
 from llmexp.__main__ import run as command
 from llmexp.assembly.opening import open_run
-from llmexp.evaluate.units import ratio
+from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
 from tests.conftest import train
 

@@ -1,0 +1,96 @@
+"""Request files of multiple choice: NAME.jsonl, one item a line.
+
+    {"id": "7", "context": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}
+
+A model is asked for the likelihood of each choice after the context, with one space between; the
+answer counts from 0. Where the choices differ in the context instead (winogrande), `context` is a
+list with one text for each choice. docs/evaluation.md shows more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "LLMEXP_TASKS"  # the variable that names the folder
+SHIPPED = Path(__file__).parent / "sets"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question. `place` is its file and line; there is a context for each choice."""
+
+    place: str
+    id: str
+    contexts: tuple[str, ...]
+    choices: tuple[str, ...]
+    answer: int
+
+
+def read_task(name: str, folder: str | None) -> list[Item]:
+    """Return the items of a task: of NAME.jsonl in `folder`, else in $LLMEXP_TASKS, else of the
+    small set that is shipped. Raises ValueError naming what is there, or file and line."""
+    folder = folder or os.environ.get(FOLDER) or None
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")
+    places = [SHIPPED] if folder is None else [Path(folder), SHIPPED]
+    for place in places:
+        path = place / f"{name}.jsonl"
+        if NAME.fullmatch(name) and path.is_file():
+            return read_items(path)
+    known = sorted({path.stem for place in places for path in place.glob("*.jsonl")})
+    where = f"in {folder}" if folder else "with llmexp, and no folder is given (train.tasks_folder)"
+    raise ValueError(
+        f"the task {name!r} has no file {name}.jsonl {where}; there are: {', '.join(known)}; "
+        "python -m llmexp.tasks.make --help says how to make more"
+    )
+
+
+def read_items(path: Path) -> list[Item]:
+    """Return the items of a request file. Raises ValueError with file and line."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found.append(_item(f"{path}:{number}", line))
+    if not found:
+        raise ValueError(f"{path}: has no items")
+    return found
+
+
+def _item(place: str, line: str) -> Item:
+    try:
+        given: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: is not JSON: {error}") from None
+    keys = ("id", "context", "choices", "answer")
+    if not isinstance(given, dict) or (missing := [key for key in keys if key not in given]):
+        lacks = ", ".join(missing) if isinstance(given, dict) else "all of them"
+        raise ValueError(f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}")
+    choices, context, answer = given["choices"], given["context"], given["answer"]
+    if not _texts(choices) or len(choices) < 2 or not all(choices):
+        raise ValueError(f"{place}: choices must be a list of two texts at least, none empty")
+    contexts = context if isinstance(context, list) else [context] * len(choices)
+    if not _texts(contexts) or len(contexts) != len(choices):
+        raise ValueError(
+            f"{place}: context must be a text, or a list with one for each of the {len(choices)} "
+            "choices"
+        )
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise ValueError(
+            f"{place}: answer {answer!r}: must be the number of a choice, from 0 to "
+            f"{len(choices) - 1}"
+        )
+    return Item(place, str(given["id"]), tuple(contexts), tuple(choices), answer)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)

@@ -1,0 +1,127 @@
+"""`python -m llmexp.tasks.make hellaswag piqa --to DIR`: request files from sets of the hub.
+
+Questions, contexts and choices are formed as in lm-eval (EleutherAI's harness, 0.4), with no
+examples before the question. Needs the extra `data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmexp.data.places import need
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set of the hub, and how a row of it becomes (context, choices, answer)."""
+
+    path: str
+    name: str | None
+    split: str
+    item: Callable[[Row], tuple[str | list[str], list[str], int]]
+
+
+def _hellaswag(row: Row) -> tuple[str, list[str], int]:
+    def plain(text: str) -> str:
+        text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+        return text.replace("  ", " ")
+
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return plain(context), [plain(ending) for ending in row["endings"]], int(row["label"])
+
+
+def _arc(row: Row) -> tuple[str, list[str], int]:
+    answer = row["choices"]["label"].index(row["answerKey"])
+    return f"Question: {row['question']}\nAnswer:", row["choices"]["text"], answer
+
+
+def _openbookqa(row: Row) -> tuple[str, list[str], int]:
+    answer = row["choices"]["label"].index(row["answerKey"].lstrip())
+    return row["question_stem"], row["choices"]["text"], answer
+
+
+def _piqa(row: Row) -> tuple[str, list[str], int]:
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
+
+
+def _boolq(row: Row) -> tuple[str, list[str], int]:
+    context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+    return context, ["no", "yes"], int(row["label"])
+
+
+def _sciq(row: Row) -> tuple[str, list[str], int]:
+    context = f"{row['support'].lstrip()}\nQuestion: {row['question']}\nAnswer:"
+    wrong = [row[f"distractor{number}"] for number in (1, 2, 3)]
+    return context, [*wrong, row["correct_answer"]], 3
+
+
+def _winogrande(row: Row) -> tuple[list[str], list[str], int]:
+    before, _, after = row["sentence"].partition("_")
+    contexts = [before + row["option1"], before + row["option2"]]
+    return contexts, [after.strip()] * 2, int(row["answer"]) - 1
+
+
+SOURCES = {
+    "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
+    "arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test", _arc),
+    "boolq": Source("aps/super_glue", "boolq", "validation", _boolq),
+    "hellaswag": Source("Rowan/hellaswag", None, "validation", _hellaswag),
+    "openbookqa": Source("allenai/openbookqa", "main", "test", _openbookqa),
+    "piqa": Source("baber/piqa", None, "validation", _piqa),
+    "sciq": Source("allenai/sciq", None, "test", _sciq),
+    "winogrande": Source("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
+}
+
+
+def lines(source: Source, rows: Iterable[Row]) -> str:
+    """Return a request file."""
+    found = []
+    for number, row in enumerate(rows):
+        context, choices, answer = source.item(row)
+        item = {"id": str(number), "context": context, "choices": choices, "answer": answer}
+        found.append(json.dumps(item, ensure_ascii=False) + "\n")
+    return "".join(found)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m llmexp.tasks.make",
+        description="Make request files for --tasks and train.tasks from sets of the hub.",
+        epilog=f"Known: {', '.join(SOURCES)}.",
+    )
+    parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the files")
+    args = parser.parse_args(arguments)
+    try:
+        datasets = need("datasets", args.names[0], "making request files")
+    except ValueError as error:
+        print(f"llmexp: {error}", file=sys.stderr)
+        return 2
+    for name in args.names:
+        source = SOURCES[name]
+        try:
+            text = lines(
+                source, datasets.load_dataset(source.path, source.name, split=source.split)
+            )
+        except Exception as error:  # of the network, or of a set that has changed
+            reason = " ".join(str(error).split())[:300]
+            print(f"llmexp: {source.path} cannot be read: {reason}", file=sys.stderr)
+            return 2
+        args.to.mkdir(parents=True, exist_ok=True)
+        path = args.to / f"{name}.jsonl"
+        path.write_text(text, encoding="utf-8")
+        print(f"{path}: {text.count(chr(10)):,} items")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

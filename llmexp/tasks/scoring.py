@@ -1,0 +1,181 @@
+"""Score multiple choice: the log-likelihood of each choice after its context.
+
+Requests are those of lm-eval (EleutherAI's harness), so that both agree item by item: white space
+at the end of the context belongs to the continuation, context and continuation are encoded
+together, and what is too long loses its beginning. Names end in their dimensions: b rows, t
+positions, n items, r requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmexp import mesh, precision
+from llmexp.data.reader import MASKED
+from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.metrics.ratio import ratio
+from llmexp.models.loss import WindowLoss
+from llmexp.tasks.items import Item
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ids of a context and a continuation, of which the last `count` are scored."""
+
+    ids: list[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task ready to be scored: the items, and a request for each choice of each."""
+
+    name: str
+    items: list[Item]
+    requests: list[Request]
+
+
+def prepare(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:
+    """Return a task of a tokenizer and the longest input of a model. Raises ValueError for a choice
+    that is longer, with file and line."""
+    requests = []
+    for item in items:
+        for context, choice in zip(item.contexts, item.choices, strict=True):
+            context_ids, ids = encode_pair(tokenizer, context, f" {choice}")
+            if not context_ids:
+                raise ValueError(
+                    f"{item.place}: the context is empty, and {tokenizer.name} has no token for "
+                    "the start of a document to put there"
+                )
+            if len(ids) > length:
+                raise ValueError(
+                    f"{item.place}: a choice has {len(ids):,} tokens, and the longest input of the "
+                    f"model is batch.sequence_length={length}"
+                )
+            requests.append(Request((context_ids + ids)[-(length + 1) :], len(ids)))
+    return Task(name, list(items), requests)
+
+
+def encode_pair(
+    tokenizer: Tokenizer, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Return the ids of a context and of what follows, as lm-eval has them
+    (TemplateLM._encode_pair and loglikelihood)."""
+    if not context.strip():
+        end = end_of_text(tokenizer)
+        return [] if end is None else [end], tokenizer.encode_ordinary(context + continuation)
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    whole = tokenizer.encode_ordinary(context + continuation)
+    alone = tokenizer.encode_ordinary(context)
+    return alone, whole[len(alone) :]
+
+
+def batches(requests: Sequence[Request], tokens: int) -> list[list[int]]:
+    """Return the numbers of the requests, the longest first, cut where `tokens` are full."""
+    order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
+    found: list[list[int]] = []
+    rows = 0
+    for number in order:
+        if not found or len(found[-1]) == rows:
+            rows = max(1, tokens // (len(requests[number].ids) - 1))
+            found.append([])
+        found[-1].append(number)
+    return found
+
+
+def pad(chosen: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    """Return (tokens_bt, targets_bt) of requests, the longest first. The end of a row is filled:
+    attention is causal, so what is scored does not see that."""
+    width = max((len(one.ids) - 1 for one in chosen), default=1)
+    tokens = np.zeros((max(1, len(chosen)), width), np.int64)
+    targets = np.full(tokens.shape, MASKED, np.int64)
+    for row, one in enumerate(chosen):
+        stop = len(one.ids) - 1
+        tokens[row, :stop] = one.ids[:-1]
+        targets[row, stop - one.count : stop] = one.ids[-one.count :]
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def likelihoods(
+    requests: Sequence[Request], loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
+) -> np.ndarray:
+    """Return float64 [r]: the log-likelihood of each request's continuation, in nats.
+
+    The ranks share the batches out. Each calls the model equally often, as a sharded one needs.
+    `kind` is the precision, `tokens` the size of a batch. The mode of the model is left alone.
+    """
+    found_r = torch.zeros(len(requests), dtype=torch.float64, device=joined.device)
+    dealt = batches(requests, tokens)
+    for first in range(0, len(dealt), joined.dp_size):
+        mine = dealt[first + joined.dp_rank] if first + joined.dp_rank < len(dealt) else []
+        tokens_bt, targets_bt = pad([requests[number] for number in mine])
+        with torch.no_grad(), precision.autocast(kind, joined.device):
+            nll_bt = loss(
+                tokens_bt.to(joined.device, non_blocking=True),
+                targets_bt.to(joined.device, non_blocking=True),
+                each=True,
+            )
+        if mine:
+            index = torch.tensor(mine).to(joined.device, non_blocking=True)
+            found_r[index] = -nll_bt.double().sum(1)
+    found: np.ndarray = mesh.total(joined, found_r).cpu().numpy()
+    return found
+
+
+def score(
+    task: Task, loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the figures of a task, and the scores of each item. Raises ValueError where the model
+    gives a likelihood that is not finite."""
+    lls = likelihoods(task.requests, loss, joined, kind, tokens)
+    if not np.isfinite(lls).all():
+        raise ValueError(f"the task {task.name}: a likelihood is not finite")
+    samples, first = [], 0
+    for item in task.items:
+        own = lls[first : first + len(item.choices)].tolist()
+        first += len(item.choices)
+        samples.append(_sample(item, own))
+    return figures(samples), samples
+
+
+def _sample(item: Item, lls: list[float]) -> dict[str, Any]:
+    sizes = [len(choice.encode()) for choice in item.choices]
+    normed = [ll / size for ll, size in zip(lls, sizes, strict=True)]
+    return {
+        "id": item.id,
+        "answer": item.answer,
+        "loglikelihoods": lls,
+        "acc": float(int(np.argmax(lls)) == item.answer),
+        "acc_norm": float(int(np.argmax(normed)) == item.answer),
+        "nll": -lls[item.answer],
+        "bytes": 1 + sizes[item.answer],  # with the space before it
+    }
+
+
+def figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return acc, acc_norm (likelihoods per byte of the choice) and bits per byte of the right
+    choices, each with its standard error over the items."""
+
+    def column(key: str) -> np.ndarray:
+        return np.array([one[key] for one in samples], dtype=np.float64)
+
+    one_n = np.ones(len(samples))
+    found: dict[str, float] = {}
+    for name, y_n, x_n in (
+        ("acc", column("acc"), one_n),
+        ("acc_norm", column("acc_norm"), one_n),
+        ("bits_per_byte", column("nll") / math.log(2), column("bytes")),
+    ):
+        found[name], error = ratio(y_n, x_n)
+        if error is not None:
+            found[f"{name}_stderr"] = error
+    return found

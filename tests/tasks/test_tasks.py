@@ -1,0 +1,291 @@
+"""Multiple choice: scores against a computation item by item, in the loop and after it, on one rank
+and two; lm-eval itself where it is installed; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmexp.__main__ import run as command
+from llmexp.assembly.opening import Opened, open_run
+from llmexp.tasks import make, scoring
+from llmexp.tasks.items import SHIPPED, read_items, read_task
+from tests.conftest import llmexp, train
+
+WORDS = tuple(
+    "the cat dog sat on a mat and saw big red house it ran to tree over hill".split()  # noqa: SIM905
+)
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose tokens reach over spaces and letters, a run in fp64, and a task with all
+    that is special: white space, an empty and a long context, contexts for each choice."""
+    path = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(5)
+    (path / "text.txt").write_text(
+        "".join(" ".join(rng.choice(WORDS, 9)) + ".\n" for _ in range(400))
+    )
+    made = llmexp(
+        "tokenizer", "--vocab-size", "330", "--out", "tok", "data=text",
+        "data.train_files=text.txt", cwd=path,
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    long = " ".join(rng.choice(WORDS, 60))
+    items: list[dict[str, Any]] = [
+        {"context": "the cat sat on", "choices": ["the mat", "a tree house"], "answer": 0},
+        {"context": "it ran to the ", "choices": ["hill", "big", "h\u00fcll"], "answer": 2},
+        {"context": "a big\n", "choices": ["red dog and a cat", "dog"], "answer": 1},
+        {"context": "", "choices": ["the", "house mat"], "answer": 0},
+        {"context": long, "choices": ["sat", "over a hill"], "answer": 1},
+        {"context": ["the dog saw", "the house saw"], "choices": ["a cat", "a cat"], "answer": 0},
+    ]
+    items += [
+        {
+            "context": " ".join(rng.choice(WORDS, rng.integers(1, 12))),
+            "choices": [" ".join(rng.choice(WORDS, rng.integers(1, 4))) for _ in range(4)],
+            "answer": int(rng.integers(4)),
+        }
+        for _ in range(14)
+    ]
+    (path / "sets").mkdir()
+    with open(path / "sets/mixed.jsonl", "w") as file:
+        for number, item in enumerate(items):
+            file.write(json.dumps({"id": f"q{number}", **item}) + "\n")
+    train(path, "run", *SETTINGS, *TASKS, "train.log_every=4")
+    return path
+
+
+SETTINGS = [
+    "data=text", "data.train_files=text.txt", "data.cache_dir=cache", "tokenizer=file",
+    "tokenizer.path=tok", f"batch.sequence_length={LENGTH}", "train.max_steps=4",
+    "checkpoint.every=2", "train.eval_every=2", "optimizer.lr=0.03", "precision=fp64",
+    "batch.real_batch_size=4",
+]  # fmt: skip
+TASKS = ["train.tasks=[mixed,tiny_facts]", "train.tasks_every=2", "train.tasks_folder=sets"]
+
+
+def by_hand(opened: Opened, path: Path) -> list[list[float]]:
+    """Return the log-likelihoods of each item: one request at a time, unpadded, in float64. Context
+    and continuation are split as lm-eval's documentation has it: in the encoding of both together,
+    the ids that follow as many as the context alone has."""
+    model, encode = opened.model.double().eval(), opened.tokenizer.encode_ordinary
+    found = []
+    for line in path.read_text().splitlines():
+        item, lls = json.loads(line), []
+        for number, choice in enumerate(item["choices"]):
+            context = item["context"]
+            context = context[number] if isinstance(context, list) else context
+            if context:
+                whole = encode(f"{context} {choice}")
+                count = len(whole) - len(encode(context.rstrip()))
+            else:
+                whole = [opened.tokenizer.eot_token, *encode(f" {choice}")]
+                count = len(whole) - 1
+            ids = torch.tensor(whole[-(LENGTH + 1) :])
+            with torch.no_grad():
+                logp = torch.log_softmax(model(ids[None, :-1])[0], -1)
+            picked = logp[torch.arange(len(ids) - 1), ids[1:]]
+            lls.append(float(picked[-count:].sum()))
+        found.append(lls)
+    return found
+
+
+def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    arguments = ["--tasks", "mixed", "--tasks-folder", "sets", "--by", "item", "--json"]
+    assert command(["evaluate", "run", *arguments]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["tasks"]
+    wanted = by_hand(open_run(folder / "run", 4, print), folder / "sets/mixed.jsonl")
+    items = read_items(folder / "sets/mixed.jsonl")
+    right, normed, nll, size = [], [], 0.0, 0
+    for one, lls, item in zip(found["scores"], wanted, items, strict=True):
+        assert one["loglikelihoods"] == pytest.approx(lls, rel=1e-11)
+        right.append(np.argmax(lls) == item.answer)
+        per_byte = [ll / len(c.encode()) for ll, c in zip(lls, item.choices, strict=True)]
+        normed.append(np.argmax(per_byte) == item.answer)
+        nll -= lls[item.answer]
+        size += len(f" {item.choices[item.answer]}".encode())
+    n = len(items)
+    assert found["items"] == n == 20
+    assert found["acc"] == pytest.approx(np.mean(right))
+    assert found["acc_stderr"] == pytest.approx(np.std(right, ddof=1) / math.sqrt(n))
+    assert found["acc_norm"] == pytest.approx(np.mean(normed))
+    assert found["acc_norm_stderr"] == pytest.approx(np.std(normed, ddof=1) / math.sqrt(n))
+    assert found["bits_per_byte"] == pytest.approx(nll / size / math.log(2), rel=1e-11)
+    assert 0 < found["acc"] < 1
+    assert right != normed
+    # rows of the run say the same
+    row = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-1]
+    keys = [key for key in found if key not in ("task", "items", "scores")]
+    assert len(keys) == 6
+    for key in keys:
+        assert row[f"task/mixed/{key}"] == pytest.approx(found[key], rel=1e-12)
+    assert "task/tiny_facts/acc" in row
+    assert command(["evaluate", "run@2", "--tasks", "tiny_facts,mixed"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in shown[-2:]] == [["tiny_facts", "16"], ["mixed", "20"]]
+
+
+def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    opened = open_run(folder / "run", 4, print)
+    task = scoring.prepare("mixed", read_task("mixed", "sets"), opened.tokenizer, LENGTH)
+    loss = scoring.WindowLoss(opened.model.eval())
+    alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
+    found = [
+        scoring.likelihoods(task.requests, loss, alone, "fp64", tokens)
+        for tokens in (1, 50, 200, 10**6)
+    ]
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-12)
+    for tokens in (1, 50, 200):
+        cut = scoring.batches(task.requests, tokens)
+        assert sorted(number for one in cut for number in one) == list(range(len(task.requests)))
+        for chosen in cut:
+            widths = [len(task.requests[number].ids) - 1 for number in chosen]
+            assert widths == sorted(widths, reverse=True)
+            assert len(chosen) == 1 or len(chosen) * widths[0] <= tokens
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path, kind):
+    """Rows are bit-equal with and without tasks, but for those of the tasks; two ranks score what
+    one does."""
+    own = [f"{s}" for s in SETTINGS if "=cache" not in s and "files" not in s and "path" not in s]
+    places = [
+        f"data.train_files={folder}/text.txt", f"data.cache_dir={folder}/cache",
+        f"tokenizer.path={folder}/tok",
+    ]  # fmt: skip
+    two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
+    tasks = ["train.tasks=[mixed]", "train.tasks_every=1", f"train.tasks_folder={folder}/sets"]
+    common = [*own, *places, "train.log_every=1", "model.dropout=0.1"]
+    asked = train(tmp_path, "asked", *common, *two, *tasks).rows()
+    quiet = train(tmp_path, "quiet", *common, *two).rows()
+    for row, other in zip(asked, quiet, strict=True):
+        for key in ("train/loss", "grad_norm", "weight_norm", "lr", "tokens_seen", "target_tokens"):
+            assert row[key] == other[key], key
+        assert row.get("val/loss") == other.get("val/loss")
+        assert sum(key.startswith("task/") for key in row) == 6
+    opened = open_run(tmp_path / "asked", 4, print)
+    task = scoring.prepare("mixed", read_task("mixed", f"{folder}/sets"), opened.tokenizer, LENGTH)
+    loss = scoring.WindowLoss(opened.model.eval())
+    alone = scoring.mesh.join("cpu", "single", 1, 1, 1)
+    figures, _ = scoring.score(task, loss, alone, "fp64", 10**6)
+    for key, value in figures.items():
+        assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
+
+
+GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "an item has the keys id, context, choices, answer"),
+        ({"id": 1, "choices": ["a", "b"]}, "this one lacks context, answer"),
+        ({**GOOD, "answer": 2}, "answer 2: must be the number of a choice, from 0 to 1"),
+        ({**GOOD, "answer": "1"}, "answer '1': must be the number of a choice"),
+        ({**GOOD, "answer": True}, "answer True: must be"),
+        ({**GOOD, "choices": ["a"]}, "choices must be a list of two texts at least"),
+        ({**GOOD, "choices": ["a", ""]}, "none empty"),
+        ({**GOOD, "choices": "ab"}, "choices must be a list"),
+        (
+            {**GOOD, "context": ["a"]},
+            "context must be a text, or a list with one for each of",
+        ),
+        ({**GOOD, "choices": ["b", "c " * 80]}, "tokens, and the longest input of the model is"),
+    ],
+)
+def test_a_bad_item_is_named_by_file_and_line(folder, tmp_path, monkeypatch, capsys, line, words):
+    monkeypatch.chdir(folder)
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "bad.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{text}\n")
+    given = ["--tasks", "bad", "--tasks-folder", str(tmp_path)]
+    assert command(["evaluate", "run", *given]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/bad.jsonl:3" in said
+    assert words in said
+
+
+def test_tasks_without_files_are_refused_before_anything_is_written(folder, tmp_path):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets/mine.jsonl").write_text(json.dumps(GOOD) + "\n")
+    for given, words in (
+        (["train.tasks=[other]", "train.tasks_folder=sets"],
+         "the task 'other' has no file other.jsonl in sets; there are: mine, tiny_facts"),
+        (["train.tasks=[other]"], "and no folder is given (train.tasks_folder)"),
+        (["train.tasks=[mine]", "train.tasks_folder=nix"], "nix: there is no such folder of tasks"),
+        (["train.tasks=[../sets/mine]", "train.tasks_folder=sets"], "has no file"),
+        (["train.tasks_every=5"], "train.tasks_every"),
+    ):  # fmt: skip
+        done = llmexp(
+            "train", *given, "data=synthetic", "tracker=none", "hydra.run.dir=run", cwd=tmp_path
+        )
+        assert done.code == 2, done.out
+        assert words in done.err, done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sets"]
+
+
+def test_what_is_shipped_is_whole():
+    for path in SHIPPED.glob("*.jsonl"):
+        items = read_items(path)
+        assert len({item.id for item in items}) == len(items)
+        assert len({item.answer for item in items}) > 1
+
+
+# Rows as the hub has them, and the contexts, choices and answers that lm-eval 0.4.13 makes of them.
+HUB = {
+    "hellaswag": (
+        {"activity_label": "Removing ice", "ctx_a": "[header] Then [title] The man", "ctx_b": "he",
+         "endings": ["is [substeps] going.", " stays  in."], "label": "1"},
+        ("Removing ice: Then. The man He", ["is going.", "stays in."], 1),
+    ),
+    "arc_easy": (
+        {"question": "Which?", "choices": {"text": ["x", "y"], "label": ["A", "B"]},
+         "answerKey": "B"},
+        ("Question: Which?\nAnswer:", ["x", "y"], 1),
+    ),
+    "piqa": (
+        {"goal": "To eat", "sol1": "open", "sol2": "close", "label": 0},
+        ("Question: To eat\nAnswer:", ["open", "close"], 0),
+    ),
+    "boolq": (
+        {"passage": "P.", "question": "is it", "label": 1},
+        ("P.\nQuestion: is it?\nAnswer:", ["no", "yes"], 1),
+    ),
+    "openbookqa": (
+        {"question_stem": "The sun", "choices": {"text": ["x", "y"], "label": ["A", "B"]},
+         "answerKey": " A"},
+        ("The sun", ["x", "y"], 0),
+    ),
+    "sciq": (
+        {"support": " S.", "question": "Q?", "distractor1": "a", "distractor2": "b",
+         "distractor3": "c", "correct_answer": "d"},
+        ("S.\nQuestion: Q?\nAnswer:", ["a", "b", "c", "d"], 3),
+    ),
+    "winogrande": (
+        {"sentence": "The cup did not fit, as the _ was small. ", "option1": "cup",
+         "option2": "box", "answer": "2"},
+        (["The cup did not fit, as the cup", "The cup did not fit, as the box"],
+         ["was small."] * 2, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path):
+    row, (context, choices, answer) = HUB[name]
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(make.lines(make.SOURCES[name], [row]))
+    (item,) = read_items(path)
+    contexts = context if isinstance(context, list) else [context] * len(choices)
+    assert (list(item.contexts), list(item.choices), item.answer) == (contexts, choices, answer)
