@@ -4,6 +4,7 @@ take part; numbers as text."""
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ COLUMNS = (
 # Figures whose name in the summary, or in a row, is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
 _IN_ROWS = {"steps": "step"}
+TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
 
 
 def number(value: Any) -> float | None:
@@ -227,6 +229,8 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         if value is None:
             value = number(record.last.get(_IN_ROWS.get(key, key)))
         found[key] = value
+    for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run
+        found[key] = number(record.last[key])
     if found["train_time"] is None and record.state != "finished":
         found["train_time"] = next(iter(elapsed(columns)[-1:].tolist()), None)
     return {key: value for key, value in found.items() if value is not None}
@@ -253,6 +257,12 @@ def _finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None) -> np
 
 
 def columns_of(known: Iterable[str]) -> tuple[Column, ...]:
-    """Return all columns, with those of the named validation sets among the keys `known`."""
+    """Return all columns, with those of the named validation sets and the tasks among the keys
+    `known`."""
     named = sorted(key for key in known if is_of_named_set(key))
-    return (*COLUMNS, *(Column(key, key.replace("/", " "), "lower", 5) for key in named))
+    tasks = sorted(key for key in known if TASK.fullmatch(key))
+    return (
+        *COLUMNS,
+        *(Column(key, key.replace("/", " "), "lower", 5) for key in named),
+        *(Column(key, key.removeprefix("task/"), "higher", 3) for key in tasks),
+    )

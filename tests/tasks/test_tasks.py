@@ -14,6 +14,7 @@ import torch
 
 from llmexp.__main__ import run as command
 from llmexp.assembly.opening import Opened, open_run
+from llmexp.compare.figures import columns_of
 from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, read_items, read_task
 from tests.conftest import llmexp, train
@@ -289,3 +290,11 @@ def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path):
     (item,) = read_items(path)
     contexts = context if isinstance(context, list) else [context] * len(choices)
     assert (list(item.contexts), list(item.choices), item.answer) == (contexts, choices, answer)
+
+
+def test_compare_ranks_by_a_score(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert command(["compare", "run", "--sort", "task/mixed/acc"]) == 0
+    assert "mixed/acc" in capsys.readouterr().out
+    (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
+    assert column.sign == -1  # higher is better
