@@ -222,7 +222,8 @@ class Parallelism:
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
     AFFECTS: ClassVar[str] = "nothing"
-    kind: str = choice("where rows are mirrored to", "wandb | none")
+    kind: str = choice("mirror of the rows", "wandb | tensorboard | trackio | mlflow | none")
+    also: list[str] = knob("trackers besides that one", ["tensorboard"], default=[])
     project: str | None = knob("wandb project; null: $WANDB_PROJECT, else llmexp", "my-project")
     entity: str | None = knob(
         "wandb user or team; null: $WANDB_ENTITY, else that of the login", "my-team", default=None

@@ -84,7 +84,9 @@ ACTS = {
     "parallelism.max_restarts": _where("parallelism.kind", *RANKS),
     "tracker.mode": _where("tracker.kind", "wandb"),
     "tracker.start_timeout_s": _where("tracker.kind", "wandb"),
-    "tracker.finish_timeout_s": _where("tracker.kind", "wandb"),
+    "tracker.finish_timeout_s": Acts(
+        ("tracker.kind",), ("wandb", "tensorboard", "trackio", "mlflow")
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatte
 from llmexp.convert import build
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
+from llmexp.tracker.stores import STORES
 from llmexp.train.evaluation import evaluate
 from llmexp.train.step import OK, OUTLIER, seed_step, set_up, train_step
 from llmexp.train.windows import read_ahead
@@ -113,9 +114,10 @@ WITH: dict[str, dict[str, Any]] = {
     "metrics.outlier_window": SKIPPING,
     "metrics.skip_outliers": LONG,
 }
-# They need a GPU, a compiler, several ranks, with which test_invariance compares, or weights.
-NOT_HERE = ("model.init_from", "train.device", "train.compile", "metrics.single_rank_rates",
-"parallelism.nproc_per_node",
+# They need a GPU, a compiler, several ranks, with which test_invariance compares, weights, or a
+# package.
+NOT_HERE = ("model.init_from", "tracker.also", "train.device", "train.compile",
+"metrics.single_rank_rates", "parallelism.nproc_per_node",
             "parallelism.nnodes", "parallelism.tensor_parallel_size",
             "parallelism.replicate_size")  # fmt: skip
 
@@ -127,12 +129,15 @@ def shipped(path: str) -> dict[str, Any]:
 
 @functools.cache
 def options(group: str) -> list[str]:
-    """Those that this machine computes; of several that differ in sizes only, one."""
+    """Those that this machine computes, without a package of their own; of several that differ in
+    sizes only, one."""
     found: dict[Any, str] = {}
     for file in sorted((CONF / group).glob("*.yaml")):
         tree = shipped(f"{group}/{file.stem}")
         sizes = (tree.get("_target_", tree.get("kind")), *tree)
-        if file.stem not in ("tf32", "hf"):  # hf needs a folder: tests/exchange
+        # hf needs a folder: tests/exchange
+        left_out = ("tf32", "hf", *(STORES if group == "tracker" else ()))
+        if file.stem not in left_out:
             found.setdefault(sizes, file.stem)
     return list(found.values())
 

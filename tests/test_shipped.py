@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import typing
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from llmexp.__main__ import run
 from llmexp.config import Config, flatten
 from llmexp.data import train_tokenizer
 from llmexp.knobs import dead, fields
+from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp
 from tests.tools import option
@@ -143,6 +145,7 @@ def rounds() -> list[list[tuple[str, str]]]:
     import torch
 
     missing = NEEDS_FILES | (set() if torch.cuda.is_available() else NEEDS_A_GPU)
+    missing |= {("tracker", name) for name in STORES if find_spec(name) is None}
     there = {g: [o for o in OPTIONS[g] if (g, o) not in missing] for g in GROUPS}
     count = max(map(len, there.values()))
     return [[(g, options[n % len(options)]) for g, options in there.items()] for n in range(count)]

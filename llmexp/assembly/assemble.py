@@ -54,6 +54,7 @@ from llmexp.redact import redacted
 from llmexp.run import Facts, Run, SourceShare, check_model, solve
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.tasks.scoring import Task
+from llmexp.tracker import stores
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def assemble(
     With `write` false no token cache is written and the corpus may know its length only. `tried`: a
     model of the user's has had its trial pass before the run's folder was made. Raises ConfigError.
     """
+    stores.check_chosen(config.tracker.kind, config.tracker.also)
     saved, config, once = config, filled(config), (shared or Shared()).once
     place = placed(config)
     batch = solve_batch(config.batch, place.layout.dp_size)

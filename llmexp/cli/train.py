@@ -32,7 +32,7 @@ from llmexp.config import ConfigError, plain, refuse
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:
     """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all
     points."""
-    if points and cfg.tracker.kind != "none" and (run_id := os.environ.get("WANDB_RUN_ID")):
+    if points and cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
         text = (
             "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "
             "its command has no -m)"

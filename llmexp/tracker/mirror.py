@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import config, rundir
-from llmexp.fileio import read_json
 from llmexp.tracker import calls
-from llmexp.tracker.fields import SWEEP_ID, Fields, given_run_id, run_fields
+from llmexp.tracker.fields import SWEEP_ID, Fields
 from llmexp.tracker.position import Position, owe, write_position
 
 INTERVAL_S = 1.0  # between two looks at metrics.jsonl
@@ -40,6 +39,23 @@ class End:
     complete: bool = True  # whether metrics.jsonl has all its rows
 
 
+class NewRows:
+    """The rows of metrics.jsonl as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows that were written since the last call."""
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):  # still being written
+            lines.pop()
+        self._read += sum(map(len, lines))
+        return [json.loads(line) for line in lines]
+
+
 class Feed:
     """The rows of metrics.jsonl, from the first one that an open run of wandb lacks."""
 
@@ -47,7 +63,7 @@ class Feed:
         self.run, self.online = run, online
         self.url = run.url if online else None
         self.rows, self.sent, self.last_step = 0, 0, -1
-        self._run_dir, self._read = run_dir, 0
+        self._run_dir, self._new = run_dir, NewRows(run_dir / rundir.METRICS)
         # Online the server knows best: what was handed to a process that died may never have
         # arrived.
         self._after = run.starting_step - 1 if online else position.step
@@ -59,15 +75,8 @@ class Feed:
 
     def send_new(self) -> None:
         """Hand over the rows that were written since the last call."""
-        with open(self._run_dir / rundir.METRICS, "rb") as file:
-            file.seek(self._read)
-            lines = file.read().splitlines(keepends=True)
         before = self.sent
-        for line in lines:
-            if not line.endswith(b"\n"):  # still being written
-                break
-            self._read += len(line)
-            row = json.loads(line)
+        for row in self._new.read():
             self.rows, self.last_step = self.rows + 1, row["step"]
             if row["step"] > self._after:
                 calls.log_row(self.run, row)
@@ -135,19 +144,14 @@ def check_login() -> None:
         )
 
 
-class NoTracker:
-    """The tracker of `tracker=none`, and of every rank but the first."""
-
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        pass
-
-
 class Mirror:
     """Mirrors a run while it trains, from a thread of its own. No method raises, and only `finish`
     waits.
 
     `say` gets at most one line, from another thread.
     """
+
+    name, to = "wandb", ""  # of the tracker, and the argument of `llmexp sync` that names it
 
     def __init__(
         self, settings: config.Tracker, run_dir: Path, fields: Fields, say: Callable[[str], None]
@@ -166,22 +170,26 @@ class Mirror:
         self._thread.join(self._settings.finish_timeout_s)
         if self._thread.is_alive():
             self._fail(f"not done after {self._settings.finish_timeout_s:g} s; left behind")
-            calls.forget_wandb(kill=False)
+            self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        calls.forget_wandb(kill=False)
 
     def _fail(self, text: str) -> None:
         """Say what happened, once: its reader needs the first cause, not its echoes."""
         if not self._failed:
             self._failed = True
-            again = f"llmexp sync {shlex.quote(str(self._run_dir))}"
+            again = f"llmexp sync {shlex.quote(str(self._run_dir))}{self.to}"
             with contextlib.suppress(Exception):
-                self._say(f"wandb: {text}; metrics.jsonl has every row, to upload them: {again}")
+                rest = f"metrics.jsonl has every row, to upload them: {again}"
+                self._say(f"{self.name}: {text}; {rest}")
 
     def _work(self) -> None:
         try:
             self._mirror()
         except Exception as error:  # none is worth a training run
             self._fail(f"stopped ({one_line(error)})")
-            calls.forget_wandb(kill=False)
+            self._leave_behind()
 
     def _mirror(self) -> None:
         mode = self._settings.mode
@@ -230,25 +238,6 @@ class Mirror:
             self._fields, mode, root, chosen.start_timeout_s, chosen.finish_timeout_s
         )
         return Feed(self._run_dir, run, position, mode == "online")
-
-
-Tracker = NoTracker | Mirror
-
-
-def open_tracker(run_dir: Path, chosen: config.Config, say: Callable[[str], None]) -> Tracker:
-    """Start mirroring the run of a folder, which has its config and its record; return at once,
-    before wandb is even imported.
-
-    A run that wandb has already is continued, and rows that it has are not sent again.
-    """
-    if chosen.tracker.kind == "none":
-        return NoTracker()
-    recorded = read_json(run_dir / rundir.RUN)
-    fields = run_fields(run_dir, config.plain(chosen), recorded)
-    run_id, unused = given_run_id(run_dir, fields.run_id, bool(recorded.get("label")), os.environ)
-    if unused:
-        say(f"wandb: {unused}")
-    return Mirror(chosen.tracker, run_dir, replace(fields, run_id=run_id), say)
 
 
 def own_files(run_dir: Path) -> Path:

@@ -18,9 +18,11 @@ from llmexp import fileio, rundir
 from llmexp.config import ConfigError
 from llmexp.metrics.keys import LOSSES
 from llmexp.redact import clean
+from llmexp.tracker.copies import copy
 from llmexp.tracker.fields import RUN_ID, SWEEP_ID, VARIABLES, Fields, next_id, run_fields
 from llmexp.tracker.mirror import End, TrackerError, check_login, upload
 from llmexp.tracker.position import Position, read_position, upload_is_pending
+from llmexp.tracker.stores import STORES, check
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
 # Set for training; wandb would put them over the records.
@@ -32,8 +34,8 @@ def sync(arguments: list[str]) -> int:
     behind."""
     parser = argparse.ArgumentParser(
         prog="llmexp sync",
-        description="Upload runs and sweeps to wandb from their own records. What is there is not "
-        "sent again.",
+        description="Upload runs and sweeps to a tracker from their own records. What is there is "
+        "not sent again.",
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="run or sweep folders; globs in quotes work too"
@@ -46,8 +48,16 @@ def sync(arguments: list[str]) -> int:
         action="store_true",
         help="upload to new runs: the old ones were deleted, or differ from the records",
     )
+    parser.add_argument(
+        "--to", default="wandb", metavar="TRACKER", help=f"wandb (default), {', '.join(STORES)}"
+    )
     args = parser.parse_args(arguments)
     runs = find_runs(args.paths)
+    if args.to != "wandb":
+        check([args.to], "--to")
+        if args.anew or args.dry_run:
+            raise ConfigError(f"--to {args.to}: has neither --anew nor --dry-run")
+        return upload_all(runs, False, args.to)
     if args.dry_run:
         return max([take(run, args.anew, dry=True) for run in runs])
     if unused := [name for name in OF_ONE_RUN if os.environ.pop(name, None)]:
@@ -62,11 +72,11 @@ def sync(arguments: list[str]) -> int:
     return upload_all(runs, args.anew)
 
 
-def upload_all(runs: Sequence[Path], anew: bool) -> int:
+def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
     """Stop after two runs in a row that could not be uploaded: the server is what fails then."""
     codes: list[int] = []
     for run in runs:
-        codes.append(take(run, anew, dry=False))
+        codes.append(take(run, anew, dry=False, to=to))
         if codes[-2:] == [NOT_UPLOADED] * 2 and len(codes) < len(runs):
             left = len(runs) - len(codes)
             print(f"stopped: two runs in a row were not uploaded; {left} are left")
@@ -156,7 +166,7 @@ class Records:
         return ""
 
 
-def take(run: Path, anew: bool, dry: bool) -> int:
+def take(run: Path, anew: bool, dry: bool, to: str = "wandb") -> int:
     """Upload a run, or tell what would be sent, and print its line; return one of the codes
     above."""
     try:
@@ -165,7 +175,9 @@ def take(run: Path, anew: bool, dry: bool) -> int:
         # so that no training starts in the folder meanwhile
         with contextlib.nullcontext() if dry else rundir.locked(run):
             records = read_records(run, anew)
-            if settled := records.settled():
+            if to in STORES:
+                line, complete = send_copy(run, records, to)
+            elif settled := records.settled():
                 line, complete = f"nothing to send, {settled}", not records.lost
             else:
                 line, complete = plan(records) if dry else send(run, records)
@@ -211,6 +223,14 @@ def send(run: Path, records: Records) -> tuple[str, bool]:
             f"; the tracker has {there - feed.rows:,} rows that the run does not have (--anew "
             "makes an exact copy)"
         )
+    return _with_loss(line, records)
+
+
+def send_copy(run: Path, records: Records, to: str) -> tuple[str, bool]:
+    """Send one run to another tracker: (its line, whether all of it is there). Raises
+    TrackerError."""
+    sent, where = copy(to, run, records.fields, records.end)
+    line = f"{sent:,} of {records.rows:,} rows sent, {records.state}: {where}"
     return _with_loss(line, records)
 
 

@@ -22,7 +22,7 @@ from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.run.banner import banner_sections
-from llmexp.tracker.mirror import NoTracker, open_tracker
+from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
 from llmexp.train.state import Loop, Measured, Outputs, Progress
 from llmexp.train.step import Setup, set_up
@@ -133,7 +133,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
         )
     main = joined.rank == 0
     rows = rundir.Rows(path / rundir.METRICS, progress.step) if main else None
-    tracker = open_tracker(path, parts.config, console.line) if main else NoTracker()
+    tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
         setup=setup,
         out=Outputs(path, main, console, tracker, rows),

@@ -20,7 +20,7 @@ from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
 from llmexp.run import Run
-from llmexp.tracker.mirror import Tracker
+from llmexp.tracker.opening import Trackers
 from llmexp.train.step import Setup, Step
 
 
@@ -56,7 +56,7 @@ class Outputs:
     path: Path
     main: bool
     console: Console
-    tracker: Tracker
+    tracker: Trackers
     rows: rundir.Rows | None
 
 

@@ -1,0 +1,185 @@
+"""Trackers besides wandb. Each is a class with four calls: start, position, row, finish; no other
+file imports their packages."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import math
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmexp.child import DONE, PREEMPTED
+from llmexp.config import flatten
+from llmexp.tracker.fields import Fields
+from llmexp.values import ConfigError, hint
+
+
+class Store(Protocol):
+    """A place that keeps rows. Any call may raise; what was given before `finish` is then there."""
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        """Open the run, new or as it is there; return where its reader finds it."""
+
+    def position(self) -> int:
+        """Return the step of the last row that it has, -1 where it has none."""
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Keep a row of metrics.jsonl."""
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Keep the figures of the end, and close the run."""
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a row."""
+    given = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+    return {key: float(value) for key, value in given.items() if math.isfinite(value)}
+
+
+class TensorBoard:
+    """Event files in RUN_DIR/tensorboard. They are written anew at each start, so they hold what
+    metrics.jsonl holds, also after a resume from an earlier step."""
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        where = run_dir / "tensorboard"
+        shutil.rmtree(where, ignore_errors=True)
+        self._writer = SummaryWriter(str(where), flush_secs=5)
+        given = flatten(fields.config).items()
+        table = "\n".join(f"| {key} | {value} |" for key, value in given)
+        self._writer.add_text("config", f"| key | value |\n|---|---|\n{table}")
+        return str(where)
+
+    def position(self) -> int:
+        return -1
+
+    def row(self, row: dict[str, Any]) -> None:
+        for key, value in numbers(row).items():  # float64, as in the row
+            self._writer.add_scalar(key, value, row["step"], new_style=True, double_precision=True)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        text = "\n".join(f"| {key} | {value} |" for key, value in summary.items())
+        self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{text}")
+        self._writer.close()
+
+
+class MLflow:
+    """A run of the experiment that tracker.project names, at MLFLOW_TRACKING_URI."""
+
+    KEY = "llmexp.run_id"  # the tag by which a run is found again
+    POSITION = "tokens_seen"  # every row has it
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._client = MlflowClient()
+        project, client = fields.project, self._client
+        known = client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else client.create_experiment(project)
+        there = self._client.search_runs([experiment], f"tags.`{self.KEY}` = '{fields.run_id}'")
+        if there:
+            self._run = there[0].info.run_id
+            self._client.set_terminated(self._run, "RUNNING")
+            return f"mlflow run {self._run}"
+        tags = {self.KEY: fields.run_id, "group": fields.group or "", "folder": str(run_dir)}
+        self._run = self._client.create_run(experiment, run_name=fields.name, tags=tags).info.run_id
+        params = [Param(k, str(v)[:500]) for k, v in flatten(fields.config).items()]
+        for first in range(0, len(params), 100):  # at most in one call
+            client.log_batch(self._run, params=params[first : first + 100])
+        return f"mlflow run {self._run}"
+
+    def position(self) -> int:
+        history = self._client.get_metric_history(self._run, self.POSITION)
+        return max((metric.step for metric in history), default=-1)
+
+    def row(self, row: dict[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # In one call: a row is there as a whole or not at all.
+        metrics = [Metric(key, value, now, row["step"]) for key, value in numbers(row).items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        for key, value in numbers(summary).items():
+            self._client.set_tag(self._run, f"summary.{key}", repr(value))
+        state = {DONE: "FINISHED", PREEMPTED: "KILLED"}.get(exit_code, "FAILED")
+        self._client.set_terminated(self._run, state)
+
+
+class Trackio:
+    """A run of the project that tracker.project names, in Trackio's folder (TRACKIO_DIR)."""
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        import trackio
+
+        self._project, self._name = fields.project, f"{fields.name} {fields.run_id}"
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run = trackio.init(
+                project=self._project,
+                name=self._name,
+                group=fields.group,
+                config=fields.config,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        return f"trackio show --project {shlex.quote(self._project)}, run {self._name}"
+
+    def position(self) -> int:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        found = SQLiteStorage.get_max_step_for_run(self._project, self._name)
+        return -1 if found is None else int(found)
+
+    def row(self, row: dict[str, Any]) -> None:
+        given = {key: value for key, value in numbers(row).items() if key != "step"}
+        self._run.log(given, step=row["step"])
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+STORES: dict[str, type[TensorBoard] | type[MLflow] | type[Trackio]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+def check_chosen(kind: str, also: Sequence[str]) -> None:
+    """Raise ConfigError where a tracker of the config cannot be used."""
+    check([kind] if kind in STORES else [], "tracker")
+    check(also)
+    if kind in also:
+        raise ConfigError(f"tracker.also={kind}: is what tracker={kind} chooses already")
+
+
+def check(kinds: Sequence[str], key: str = "tracker.also") -> None:
+    """Raise ConfigError for a tracker that there is not, or whose package is missing."""
+    for kind in kinds:
+        if kind not in STORES:
+            raise ConfigError(
+                f"{key}={kind}: there is no such tracker.{hint(kind, STORES)} For example "
+                f"{key}=[tensorboard]"
+            )
+        if importlib.util.find_spec(kind) is None:
+            raise ConfigError(
+                f"{key}={kind}: the package {kind} is not installed; to install it: "
+                f"pip install 'llmexp[{kind}]'"
+            )

@@ -1,0 +1,202 @@
+"""Trackers besides wandb: each ends with the rows of metrics.jsonl, whatever happened between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmexp import config, rundir
+from llmexp.__main__ import run as command
+from llmexp.rundir import Rows, read_rows
+from llmexp.tracker import stores
+from llmexp.tracker.copies import Copy
+from llmexp.tracker.fields import Fields
+from tests.conftest import ROOT, TINY
+from tests.tracker.test_sync import make_run
+from tests.tracker.test_tracker import make_rows
+
+FIELDS = Fields("proj", None, "a run", "a/sweep", [], None, {"clip": {"max_norm": 0.5}}, "run-1")
+SETTINGS = config.Tracker(
+    kind="tensorboard",
+    project=None,
+    name=None,
+    group=None,
+    tags=[],
+    notes=None,
+    finish_timeout_s=60,
+)
+# A worker that follows its rows; `die`: it is killed when its rows should have arrived.
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+from llmexp.config import Tracker
+from llmexp.rundir import Rows
+from llmexp.tracker.copies import Copy
+from llmexp.tracker.stores import STORES
+from tests.tracker.test_stores import FIELDS, SETTINGS
+kind, folder, rows, die = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+arrived, Store = [], STORES[kind]
+class Counted(Store):
+    def row(self, row):
+        super().row(row)
+        arrived.append(row)
+STORES[kind] = Counted
+out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
+copy = Copy(kind, SETTINGS, folder, FIELDS, print)
+for row in rows:
+    out.append(row)
+if die == "die":
+    while len(arrived) < len(rows):
+        time.sleep(0.05)
+    time.sleep(1)
+    os._exit(9)
+copy.finish({"final val/loss": 1.25}, 0)
+"""
+
+
+class Kept:
+    """A store in memory. `there`: its rows; `fails`: the call that raises."""
+
+    there: list[dict[str, Any]]
+    ends: list[tuple[dict[str, Any], int]]
+    fails = ""
+
+    def start(self, fields: Fields, run_dir: Path) -> str:
+        self.call("start")
+        return "memory"
+
+    def call(self, name: str) -> None:
+        if self.fails == name:
+            raise OSError("no route to host")
+
+    def position(self) -> int:
+        return self.there[-1]["step"] if self.there else -1
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.call("row")
+        self.there.append(row)
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        self.ends.append((summary, exit_code))
+
+
+@pytest.fixture
+def kept(monkeypatch) -> type[Kept]:
+    made = type("Made", (Kept,), {"there": [], "ends": []})
+    monkeypatch.setitem(stores.STORES, "tensorboard", made)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    return made
+
+
+def follow(folder: Path, rows: list[dict[str, Any]], code: int = 0) -> list[str]:
+    said: list[str] = []
+    out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
+    copy = Copy("tensorboard", SETTINGS, folder, FIELDS, said.append)
+    for row in rows:
+        out.append(row)
+    copy.finish({"steps": rows[-1]["step"]}, code)
+    return said
+
+
+def test_rows_arrive_once_over_a_resume_from_an_earlier_step(tmp_path, kept):
+    assert follow(tmp_path, make_rows(1, 5), 75) == []
+    assert follow(tmp_path, make_rows(4, 9)) == []
+    assert kept.there == read_rows(tmp_path / "metrics.jsonl") == make_rows(1, 9)
+    assert kept.ends == [({"steps": 5}, 75), ({"steps": 9}, 0)]
+
+
+@pytest.mark.parametrize("fails", ["start", "row"])
+def test_a_dead_server_costs_a_line_and_sync_completes_it(tmp_path, kept, capsys, fails):
+    run = make_run(tmp_path / "a", 4)
+    kept.fails = fails
+    (line,) = follow(run, make_rows(1, 4))
+    assert "tensorboard: stopped (OSError: no route to host)" in line
+    assert f"llmexp sync {run} --to tensorboard" in line
+    assert kept.there == []
+    assert command(["sync", str(run), "--to", "tensorboard"]) == 1
+    assert "not uploaded: OSError: no route to host" in capsys.readouterr().out
+    kept.fails = ""
+    assert command(["sync", str(run), "--to", "tensorboard"]) == 0
+    assert "4 of 4 rows sent, finished: memory" in capsys.readouterr().out
+    assert kept.there == read_rows(run / "metrics.jsonl")
+    assert command(["sync", str(run), "--to", "tensorboard"]) == 0
+    assert "0 of 4 rows sent" in capsys.readouterr().out
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.max_steps=2"]
+    for chosen, text in (
+        ("tracker=mlflow", "tracker=mlflow: the package mlflow is not installed; to install it: "
+         "pip install 'llmexp[mlflow]'"),
+        ("tracker.also=[trackio]", "pip install 'llmexp[trackio]'"),
+        ("tracker.also=[tensorbord]", "Did you mean tensorboard? For example "
+         "tracker.also=[tensorboard]"),
+    ):  # fmt: skip
+        assert command(["plan", *run, chosen]) == 2
+        assert text in capsys.readouterr().err
+    make_run(tmp_path / "a", 4)
+    assert command(["sync", "a", "--to", "comet"]) == 2
+    assert "--to=comet: there is no such tracker" in capsys.readouterr().err
+    assert os.listdir() == ["a"]
+
+
+def there(kind: str, folder: Path) -> dict[int, dict[str, float]]:
+    """What a tracker has of the run: its numbers by step, read by its own means."""
+    found: dict[int, dict[str, float]] = {}
+    if kind == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tensorboard"))
+        events.Reload()
+        for key in events.Tags()["tensors"]:
+            for event in events.Tensors(key) if not key.endswith("text_summary") else ():
+                found.setdefault(event.step, {})[key] = event.tensor_proto.double_val[0]
+    elif kind == "mlflow":
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        (run,) = client.search_runs([client.get_experiment_by_name("proj").experiment_id])
+        for key in run.data.metrics:
+            history = client.get_metric_history(run.info.run_id, key)
+            assert len({metric.step for metric in history}) == len(history)
+            for metric in history:
+                found.setdefault(metric.step, {})[key] = metric.value
+    else:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        for row in SQLiteStorage.get_logs("proj", "a run run-1"):
+            row.pop("timestamp")
+            found[row["step"]] = row
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "trackio"])
+def test_each_holds_the_rows_after_a_kill_and_a_resume(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip(kind, reason=f"pip install 'llmexp[{kind}]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    for rows, end, code in ((make_rows(1, 5), "die", 9), (make_rows(4, 9), "finish", 0)):
+        words = [kind, str(tmp_path), json.dumps(rows), end]
+        done = subprocess.run(
+            [sys.executable, "-c", WORKER, *words], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    rows = read_rows(tmp_path / rundir.METRICS)
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    kept = there(kind, tmp_path)
+    assert sorted(kept) == [row["step"] for row in rows]
+    for row in rows:
+        expected = stores.numbers(row)
+        assert {**kept[row["step"]], "step": row["step"]} == expected
+    assert not [t for t in threading.enumerate() if t.name == "tracker"]
