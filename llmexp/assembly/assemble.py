@@ -112,8 +112,7 @@ def assemble(
     deciding = [config.model, place.precision, end]
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
-    # Before the data are prepared for nothing.
-    vocab_size = _check_sizes(loss.model, length, tokenizer)
+    vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
     initial = _initial(config.model, loss.model, tried)
     if _own(config.model) and not tried:
         target = str(config.model["_target_"])
