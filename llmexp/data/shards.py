@@ -190,12 +190,12 @@ def _jobs(
     for document in documents:
         texts = document.pieces
         if not write:
-            in_chunk += sum(len(text.encode()) for text in texts)
+            in_chunk += sum(map(_size, texts))
             texts = iter(())
         elif not is_byte_level(tokenizer):
             texts = cut(texts, PIECE_CHARACTERS) if cuttable else iter(("".join(texts),))
         for text, ends in _with_end(texts):
-            job.parts.append(Part(text, document.digest, ends, len(text.encode())))
+            job.parts.append(Part(text, document.digest, ends, _size(text)))
             size += job.parts[-1].n_bytes
             in_chunk += job.parts[-1].n_bytes
             if size >= JOB_BYTES and not ends:
@@ -212,6 +212,10 @@ def _jobs(
     if write:
         job.counts, job.last = counts.record(), True
         yield job
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _with_end(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:

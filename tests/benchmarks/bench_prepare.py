@@ -1,87 +1,145 @@
-"""How fast text becomes tokens: MB/s and peak memory of preparing 100 MB of Python source text.
+"""What preparing and reading a corpus cost beside what they cannot do without: ratios of one run.
 
-    python tests/benchmarks/bench_prepare.py [megabytes] [tokenizer ...]
+    python tests/benchmarks/bench_prepare.py [megabytes] [shards]
 
-Each preparation is a process of its own, so that the peaks do not mix. gpt2 needs its files:
-TIKTOKEN_CACHE_DIR.
+Each ratio is the median of pairs in turns, of CPU time, so that a busy machine counts little:
+
+encoding      encode_ordinary_batch of tiktoken over `llmexp prepare` of a jsonl.zst (at least 0.95)
+jsonl_zst, parquet   reading the documents alone, as a share of encoding them (far below 1)
+mixture       windows of 8 sources over windows of one (at most 1.03)
+shards        seconds to the first batch of many shards, more than of one (at most 1)
+
+Prints JSON. gpt2 needs its files: TIKTOKEN_CACHE_DIR.
 """
 
 from __future__ import annotations
 
-import subprocess
+import json
+import os
+import random
+import statistics
 import sys
 import sysconfig
 import tempfile
 import time
-from itertools import cycle
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pyarrow
+import zstandard
+from pyarrow import parquet
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from llmexp.data import shards
+from llmexp.data.corpus import corpus
+from llmexp.data.files import cpu_count
+from llmexp.data.reader import Cut, Order, read_windows
+from llmexp.data.readers import Counts, documents
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
+
+PAIRS = 5
+LENGTH = 1024
 
 
-def make_text(path: Path, megabytes: int) -> None:
-    """The standard library's sources, over and over, as one file."""
+def texts_of(megabytes: int) -> list[str]:
+    """Return pieces of the standard library's sources, in a random order."""
     library = Path(sysconfig.get_path("stdlib"))
-    sources = [p.read_bytes() for p in sorted(library.glob("*.py"))]
-    left = megabytes * 1_000_000
-    with open(path, "wb") as file:
-        for text in cycle(sources):
-            if left <= 0:
-                return
-            cut = text[:left]
-            while cut and cut[-1] & 0xC0 == 0x80:  # the file ends between characters
-                cut = cut[:-1]
-            file.write(cut)
-            left -= len(text)
+    whole = "".join(path.read_text() for path in sorted(library.glob("*.py")))
+    rng, found, size = random.Random(0), [], 0
+    while size < megabytes * 1_000_000:
+        start, length = rng.randrange(len(whole)), rng.randrange(200, 8000)
+        found.append(whole[start : start + length])
+        size += len(found[-1])
+    return found
 
 
-def measure(path: str, tokenizer: str, cache: str) -> None:
-    """Prepares twice (the second time from the cache) and prints a line."""
-    sys.path.insert(0, str(ROOT))
-    from llmexp.data import sources, tokenizers
-
-    encoding = tokenizers.byte_level() if tokenizer == "bytes" else tokenizers.pretrained(tokenizer)
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        corpus = sources.text(
-            train_files=path,
-            val_files=None,
-            tokenizer=encoding,
-            val_ratio=0.1,
-            max_tokens=None,
-            seed=0,
-            cache_dir=cache,
-        )
-        seconds.append(time.perf_counter() - started)
-    status = Path("/proc/self/status")
-    peak = (
-        next((line.split()[1] for line in status.open() if line.startswith("VmHWM")), None)
-        if status.exists()
-        else None
-    )
-    size = Path(path).stat().st_size / 1e6
-    memory = f"peak memory {int(peak) / 1024:.0f} MiB" if peak else "peak memory unknown"
-    print(
-        f"{tokenizer:12} {size:6.0f} MB -> {len(corpus.train) + len(corpus.val or ''):>12,} tokens  "  # noqa: E501
-        f"{seconds[0]:6.2f} s = {size / seconds[0]:6.1f} MB/s  again {seconds[1]:.3f} s  {memory}",
-        flush=True,
-    )
+def made(folder: Path, files: dict[str, Path], tokenizer: Tokenizer, cache: str) -> Corpus:
+    return corpus(
+        sources={name: {"files": str(path)} for name, path in files.items()}, val={}, val_main=None,
+        stages=[], max_epochs=None, on_bad_record="refuse", cache_dir=str(folder / cache),
+        tokenizer=tokenizer, sequence_length=LENGTH,
+    )  # fmt: skip
 
 
-def main(megabytes: int = 100, *names: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "text.txt")
-        make_text(path, megabytes)
-        for name in names or ("bytes", "gpt2"):
-            subprocess.run(
-                [sys.executable, __file__, "--one", str(path), name, str(Path(folder, "cache"))],
-                check=False,
-            )
+def cpu(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
+    """Return the median over pairs of the CPU time of `one` over that of `other`."""
+    return round(statistics.median(cpu(one) / cpu(other) for _ in range(PAIRS)), 4)
+
+
+def read(path: Path) -> int:
+    found = documents("k", str(path), "text", False, Counts())
+    return sum(len("".join(document.pieces)) for document in found)
+
+
+def windows(found: Corpus, count: int) -> Callable[[], None]:
+    order = Order(found.train, LENGTH, 32, 32 * count, 0, mixed=found.mixed)
+
+    def walk() -> None:
+        for _ in read_windows(order, Cut(8), 0, count):
+            pass
+
+    return walk
+
+
+def first_batch(folder: Path, path: Path, cache: str) -> float:
+    started = time.perf_counter()
+    windows(made(folder, {"a": path}, byte_level(), cache), 1)()
+    return time.perf_counter() - started
+
+
+def main(megabytes: int = 20, count: int = 10_000) -> None:
+    tokenizer, threads = pretrained("gpt2"), cpu_count()
+    texts = texts_of(megabytes)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        packed, table = folder / "a.jsonl.zst", folder / "a.parquet"
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        packed.write_bytes(zstandard.compress(lines.encode()))
+        parquet.write_table(pyarrow.table({"text": texts}), table)
+        caches = iter(range(100))
+
+        def encode() -> None:
+            tokenizer.encode_ordinary_batch(texts, num_threads=threads)
+
+        def prepare() -> None:
+            made(folder, {"a": packed}, tokenizer, f"cache{next(caches)}")
+
+        found = {
+            "encoding": ratio(encode, prepare),
+            "jsonl_zst": ratio(lambda: read(packed), encode),
+            "parquet": ratio(lambda: read(table), encode),
+        }
+        parts = {}
+        for n in range(8):
+            parts[f"s{n}"] = folder / f"part{n}.jsonl"
+            part = (json.dumps({"text": text}) + "\n" for text in texts[n::8])
+            parts[f"s{n}"].write_text("".join(part))
+        one = windows(made(folder, {"a": packed}, byte_level(), "one"), 100)
+        eight = windows(made(folder, parts, byte_level(), "eight"), 100)
+        found["mixture"] = ratio(eight, one)
+        os.fsync = lambda handle: None  # only to make so many files sooner
+        few = folder / "few.jsonl"
+        words = (json.dumps({"text": texts[0][:100] + str(n)}) + "\n" for n in range(count))
+        few.write_text("".join(words))
+        shards.CHUNK_BYTES = 1
+        made(folder, {"a": few}, byte_level(), "many")
+        shards.CHUNK_BYTES = 1 << 26
+        made(folder, {"a": few}, byte_level(), "single")
+        pairs = [
+            first_batch(folder, few, "many") - first_batch(folder, few, "single")
+            for _ in range(PAIRS)
+        ]
+        found["shards"] = round(min(pairs), 4)
+    print(json.dumps({"threads": threads, "megabytes": megabytes, "shards_in_all": count, **found}))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        measure(*sys.argv[2:5])
-    else:
-        main(*map(int, sys.argv[1:2]), *sys.argv[2:])
+    main(*map(int, sys.argv[1:]))
