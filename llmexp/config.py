@@ -244,9 +244,7 @@ class Tracker:
         "auto | online | offline",
         default="auto",
     )
-    start_timeout_s: float = seconds(
-        "for the tracker to start before the run goes on offline", 10.0
-    )
+    start_timeout_s: float = seconds("for wandb to start before the run goes on offline", 10.0)
     finish_timeout_s: float = seconds("that the end of a run waits for the last upload", 15.0)
 
 
@@ -269,6 +267,7 @@ class Checkpoint:
         auto=True,
     )
     keep: int | None = knob("checkpoints kept, the newest ones; null: all", 2, at_least=2)
+    keep_every: int | None = count("steps between checkpoints that stay", 1000, default=None)
     resume: str = choice("what to do with a folder that holds a run", "auto | never | must")
     save_initial: bool = knob("also save step 0, before any update")
     last: bool = knob(

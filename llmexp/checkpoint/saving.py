@@ -162,10 +162,11 @@ def commit(
     meta: dict[str, Any],
     keep: int | None,
     whole: Sequence[int] = (),
+    keep_every: int | None = None,
 ) -> Path:
     """Make what all ranks have written checkpoint `step`, then remove those older than the newest
     `keep` of it and `whole`: the steps of those that this process has loaded or committed. Another
-    on the disk may be damaged.
+    on the disk may be damaged. Multiples of `keep_every` stay.
 
     For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain
     containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
@@ -192,7 +193,7 @@ def commit(
     shutil.rmtree(old, ignore_errors=True)
     known = sorted({*whole, step})
     if keep is not None and len(known) >= keep:
-        _remove_before(root, known[-keep])
+        _remove_before(root, known[-keep], keep_every)
     return final
 
 
@@ -213,9 +214,11 @@ def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], dict[str, str
     return files, {kind: f"{total:016x}" for kind, total in digests.items()}
 
 
-def _remove_before(root: Path, step: int) -> None:
+def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
     for found in steps(root):
-        if int(found.name[5:]) < step:
+        number = int(found.name[5:])
+        stays = keep_every is not None and number > 0 and number % keep_every == 0
+        if number < step and not stays:
             with contextlib.suppress(OSError):
                 (found / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(found)

@@ -53,7 +53,17 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     whole = tuple(loop.saved)
     loop.saving = Saving(
         progress.step,
-        functools.partial(saving.commit, root, progress.step, pieces, state, meta, keep, whole),
+        functools.partial(
+            saving.commit,
+            root,
+            progress.step,
+            pieces,
+            state,
+            meta,
+            keep,
+            whole,
+            loop.config.checkpoint.keep_every,
+        ),
     )
     loop.writer.start(functools.partial(saving.write, root, progress.step, pieces))
     if wait:

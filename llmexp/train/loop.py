@@ -57,7 +57,10 @@ def due_after(step: int, last: bool, config: Config, by_time: bool = False) -> D
         row=evaluation or tasks or every(chosen.log_every),
         evaluation=evaluation,
         tasks=tasks,
-        checkpoint=(last and config.checkpoint.last) or by_time or every(config.checkpoint.every),
+        checkpoint=(last and config.checkpoint.last)
+        or by_time
+        or every(config.checkpoint.every)
+        or every(config.checkpoint.keep_every),
         sample=not last and every(chosen.sample_every),
     )
 

@@ -322,3 +322,16 @@ def test_a_run_of_before_a_knob_goes_on_with_its_default(tmp_path):
         json.loads(line) for line in (tmp_path / "old" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [r["train/loss"] for r in rows] == [r["train/loss"] for r in whole.rows()]
+
+
+def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
+    data = ["data=synthetic", "data.n_tokens=4000", "train.max_steps=9"]
+    saving = ["checkpoint.every=2", "checkpoint.keep=2", "checkpoint.keep_every=3"]
+    chosen = [*TINY, *data, *saving, "train.stop_step=7", "hydra.run.dir=run"]
+    done = llmexp("train", *chosen, cwd=tmp_path)
+    assert done.code == 75, done.err
+    found = sorted(p.name[-2:] for p in (done.folder / "checkpoints").iterdir())
+    assert found == ["03", "06", "07"]
+    assert llmexp("resume", "run", cwd=tmp_path).code == 0
+    found = sorted(p.name[-2:] for p in (done.folder / "checkpoints").iterdir())
+    assert found == ["03", "06", "08", "09"]
