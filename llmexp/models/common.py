@@ -39,6 +39,32 @@ def logits(model: Any, tokens_bt: Tensor) -> Tensor:
     return F.linear(model.features(tokens_bt), model.head_weight)
 
 
+def autocast_dtype(x: Tensor) -> Tensor:
+    """Return x in the dtype that products will have: once for several of them."""
+    kind = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def in_one_product(device: torch.device) -> bool:
+    """Return whether queries, keys and values come from one product. Not on a CPU, where another
+    shape rounds differently and recorded runs have to stay equal."""
+    return device.type == "cuda"
+
+
+def project(x_btd: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+    """Return what each projection makes of x; of one product where `in_one_product` says so and
+    tensor parallelism has not split them. Parameters and names are as for several products."""
+    x_btd = autocast_dtype(x_btd)
+    if not in_one_product(x_btd.device) or hasattr(projections[0].weight, "to_local"):
+        return tuple(projection(x_btd) for projection in projections)
+    weight = torch.cat(tuple(m.weight for m in projections))
+    biased = projections[0].bias is not None
+    bias = torch.cat(tuple(m.bias for m in projections)) if biased else None
+    return F.linear(x_btd, weight, bias).split([m.out_features for m in projections], dim=-1)
+
+
 def same_in_training(model: Any) -> bool:
     """Return whether training computes what evaluation does: without dropout."""
     return bool(model.dropout.p == 0)

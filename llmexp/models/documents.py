@@ -60,6 +60,12 @@ def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Docum
     return Documents(documents.positions_bt, None, mask_b1ts & same_bts[:, None])
 
 
+def repeats_heads(q_bhtk: Tensor, mask: Tensor | None) -> bool:
+    """Return whether grouped heads are repeated: on an accelerator kernels for fp32 or for a mask
+    know no groups, and without them all scores would lie in memory."""
+    return q_bhtk.device.type == "cuda" and (mask is not None or q_bhtk.dtype == torch.float32)
+
+
 def attend(
     q_bhtk: Tensor,
     k_bgtk: Tensor,
@@ -72,6 +78,9 @@ def attend(
     several query heads share a key and value head."""
     if documents is None or documents.spans is None:
         mask = None if documents is None else documents.mask_b1ts
+        if grouped and repeats_heads(q_bhtk, mask):
+            times, grouped = q_bhtk.shape[1] // k_bgtk.shape[1], False
+            k_bgtk, v_bgtk = (x.repeat_interleave(times, dim=1) for x in (k_bgtk, v_bgtk))
         return F.scaled_dot_product_attention(
             q_bhtk, k_bgtk, v_bgtk, mask, dropout, is_causal=mask is None, enable_gqa=grouped
         )

@@ -16,6 +16,7 @@ from llmexp.models.common import (
     flops_per_token,
     init_weights,
     logits,
+    project,
     same_in_training,
 )
 from llmexp.models.documents import Documents, attend, find_documents
@@ -38,9 +39,10 @@ class Attention(nn.Module):
     def forward(self, x_btd: Tensor, documents: Documents | None = None) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        q_bhtk = self.q_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
-        k_bhtk = self.k_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
-        v_bhtk = self.v_proj(x_btd).view(b, t, -1, self.head_dim).transpose(1, 2)
+        q_bhtk, k_bhtk, v_bhtk = (
+            x.view(b, t, -1, self.head_dim).transpose(1, 2)
+            for x in project(x_btd, self.q_proj, self.k_proj, self.v_proj)
+        )
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)
         return self.out_proj(y_bhtk.transpose(1, 2).reshape(b, t, -1))

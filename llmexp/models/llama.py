@@ -29,6 +29,7 @@ from llmexp.models.common import (
     flops_per_token,
     init_weights,
     logits,
+    project,
     same_in_training,
 )
 from llmexp.models.documents import Documents, attend, find_documents, within
@@ -124,7 +125,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        q, k, v = self.q_proj(x_btd), self.k_proj(x_btd), self.v_proj(x_btd)
+        q, k, v = project(x_btd, self.q_proj, self.k_proj, self.v_proj)
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         q_bhtk, k_bgtk, v_bgtk = (
