@@ -96,7 +96,7 @@ def test_where_a_login_is_found(
 def test_both_configs_have_what_a_later_upload_uses() -> None:
     wandb, none = option("tracker/wandb"), option("tracker/none")
     assert (wandb.pop("kind"), none.pop("kind")) == ("wandb", "none")
-    assert none.keys() == {"project", "entity", "name", "group", "tags", "notes"}
+    assert none.keys() == {"also", "project", "entity", "name", "group", "tags", "notes"}
     assert none.items() <= wandb.items()
 
 
