@@ -16,7 +16,7 @@ from llmexp.data.documents import Document, refuse_changed
 from llmexp.data.encode import encode_documents
 from llmexp.data.progress import Progress
 from llmexp.data.stream import TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.data.tokenizers import Tokenizer, identified, identity
 
 FORMAT = 1  # of the shards; part of their key
 MANIFEST = "manifest.json"
@@ -83,7 +83,12 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = id_type(encoding)
-    manifest: dict[str, Any] = {"format": FORMAT, "dtype": dtype.str, "splits": {}}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "dtype": dtype.str,
+        "tokenizer": identified(encoding),
+        "splits": {},
+    }
     try:
         for name, split in splits.items():
             path, count, content = temporary / f"{name}.bin", 0, hashlib.sha256()
@@ -147,6 +152,22 @@ def recorded(path: Path) -> dict[str, str]:
         return {key: found[key] for key in ("sha256", "sample") if isinstance(found.get(key), str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where the shards of a folder of the cache were made by another tokenizer;
+    older ones do not say."""
+    try:
+        noted = json.loads((folder / MANIFEST).read_text())["tokenizer"]
+        other = noted["sha256"] != identity(tokenizer)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if other:
+        raise ValueError(
+            f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
+            f"({noted['sha256'][:8]}), and {tokenizer.name} ({identity(tokenizer)[:8]}) is another "
+            "one; give the tokenizer that made them, for example tokenizer=gpt2"
+        )
 
 
 def _shard(path: Path, dtype: np.dtype, count: int) -> TokenStream:

@@ -19,7 +19,7 @@ from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer
+from llmexp.data.tokenizers import Tokenizer, identified
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
 
 MANIFEST = "manifest.json"
@@ -160,6 +160,7 @@ def _finish(work: Work) -> None:
         {
             "format": FORMAT,
             "dtype": dtype,
+            "tokenizer": identified(work.tokenizer),
             "counts": total.record(),
             "samples": samples,
             "chunks": chunks,

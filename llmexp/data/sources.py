@@ -24,7 +24,7 @@ from llmexp.data.files import (
     match_files,
     remembered,
 )
-from llmexp.data.prepare import Split, prepare
+from llmexp.data.prepare import Split, prepare, refuse_tokenizer
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_in, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
@@ -214,6 +214,7 @@ def tokens(
     cache_dir: str | None,
     vocab_size: int,
     sequence_length: int,
+    tokenizer: Tokenizer | None = None,
     write: bool = True,
 ) -> Corpus:
     """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header) or of Megatron
@@ -230,6 +231,9 @@ def tokens(
     arrays: dict[Path, np.ndarray] = {}
     for key, some in paths.items():
         arrays |= {p: open_tokens(key, p, dtype) for p in some if p not in arrays}
+    for folder in {path.parent for path in arrays}:
+        if tokenizer is not None:
+            refuse_tokenizer(folder, tokenizer)
     # before the scan: from here on a change is noticed
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.

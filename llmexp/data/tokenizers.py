@@ -239,6 +239,11 @@ def has_meaning(encoding: Tokenizer) -> np.ndarray:
     return found
 
 
+def identified(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what shards note of the tokenizer that made them."""
+    return {"name": tokenizer.name, "sha256": identity(tokenizer)}
+
+
 def identity(encoding: Tokenizer) -> str:
     """Return a digest of all that decides how text becomes ids: the name alone does not."""
     if isinstance(encoding, Own):

@@ -36,9 +36,10 @@ def ranks_sentence(run: Run) -> str:
 
 
 def _source_text(run: Run, source: SourceShare) -> str:
-    share = source.sequences / run.total_sequences
+    count, total = source.sequences, run.total_sequences
+    part = f"{count:,} of {total:,} sequences ({count / total:.4g} of them)"
     return (
-        f"{source.name}: {share:.4g} of the sequences = {source.sequences:,}, "
+        f"{source.name}: {f'all {total:,} sequences' if count == total else part}, "
         f"{source.epochs:.4g} epochs of its {source.tokens:,} tokens"
     )
 

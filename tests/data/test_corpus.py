@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import shards, work
+from llmexp.data import shards, sources, work
 from llmexp.data.corpus import corpus
 from llmexp.data.corpus import work as corpus_work
 from llmexp.data.prepared import prepare_part
@@ -271,6 +272,27 @@ def test_a_full_disk_leaves_whole_chunks_and_there_it_goes_on(files, monkeypatch
         subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
         made(files, sources=web, cache_dir=str(disk))
         assert tree(cut) == tree(files / "whole" / "corpus")
+
+
+def test_shards_are_refused_with_another_tokenizer(files):
+    """As data=tokens: their ids may all be in its vocabulary."""
+    made(files)
+    bytes_ = byte_level()
+    swapped = {token: 255 - rank for token, rank in bytes_._mergeable_ranks.items()}
+    other = tiktoken.Encoding(
+        "other",
+        pat_str=bytes_._pat_str,
+        mergeable_ranks=swapped,
+        special_tokens=bytes_._special_tokens,
+    )
+    knobs: dict[str, Any] = {
+        "train_files": str(files / "cache/corpus/*/*.train.bin"), "val_files": None,
+        "dtype": "uint16", "val_ratio": 0.1, "max_tokens": None, "cache_dir": None,
+        "vocab_size": 257, "sequence_length": LENGTH,
+    }  # fmt: skip
+    assert len(sources.tokens(**knobs, tokenizer=bytes_).train) > LENGTH
+    with pytest.raises(ValueError, match=r"made by the tokenizer bytes .* and other .* is another"):
+        sources.tokens(**knobs, tokenizer=other)
 
 
 def test_a_share_is_of_documents_and_none_moves(files):

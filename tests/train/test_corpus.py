@@ -62,6 +62,10 @@ def test_named_sets_have_rows_of_their_own(one):
     sources = one.json("run.json")["sources"]
     assert [source["name"] for source in sources] == ["web", "code"]
     assert sum(source["sequences"] for source in sources) == 48
+    web, code = (source["sequences"] for source in sources)
+    out = " ".join(one.out.split())
+    assert f"source web: {web} of 48 sequences ({web / 48:.4g} of them), " in out
+    assert f"source code: {code} of 48 sequences ({code / 48:.4g} of them), " in out
 
 
 @pytest.mark.parametrize("step", [2, 4])
