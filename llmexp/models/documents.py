@@ -20,11 +20,12 @@ class Documents:
     mask_b1ts: Tensor | None  # bool: true where the query t may look at s
 
 
-def find_documents(tokens_bt: Tensor, end: int) -> Documents:
+def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents:
     """Return where documents lie; `end` is the last id of each. A window's start begins one.
 
     Spans are for the CPU, where the host knows the ids, and save what attention between documents
-    would cost; a device is not waited for and gets a mask, and so do compiled graphs.
+    would cost; a device is not waited for and gets a mask, and so do compiled graphs. `spans`
+    false: never spans.
     """
     b, t = tokens_bt.shape
     index_t = torch.arange(t, device=tokens_bt.device)
@@ -32,15 +33,15 @@ def find_documents(tokens_bt: Tensor, end: int) -> Documents:
     starts_bt[:, 0] = True
     first_bt = torch.where(starts_bt, index_t, 0).cummax(1).values  # of the token's document
     positions_bt = index_t - first_bt
-    if tokens_bt.device.type == "cpu" and not torch.compiler.is_compiling():
+    if spans and tokens_bt.device.type == "cpu" and not torch.compiler.is_compiling():
         found = starts_bt.nonzero().tolist()
         if len(found) * SHORT <= b * t:
             following = [*found[1:], [b, 0]]
-            spans = [
+            lying = [
                 (row, start, stop if row == next_row else t)
                 for (row, start), (next_row, stop) in zip(found, following, strict=True)
             ]
-            return Documents(positions_bt, spans, None)
+            return Documents(positions_bt, lying, None)
     causal_ts = index_t[:, None] >= index_t
     same_bts = first_bt[:, :, None] == first_bt[:, None, :]
     return Documents(positions_bt, None, (causal_ts & same_bts)[:, None])

@@ -85,6 +85,7 @@ class GPT2(nn.Module):
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
+    document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
     flops_formula = FLOPS_FORMULA
     init_weights, forward = init_weights, logits
     flops_per_token, same_in_training = flops_per_token, same_in_training
@@ -138,7 +139,7 @@ class GPT2(nn.Module):
         check_length(t, self.max_position_embeddings)
         positions, documents = torch.arange(t, device=tokens_bt.device), None
         if self.document_end is not None:
-            documents = find_documents(tokens_bt, self.document_end)
+            documents = find_documents(tokens_bt, self.document_end, self.document_spans)
             positions = documents.positions_bt
         h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
         for block in self.blocks:

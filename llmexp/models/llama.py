@@ -224,6 +224,7 @@ class Llama(nn.Module):
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
+    document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
     flops_formula = FLOPS_FORMULA
     init_weights, forward = init_weights, logits
     flops_per_token, same_in_training = flops_per_token, same_in_training
@@ -305,7 +306,7 @@ class Llama(nn.Module):
         cos, sin = rope_tables(t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
         documents = None
         if self.document_end is not None:
-            documents = find_documents(tokens_bt, self.document_end)
+            documents = find_documents(tokens_bt, self.document_end, self.document_spans)
             at = documents.positions_bt
             cos, sin = cos[at][:, None], sin[at][:, None]  # (b, 1, t, k)
         if self.sliding_window is not None and self.sliding_window < t:

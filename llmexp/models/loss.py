@@ -161,6 +161,7 @@ class WindowLoss(nn.Module):
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
             return self.compile_trunk()
         self._compiled = True
+        self.model.document_spans = False  # new ones in each micro-batch: each would be compiled
         for block in blocks:
             block.compile(dynamic=False)
 

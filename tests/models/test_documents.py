@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +110,28 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
     assert find_documents(tokens, END).mask_b1ts is not None
     for spans, masks in zip(*found.values(), strict=True):
         torch.testing.assert_close(spans, masks, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_blocks_are_compiled_once_whatever_the_documents(kind, monkeypatch):
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(original, backend=count))
+    model = model_of(kind)
+    loss, eager = WindowLoss(model), WindowLoss(copy.deepcopy(model))
+    loss.compile_blocks()
+    torch.manual_seed(0)
+    for ends in ([], [37], [3, 50], list(range(64))):
+        tokens = torch.randint(0, END, (2, 64))
+        tokens[0, ends] = END
+        for each in (loss, eager):
+            each(tokens, target_of(tokens)).backward()
+    assert len(graphs) == 1
+    for ours, theirs in zip(loss.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
