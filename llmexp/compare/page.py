@@ -112,7 +112,8 @@ def _about(c: Comparison) -> str:
         where = f"compared at {c.align_at:,.10g} {UNITS[c.align]}"
     folded = len(c.entries) != len(c.runs)
     settings = f"{plural(len(c.entries), 'setting')}, seeds folded · " if folded else ""
-    return f"{settings}Ordered by {c.metric} · {where}"
+    ordered = f"{settings}ordered by {c.metric} · {where}"
+    return ordered[0].upper() + ordered[1:]
 
 
 def _answer(c: Comparison) -> str:
