@@ -19,8 +19,8 @@ from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
-from llmexp.compare.rows import is_of_named_set
 from llmexp.config import ConfigError, nearest
+from llmexp.metrics.keys import is_of_named_set
 
 ALIGNMENTS = ("tokens", "steps", "time")
 
@@ -77,7 +77,7 @@ def compare_records(
         family = [e for e in entries if e.out not in APART]
     factors = settings.factors(family, differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
-    columns = _columns(entries, metric, at, align)
+    columns = _columns(entries, metric, mixed, at, align)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
     c = Comparison(
         entries=tuple(entries),
@@ -135,7 +135,7 @@ def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry
 
 
 def _columns(
-    entries: Sequence[Entry], metric: Column, at: float | None, align: str
+    entries: Sequence[Entry], metric: Column, mixed: bool, at: float | None, align: str
 ) -> tuple[Column, ...]:
     """Return the columns of which an entry has a figure, the one that orders first; the loss at the
     common position only where it is not the final one."""
@@ -149,9 +149,11 @@ def _columns(
     elif at is not None:
         titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
     for key in [key for key in known if is_of_named_set(key) and key != metric.key]:
-        # A named set shows its loss alone; the main one's stands there already.
-        again = all(of.get(key) == of.get("val/loss") for of in alive)
-        if again or key.endswith("/bits_per_byte"):
+        # A named set shows what orders: its loss, or bits per byte where tokenizers differ; the
+        # main one's stands there already.
+        what = key.rpartition("/")[2]
+        again = all(of.get(key) == of.get(f"val/{what}") for of in alive)
+        if again or what != ("bits_per_byte" if mixed else "loss"):
             known.remove(key)
     found = [
         replace(c, title=titles.get(c.key, c.title)) for c in columns_of(known) if c.key in known

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from llmexp.compare.records import APART, Column, Entry, Record, as_dict
-from llmexp.compare.rows import elapsed, is_of_named_set, named_sets
+from llmexp.compare.rows import elapsed, named_sets
 from llmexp.knobs import is_record
-from llmexp.metrics.keys import KEYS
+from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.
@@ -53,6 +53,10 @@ COLUMNS = (
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
 _IN_ROWS = {"steps": "step"}
 TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
+
+
+def is_loss(key: str) -> bool:
+    return key in LOSSES or is_of_named_set(key)
 
 
 def number(value: Any) -> float | None:
@@ -111,7 +115,7 @@ def difference(entry: Entry) -> str:
 def half_width(entry: Entry, column: Column) -> float | None:
     """Return the half width of a loss's interval over seeds; None where there is none, as of rates
     and times."""
-    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if column.key in LOSSES else (0.0, 0.0)
+    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if is_loss(column.key) else (0.0, 0.0)
     return (high - low) / 2 or None
 
 
@@ -263,6 +267,6 @@ def columns_of(known: Iterable[str]) -> tuple[Column, ...]:
     tasks = sorted(key for key in known if TASK.fullmatch(key))
     return (
         *COLUMNS,
-        *(Column(key, key.replace("/", " "), "lower", 5) for key in named),
+        *(Column(key, title_of(key), "lower", 5) for key in named),
         *(Column(key, key.removeprefix("task/"), "higher", 3) for key in tasks),
     )

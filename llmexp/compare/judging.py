@@ -21,7 +21,7 @@ from llmexp.compare.evidence import (
     over_seeds,
     place_of,
 )
-from llmexp.compare.figures import LOSSES, shown, task
+from llmexp.compare.figures import is_loss, shown, task
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
@@ -48,7 +48,7 @@ class Findings:
 
     @property
     def is_loss(self) -> bool:
-        return self.metric.key in LOSSES
+        return is_loss(self.metric.key)
 
     @property
     def comparable(self) -> bool:
@@ -82,7 +82,7 @@ def find_out(
     c: Comparison, metric: Column, negligible: float, mixed: bool, limiting: Record | None
 ) -> Findings:
     """Find out what can be said of the entries."""
-    loss, sign = metric.key in LOSSES, metric.sign
+    loss, sign = is_loss(metric.key), metric.sign
     negligible = negligible if loss else 0.0
     rivals = [_rival(c, e, metric.key) for e in c.entries if not e.out]
     ranked = [r for r in rivals if r.seeds]
@@ -125,7 +125,7 @@ def _rival(c: Comparison, entry: Entry, metric: str) -> Rival:
     seeds = {r.seed: r.figures[metric] for r in runs if metric in r.figures}
     # The best and the last loss are read at the run's own end.
     at = None if metric in ("final val/loss", "best val/loss") else c.align_at
-    place = place_of(runs[0], c.align, at, metric) if metric in LOSSES else None
+    place = place_of(runs[0], c.align, at, metric) if is_loss(metric) else None
     return Rival(entry, seeds, place)
 
 

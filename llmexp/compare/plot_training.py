@@ -12,7 +12,8 @@ import plotly.graph_objects as go
 from llmexp.compare.curves import AXES, Curve, curve, downsample, smooth
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
-from llmexp.metrics.keys import KEYS
+from llmexp.compare.rows import named_sets
+from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 
 POINTS = 600  # of a curve at most: about one per pixel
 # of one quantity over all entries, so that 200 runs stay a page that can be mailed
@@ -185,7 +186,7 @@ def others(c: Comparison) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: list[tuple[str, list[Any]]] = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
-    for key in OTHERS:
+    for key in (*OTHERS, *sorted({key for r in c.runs for key in named_sets(r.columns)})):
         found = [curve(e, key) or nothing for e in c.entries]
         if any(each is not nothing for each in found):
             drawn = [each.at(downsample(each.y.mean(axis=0), points(c))) for each in found]
@@ -193,8 +194,9 @@ def others(c: Comparison) -> Plot | None:
                 "x": [packed(each.x.get(c.align, each.x["steps"])) for each in drawn],
                 "y": [packed(each.y.mean(axis=0)) for each in drawn],
             }
-            layout = {"yaxis.title.text": KEYS[key].plot, "yaxis.range": None}
-            options.append((KEYS[key].plot, [data, layout, list(range(len(drawn)))]))
+            title = title_of(key) if is_of_named_set(key) else KEYS[key].plot
+            layout = {"yaxis.title.text": title, "yaxis.range": None}
+            options.append((title, [data, layout, list(range(len(drawn)))]))
     if not options:
         return None
     title, (first, *_) = options[0]

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.metrics.keys import is_of_named_set
+
 # A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else
 # is parsed as JSON.
 _NUMBER = rb"(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
@@ -82,11 +84,6 @@ def named_sets(columns: Mapping[str, np.ndarray]) -> list[str]:
     """Return the keys of the losses on named validation sets."""
     known = columns.quick if isinstance(columns, Columns) else columns
     return [key for key in known if is_of_named_set(key)]
-
-
-def is_of_named_set(key: str) -> bool:
-    """Tell whether a key is that of a loss on a named validation set: val/NAME/loss."""
-    return key.count("/") == 2 and key.startswith("val/")
 
 
 def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray:

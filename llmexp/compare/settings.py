@@ -159,10 +159,11 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
-    """Tell whether the value of `key` follows from that of `other`: a key of its section, or a
-    batch that decides the budget."""
+    """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch
+    that decides the budget, or a tokenizer that decides the model's vocabulary."""
     budget = key.startswith("train.max_") and other.startswith("batch.")
-    if not budget and key.partition(".")[0] != other.partition(".")[0]:
+    ids = key == "model.vocab_size" and other.startswith("tokenizer.")
+    if not budget and not ids and key.partition(".")[0] != other.partition(".")[0]:
         return False
     pairs = {(repr(e.values[other]), repr(e.values[key])) for e in entries}
     return len(pairs) == len({first for first, _ in pairs})

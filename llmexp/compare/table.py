@@ -20,6 +20,7 @@ from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import TWIN, Comparison, Entry
 from llmexp.labels import short_keys
 from llmexp.labels import shown as setting
+from llmexp.metrics.keys import is_of_named_set
 
 _STYLES = {
     "best": "bold green",
@@ -30,11 +31,9 @@ _STYLES = {
     "undecided": "yellow",
 }
 _MOST = 40  # characters of a name
-# Shown first, where they fit; then the others.
-_FIRST = (
-    "difference", "val/loss", "final val/loss", "train/loss", "tokens_per_sec", "peak_memory_gib",
-    "train_time",
-)  # fmt: skip
+# Shown first, where they fit; then the losses of named sets, those of _NEXT, the others.
+_FIRST = ("difference", "val/loss", "final val/loss")
+_NEXT = ("train/loss", "tokens_per_sec", "peak_memory_gib", "train_time")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ def _fitting(c: Comparison, width: int) -> list[Shown]:
     metric = [found[c.metric]] if c.metric in found else []
     names = _names(c)
     kept = [*names, mark, *metric]
-    rest = dict.fromkeys([*_FIRST, *(column.key for column in c.columns)])
+    keys = [column.key for column in c.columns]
+    rest = dict.fromkeys([*_FIRST, *filter(is_of_named_set, keys), *_NEXT, *keys])
     if not c.metric.endswith("bits_per_byte"):
         rest.pop("val/bits_per_byte", None)  # a multiple of the loss
     room = width - sum(column.width for column in kept)

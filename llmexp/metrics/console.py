@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from llmexp.metrics.keys import KEYS
+from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -279,13 +279,20 @@ def format_row(
     until the line fits.
     """
     cells = {key: _cell(key, row[key]) for key in CELLS if row.get(key) is not None}
+    cells |= {
+        key: f"{title_of(key)} {_loss(value):>7}"
+        for key, value in row.items()
+        if is_of_named_set(key) and key.endswith("/loss") and value != row.get("val/loss")
+    }
+    if "eta" in cells:
+        cells["eta"] = cells.pop("eta")  # the last one
     if total_epochs <= 1:
         cells.pop("epoch", None)
     if "step" in cells:
         cells["step"] = f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"
     if row.get("skipped"):
         cells["skipped"] = "skipped"
-    for key in LEAST_NEEDED:
+    for key in (*filter(is_of_named_set, list(cells)), *LEAST_NEEDED):
         if width is None or len(" | ".join(cells.values())) <= width:
             break
         cells.pop(key, None)

@@ -5,7 +5,9 @@ Console, tables, page, proofs and tracker take it from here; docs/semantics.md s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -71,5 +73,23 @@ _ALL = (
 )  # fmt: skip
 KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
-# Those whose last values end a run's summary.
+# Those whose last values end a run's summary, before those of named validation sets.
 LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
+
+
+def is_of_named_set(key: str) -> bool:
+    """Tell whether a key is that of a loss on a named validation set: val/NAME/loss."""
+    return key.count("/") == 2 and key.startswith("val/")
+
+
+def losses_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return LOSSES, and the keys of the losses on named validation sets in the rows."""
+    return [*LOSSES, *dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))]
+
+
+def title_of(key: str) -> str:
+    """Return the short name of a key, or of that of a named set: val code loss."""
+    if is_of_named_set(key):
+        val, name, what = key.split("/")
+        return KEYS[f"{val}/{what}"].label.replace(val, f"{val} {name}")
+    return KEYS[key].label

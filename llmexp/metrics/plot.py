@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import textwrap
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmexp.metrics.keys import is_of_named_set, losses_in, title_of
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TRAIN, VAL, LR, NORM = "#4C72B0", "#DD6B20", "#2F855A", "#805AD5"
+TRAIN, LR, NORM = "#4C72B0", "#2F855A", "#805AD5"
+VAL = ("#DD6B20", "#B83280", "#319795", "#975A16", "#718096")
 SMOOTH_ABOVE_POINTS = 50
 
 Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
@@ -29,10 +33,9 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     cannot be written.
     """
     train_x, train_y = _series(rows, "train/loss")
-    val_x, val_y = _series(rows, "val/loss")
     lr_x, lr_y = _series(rows, "lr")
     norm_x, norm_y = _series(rows, "grad_norm")
-    if not len(train_x) and not len(val_x):
+    if not len(train_x) and not _validation(rows):
         return
 
     # Figure without pyplot: no global state, no choice of a window system.
@@ -55,10 +58,10 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     elif len(train_x):
         marker = "." if len(train_x) <= 20 else None
         top.plot(train_x, train_y, color=TRAIN, linewidth=1.2, marker=marker, label="train")
-    if len(val_x):
-        label = f"validation (last {val_y[-1]:.4f})"
-        size = 4.5 if len(val_x) <= 60 else 2.5
-        top.plot(val_x, val_y, color=VAL, marker="o", markersize=size, linewidth=1.0, label=label)
+    for (name, (x, y)), color in zip(_validation(rows).items(), itertools.cycle(VAL), strict=False):
+        size = 4.5 if len(x) <= 60 else 2.5
+        label = f"{name} (last {y[-1]:.4f})"
+        top.plot(x, y, color=color, marker="o", markersize=size, linewidth=1.0, label=label)
     # a $ in a name is no formula
     top.set_title(textwrap.fill(title, 95), fontsize=10, loc="left", parse_math=False)
     top.set_ylabel("loss (nats per token)")
@@ -118,6 +121,14 @@ def _series(rows: list[dict[str, Any]], key: str) -> Series:
     ]
     values = np.asarray(sorted(pairs), dtype=float).reshape(-1, 2)
     return values[:, 0], values[:, 1]
+
+
+def _validation(rows: list[dict[str, Any]]) -> dict[str, Series]:
+    """Return the validation losses by name: of each named set, or of the only one."""
+    named = [key for key in losses_in(rows) if is_of_named_set(key) and key.endswith("/loss")]
+    found = {title_of(key): _series(rows, key) for key in named}
+    found = found if len(found) > 1 else {"validation": _series(rows, "val/loss")}
+    return {name: series for name, series in found.items() if len(series[0])}
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:

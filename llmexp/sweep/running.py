@@ -73,13 +73,14 @@ def best(
 
 
 def score(path: Path, step: int) -> float:
-    """Return the loss of a run at a step, which decides whether it goes on; inf for one that did
-    not come so far."""
+    """Return the loss of a run at a step, which decides whether it goes on (per byte where that is
+    known, for points of several tokenizers); inf for one that did not come so far."""
     with contextlib.suppress(ConfigError):
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
-                loss = ledgers.figure(row.get("val/loss", row.get("train/loss")))
-                return math.inf if loss is None else loss
+                keys = ("val/bits_per_byte", "val/loss", "train/loss")
+                known = (ledgers.figure(row.get(key)) for key in keys)
+                return next((loss for loss in known if loss is not None), math.inf)
     return math.inf
 
 

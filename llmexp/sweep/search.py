@@ -80,13 +80,16 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
 
 
 def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
-    """Return what the sweeper gets of a point: its final validation loss, or why there is none."""
+    """Return what the sweeper gets of a point: its final validation loss, in bits per byte where
+    the tokenizer is searched too, or why there is none."""
     if entry is None:
         return JobReturn(
             overrides, status=JobStatus.FAILED, _return_value=PointFailed("this point cannot run")
         )
     summary = show.summary_of(current.ledger.path / entry.folder)
-    losses = ("final val/loss", "final train/loss", "latest train/loss")
+    losses = ["final val/loss", "final train/loss", "latest train/loss"]
+    if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
+        losses.insert(0, "final val/bits_per_byte")
     known = [summary[key] for key in losses if figure(summary.get(key)) is not None]
     if entry.state == "finished" and known:
         return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])

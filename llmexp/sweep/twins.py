@@ -19,7 +19,8 @@ from llmexp.sweep.show import name_of, summary_of
 
 KEY = "train.twin"
 TWIN = f"{KEY}="
-LOSSES = ("final val/loss", "final train/loss")
+# Per byte the order is that of the loss, also where points have other tokenizers.
+LOSSES = ("final val/bits_per_byte", "final val/loss", "final train/loss")
 
 
 def is_twin(entry: Entry) -> bool:

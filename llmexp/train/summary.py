@@ -9,7 +9,7 @@ from typing import Any
 from llmexp import rundir
 from llmexp.child import STOP
 from llmexp.metrics.console import banner, format_duration
-from llmexp.metrics.keys import LOSSES
+from llmexp.metrics.keys import losses_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
 from llmexp.tracker.position import upload_is_pending
@@ -27,7 +27,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
         tokens_seen = loop.meter.counts()[0]
     if loop.progress.step and tokens_seen is not None:
         found["tokens_seen"] = tokens_seen
-    for key in LOSSES:
+    for key in losses_in(rows):
         with contextlib.suppress(StopIteration):
             row = next(row for row in reversed(rows) if key in row)
             when = (

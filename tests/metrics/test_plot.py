@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.plot import _running_mean, _series, plot_losses
+from llmexp.metrics.plot import _running_mean, _series, _validation, plot_losses
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -45,6 +45,7 @@ def make_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
         ),
         (make_rows(1), 630),
         (make_rows(2, grad_norm=math.inf, lr=None), 630),
+        (make_rows(2, **{"val/loss": 3.0, "val/a/loss": 3.0, "val/b/loss": 4.0}), 630),
     ],
     ids=[
         "few",
@@ -55,6 +56,7 @@ def make_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
         "None and nan",
         "one row",
         "nothing finite",
+        "named sets",
     ],
 )
 def test_a_whole_png_at_150_dpi(tmp_path: Path, rows: list[dict[str, Any]], height: int) -> None:
@@ -111,3 +113,11 @@ def test_running_mean_is_the_mean_of_a_symmetric_window(values: list[float], win
 def test_a_straight_line_stays_straight() -> None:
     line = np.linspace(10, 2, 101)
     np.testing.assert_allclose(_running_mean(line, 21), line, rtol=1e-12)
+
+
+def test_named_sets_have_curves_of_their_own() -> None:
+    rows = make_rows(3, **{"val/loss": 3.0, "val/a/loss": 3.0, "val/a/bits_per_byte": 1.0})
+    assert list(_validation(rows)) == ["validation"]
+    rows[2] |= {"val/b/loss": 4.0}
+    found = {name: y.tolist() for name, (_, y) in _validation(rows).items()}
+    assert found == {"val a loss": [3.0, 3.0, 3.0], "val b loss": [4.0]}

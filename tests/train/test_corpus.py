@@ -4,6 +4,7 @@ masks included; a run goes on inside a stage as if it had not been stopped."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,45 @@ def test_named_sets_have_rows_of_their_own(one):
     out = " ".join(one.out.split())
     assert f"source web: {web} of 48 sequences ({web / 48:.4g} of them), " in out
     assert f"source code: {code} of 48 sequences ({code / 48:.4g} of them), " in out
+
+
+def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
+    """From `llmexp tokenizer` to the answer, with a second validation set in every output."""
+    pytest.importorskip("tokenizers")
+    source = ["data=corpus", f"data.sources.web.files={files}/web.jsonl"]
+    for size in ("260", "300"):
+        made = llmexp("tokenizer", f"--vocab-size={size}", *source, cwd=tmp_path)
+        assert made.out.startswith(f"{size} ids from 150 training documents"), made.err
+    result = llmexp(
+        "train", "-m", *TINY, *source, f"data.val.far.files={files}/far.jsonl",
+        f"data.val.code.files={files}/code.jsonl", "train.max_tokens=800", "train.log_every=5",
+        "tokenizer=file", "tokenizer.path=tokenizers/bpe-260,tokenizers/bpe-300",
+        "train.eval_every=10", "hydra.sweep.dir=sweep", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    answer = " ".join(result.out.split())
+    first, other, figure = re.search(
+        r"one seed each: path=(\S+) has the lowest val bits/byte, ([\d.]+), ([\d.]+) below", answer
+    ).groups()
+    figures = {}
+    for run in (tmp_path / "sweep").glob("*/status.json"):
+        summary = json.loads(run.read_text())["summary"]
+        figures[run.parent.name.partition("bpe-")[2]] = summary
+        assert summary["final val/far/loss"] == summary["final val/loss"]
+        row = (run.parent / "train.log").read_text()
+        assert f"| val code loss {summary['final val/code/loss']:>7.4f}" in row
+    best = min(figures, key=lambda size: figures[size]["final val/bits_per_byte"])
+    assert first.endswith(best)
+    assert float(other) == pytest.approx(figures[best]["final val/bits_per_byte"], abs=1e-3)
+    worse = max(of["final val/bits_per_byte"] for of in figures.values())
+    least = min(of["final val/bits_per_byte"] for of in figures.values())
+    assert float(figure) == pytest.approx(worse - least, rel=0.1)
+    assert "losses per token do not compare" in answer
+    assert "val code" in answer  # a column of its own
+    page = (tmp_path / "sweep" / "compare.html").read_text()
+    assert re.search(r"<option[^>]*>val code loss<", page)
+    sort = llmexp("compare", "sweep", "--sort=val/code/bits_per_byte", cwd=tmp_path)
+    assert "has the lowest val code bits/byte" in " ".join(sort.out.split())
 
 
 @pytest.mark.parametrize("step", [2, 4])
