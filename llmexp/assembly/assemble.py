@@ -128,9 +128,9 @@ def assemble(
     of_data = [config.data, config.tokenizer, ids, length, write]
     corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
     software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    facts = _facts(config, place, loss, tokenizer, corpus, rates)
-    facts = dataclasses.replace(facts, **initial)
-    run = solve(config, facts, functools.partial(_warmup, config.schedule), *software)
+    facts = _facts(config, place, loss, tokenizer, corpus, rates, initial)
+    warmup = functools.partial(_warmup, config.schedule)
+    run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
     solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
         config=solved,
@@ -197,6 +197,7 @@ def _facts(
     tokenizer: Tokenizer,
     corpus: Corpus,
     rates: str | None,
+    initial: dict[str, Any],
 ) -> Facts:
     """Return what the run is solved from."""
     model, batch, whole = loss.model, config.batch, place.layout.world_size == 1
@@ -230,6 +231,7 @@ def _facts(
         precision=place.precision,
         precision_reason=place.reason,
         rates=rates,
+        **initial,
         compiled=place.compiled_because,
     )
 

@@ -124,6 +124,7 @@ DERIVED = {
     "val_tokens": Derived("tokens of the validation data", _DATA),
     "data": Derived("the data in words", _DATA),
     "model": Derived("the model in words", ("model",)),
+    "initial": Derived("the weights that the model begins with", ("model.init_from",)),
     "parameters": Derived("parameters of the model, each once", ("model", "vocab_size")),
     "max_position_embeddings": Derived(
         "tokens; the longest sequence allowed", ("model.max_position_embeddings",)
