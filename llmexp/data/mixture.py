@@ -212,14 +212,11 @@ class Mixed:
         Each source has an order of its own, which no other source and no weight changes.
         """
         source, position = self.mixture.at(k)
-        there = self.sequences(sequence_length)
-        starts, first = np.empty_like(k), 0
-        for number, (name, tokens) in enumerate(self.tokens.items()):
-            mine = source == number
-            index = sequence_index(_seed_of(seed, name), position[mine], there[name], shuffle)
-            starts[mine] = first + index * sequence_length
-            first += tokens
-        return starts
+        there = np.array(list(self.sequences(sequence_length).values()))
+        seeds = np.array([_seed_of(seed, name) for name in self.tokens], dtype=np.uint64)
+        index = sequence_index(seeds[source], position, there[source], shuffle)
+        first = np.cumsum([0, *self.tokens.values()])
+        return first[source] + index * sequence_length
 
     def sequences(self, sequence_length: int) -> dict[str, int]:
         """Return the whole sequences of each source."""

@@ -15,6 +15,7 @@ import numpy as np
 # after some thirty (measured).
 ROUNDS = ((10, 32), (64, 12))
 _MASK = (1 << 64) - 1
+_POWERS = 1 << np.arange(63)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -25,13 +26,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """Return a bijection of [0, 2**bits) per key, elementwise; x and key are uint64 [m]."""
-    low_bits = np.uint64(bits - bits // 2)
-    low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
-    high_mask = (np.uint64(1) << np.uint64(bits // 2)) - np.uint64(1)
+def _feistel(x: np.ndarray, key: np.ndarray, bits: np.ndarray, rounds: int) -> np.ndarray:
+    """Return a bijection of [0, 2**bits) per key, elementwise; all are uint64 [m]."""
+    one = np.uint64(1)
+    high_bits = bits >> one
+    low_bits = bits - high_bits
+    low_mask, high_mask = (one << low_bits) - one, (one << high_bits) - one
     high, low = x >> low_bits, x & low_mask
-    for i in range(next(rounds for most, rounds in ROUNDS if bits <= most)):
+    for i in range(rounds):
         round_key = key + np.uint64(((i + 1) * 0x9E3779B97F4A7C15) & _MASK)
         if i % 2 == 0:
             low = low ^ (_mix(_mix(high + round_key) ^ key) & low_mask)
@@ -40,26 +42,31 @@ def _feistel(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
     return (high << low_bits) | low
 
 
-def sequence_index(seed: int, k: np.ndarray, n: int, shuffle: bool) -> np.ndarray:
+def sequence_index(
+    seed: int | np.ndarray, k: np.ndarray, n: int | np.ndarray, shuffle: bool
+) -> np.ndarray:
     """Return which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless
-    stream of sequences.
+    stream of sequences; each position may have a stream of its own (seed uint64 [m], n int64 [m]).
 
     Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in
     file order. Returns int64 [m]. The result may never change between versions: runs are resumed by
     it.
     """
-    if n < 1:
+    if np.min(n, initial=1) < 1:
         raise ValueError(f"a stream of {n} sequences has no order; at least one sequence is needed")
     k = np.asarray(k, dtype=np.int64)
-    position = (k % n).astype(np.uint64)
+    epoch, position = np.divmod(k, n)
     if not shuffle:
-        return position.astype(np.int64)
-    start = np.array([int(seed) & _MASK], dtype=np.uint64)
-    key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) + (k // n).astype(np.uint64))
-    bits = max(1, (n - 1).bit_length())
-    x = _feistel(position, key, bits)
-    outside = np.flatnonzero(x >= n)
-    while outside.size:  # ends: the walk stays on a cycle that holds its start, which is inside
-        x[outside] = _feistel(x[outside], key[outside], bits)
-        outside = outside[x[outside] >= n]
+        return position
+    start = seed if isinstance(seed, np.ndarray) else np.array([int(seed) & _MASK], np.uint64)
+    key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) + epoch.astype(np.uint64))
+    bits = np.maximum(1, np.searchsorted(_POWERS, n)).astype(np.uint64)
+    x, sizes, bits = position.astype(np.uint64), *np.broadcast_arrays(n, bits, k)[:2]
+    fewest = 0
+    for most, rounds in ROUNDS:
+        walking = np.flatnonzero((fewest < bits) & (bits <= most))
+        while walking.size:  # ends: the walk stays on a cycle that holds its start, which is inside
+            x[walking] = _feistel(x[walking], key[walking], bits[walking], rounds)
+            walking = walking[x[walking] >= sizes[walking]]
+        fewest = most
     return x.astype(np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,8 +175,9 @@ def _stream(
     """Return the ids of a split. Raises ValueError for a shard that is not whole, OSError."""
     arrays = []
     for chunk in chunks:
-        path, count = folder / f"{chunk['name']}.{split}.bin", chunk[split]["tokens"]
-        if path.stat().st_size != count * np.dtype(dtype).itemsize:
+        # as text: a Path is resolved by memmap, which looks at each folder above it
+        path, count = f"{folder}/{chunk['name']}.{split}.bin", chunk[split]["tokens"]
+        if os.path.getsize(path) != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path}: is not whole")
         if count:
             arrays.append(np.memmap(path, dtype, "r", shape=(count,)))

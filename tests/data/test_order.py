@@ -40,6 +40,25 @@ def test_an_index_depends_on_its_position_only(seed: int, n: int, ks: list[int])
     assert together.tolist() == alone
 
 
+@given(
+    streams=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 5000)), min_size=1),
+    k=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+)
+def test_streams_may_differ_by_position(
+    streams: list[tuple[int, int]], k: int, shuffle: bool
+) -> None:
+    seed = np.array([seed for seed, _ in streams], np.uint64)
+    n = np.array([size for _, size in streams], np.int64)
+    positions = k + np.arange(len(streams))
+    together = sequence_index(seed, positions, n, shuffle)
+    alone = [
+        int(sequence_index(s, positions[i : i + 1], size, shuffle)[0])
+        for i, (s, size) in enumerate(streams)
+    ]
+    assert together.tolist() == alone
+
+
 def test_unshuffled_is_file_order_again_and_again() -> None:
     assert sequence_index(3, np.arange(7), 3, False).tolist() == [0, 1, 2, 0, 1, 2, 0]
 

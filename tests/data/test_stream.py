@@ -16,29 +16,36 @@ from llmexp.data.stream import Corpus, TokenStream, as_corpus, check_ids, sample
 lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda x: sum(x) > 0)
 
 
-def _stream(folder: str, sizes: list[int]) -> tuple[TokenStream, np.ndarray]:
-    """Parts in memory, .npy maps and raw maps with an offset, in turn; and what they are
-    together."""
+def _stream(folder: str, sizes: list[int], types: list[str]) -> tuple[TokenStream, np.ndarray]:
+    """Parts in memory, .npy maps and raw maps with an offset, in turn, of these types; and what
+    they are together. Every fourth one lies backwards in memory."""
     whole = np.random.default_rng(len(sizes)).integers(0, 60_000, sum(sizes))
     arrays = []
     for i, ids in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):
         path = Path(folder, f"{i}.npy")
         if i % 3 == 0 or not len(ids):
-            arrays.append(ids.astype(np.int32))
+            stored = ids.astype(types[0])
+            arrays.append(stored if i % 4 else stored[::-1].copy()[::-1])
         elif i % 3 == 1:
-            np.save(path, ids.astype(np.uint16))
+            np.save(path, ids.astype(types[1]))
             arrays.append(np.load(path, mmap_mode="r"))
         else:
-            path.write_bytes(b"head" + ids.astype("<u4").tobytes())
-            arrays.append(np.memmap(path, "<u4", "r", 4))
+            path.write_bytes(b"head" + ids.astype(types[2]).tobytes())
+            arrays.append(np.memmap(path, types[2], "r", 4))
     return TokenStream(arrays), whole
 
 
-@settings(max_examples=60)
-@given(sizes=lengths, data=st.data())
-def test_reads_across_borders_like_one_array(sizes: list[int], data: st.DataObject) -> None:
+@settings(max_examples=120)
+@given(
+    sizes=lengths,
+    types=st.one_of(st.just(["<u2"] * 3), st.permutations(["<i4", "<u2", "<u4", "<u4"])),
+    data=st.data(),
+)
+def test_reads_across_borders_like_one_array(
+    sizes: list[int], types: list[str], data: st.DataObject
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        stream, whole = _stream(folder, sizes)
+        stream, whole = _stream(folder, sizes, types)
         assert len(stream) == len(whole)
         low = data.draw(st.integers(0, len(whole)))
         high = data.draw(st.integers(low, len(whole)))
@@ -52,6 +59,18 @@ def test_reads_across_borders_like_one_array(sizes: list[int], data: st.DataObje
         for row, start in zip(rows, starts, strict=True):
             np.testing.assert_array_equal(row, expected[start : start + count])
         np.testing.assert_array_equal(stream.read(low, high - low), expected)
+
+
+@pytest.mark.parametrize("count", [4096, 4097])
+def test_short_and_long_rows_are_the_same(count: int) -> None:
+    """Rows are found by one index in all memory, or copied one by one; of types alike, mixed, and
+    read through."""
+    whole = np.random.default_rng(0).integers(0, 60_000, 40_000)
+    starts = np.array([0, 35_903, 5_000, 12_345, 20_000, 8_192])
+    for types in (["<u2"] * 4, ["<u4", "<u2", ">u2", "<i8"]):
+        parts = [a.astype(t) for a, t in zip(np.split(whole, 4), types, strict=True)]
+        rows = TokenStream(parts).gather(starts, count)
+        assert rows.tolist() == [whole[start : start + count].tolist() for start in starts]
 
 
 @pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 11), (10, 1)])
