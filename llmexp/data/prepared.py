@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from llmexp.data.places import Answers, is_remote
 from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts
 from llmexp.data.source import Source
-from llmexp.data.stream import DataChanged, TokenStream, sample_digest
+from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identified
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
 
@@ -173,15 +174,25 @@ def _stream(
     folder: Path, chunks: Sequence[Mapping[str, Any]], split: str, dtype: str
 ) -> TokenStream:
     """Return the ids of a split. Raises ValueError for a shard that is not whole, OSError."""
-    arrays = []
-    for chunk in chunks:
-        # as text: a Path is resolved by memmap, which looks at each folder above it
-        path, count = f"{folder}/{chunk['name']}.{split}.bin", chunk[split]["tokens"]
-        if os.path.getsize(path) != count * np.dtype(dtype).itemsize:
+    paths = {f"{folder}/{chunk['name']}.{split}.bin": chunk[split]["tokens"] for chunk in chunks}
+    return TokenStream([_mapped(path, np.dtype(dtype), count) for path, count in paths.items()])
+
+
+def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
+    """Map a file of so many ids. np.memmap asks the system many times as often, which counts for
+    thousands of shards. Raises ValueError for a file that is not whole, OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        found = os.fstat(handle)
+        if found.st_size != count * dtype.itemsize:
             raise ValueError(f"{path}: is not whole")
-        if count:
-            arrays.append(np.memmap(path, dtype, "r", shape=(count,)))
-    return TokenStream(arrays)
+        if not count:
+            return Shard(path, np.empty(0, dtype))
+        mapped = mmap.mmap(handle, found.st_size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(handle)
+    state = found.st_ino, found.st_size, found.st_mtime_ns
+    return Shard(path, np.frombuffer(mapped, dtype), mapped, found.st_size, state)
 
 
 def _open(work: Work) -> Prepared | None:

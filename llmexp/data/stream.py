@@ -92,9 +92,9 @@ class TokenStream:
     reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        # asarray: a memmap slices slowly
-        self._set([np.asarray(a) for a in arrays], [_opened(a) for a in arrays])
+    def __init__(self, arrays: Sequence[np.ndarray | Shard]) -> None:
+        shards = [a if isinstance(a, Shard) else _opened(a) for a in arrays]
+        self._set([np.asarray(s.array) for s in shards], shards)  # a memmap slices slowly
 
     def _set(self, arrays: Sequence[np.ndarray], shards: Sequence[Shard]) -> None:
         kept = [(a, s) for a, s in zip(arrays, shards, strict=True) if len(a)]

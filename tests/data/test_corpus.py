@@ -445,7 +445,7 @@ def test_a_cache_that_cannot_be_read_now_is_not_taken_for_damaged(files, monkeyp
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "memmap", too_many)
+        patch.setattr("mmap.mmap", too_many)
         with pytest.raises((ValueError, OSError), match="Too many open files"):
             made(files)
     assert tree(files / "cache" / "corpus") == before
