@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, conf_dir, flatten, plain, refuse
-from llmexp.knobs import dead, fields
+from llmexp.knobs import dead, defaults, fields
 
 COMMAND_LINE = "the command line"
 
@@ -157,7 +157,7 @@ def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
     """Return whether the value of a knob that does nothing was not chosen: it is the default, or
     that of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
-    if value is None or (key in fields() and value == fields()[key].default):
+    if value is None or value == defaults().get(key, dataclasses.MISSING):
         return True
     choice = cfg.hydra.runtime.choices.get(section)
     if choice is None:

@@ -70,6 +70,10 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
     }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    vocabulary = {text(token): number for token, number in ranks.items()}
+    if [number for _, number in special] != [len(ranks) + i for i in range(len(special))]:
+        # The library numbers added tokens one after another, unless it knows their ids.
+        vocabulary |= dict(special)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
@@ -94,7 +98,7 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a piece that is a token is one, as in tiktoken
-            "vocab": {text(token): number for token, number in ranks.items()},
+            "vocab": vocabulary,
             "merges": merges,
         },
     }

@@ -63,11 +63,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole, tmp_path, capsys, 
         run / "checkpoints" / f"step_{LAST - 2:08d}",
     )
     name = damage_of(newest, what)
-    loaded = loading.latest(run / "checkpoints", print)
+    warnings: list[str] = []
+    loaded = loading.latest(run / "checkpoints", warnings.append)
     assert loaded.path == older
+    text = f"checkpoint {newest.name} is damaged and not used: "
+    assert text in warnings[0]
+    assert name in warnings[0]
     assert command(["sample", str(run), "--tokens", "1"]) == 0
     err = capsys.readouterr().err
-    assert f"checkpoint {newest.name} is damaged and not used: " in err
+    if "optimizer" in what and not what.startswith("gone"):
+        assert err == ""  # a sample does not read it
+        return
+    assert text in err
     assert name in err
     damage_of(older, what)
     assert command(["sample", str(run), "--tokens", "1"]) == 2
