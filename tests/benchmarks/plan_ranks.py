@@ -34,7 +34,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -46,7 +45,9 @@ from llmexp.compose import app
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-LLAMA_1B = yaml.safe_load((ROOT / "conf" / "model" / "llama_1b.yaml").read_text(encoding="utf-8"))
+from tests.tools import option  # noqa: E402
+
+LLAMA_1B = option("model/llama_1b")
 # Over two ranks some parts are smaller than others, and DDP (which closes its first bucket at 1
 # MiB) has two buckets.
 SMALL = {
@@ -301,7 +302,7 @@ def without_memory(parts: Any, fake: FakeTensorMode) -> Iterator[Any]:
     build = parts.build_model
     with contextlib.ExitStack() as stack:
 
-        def build_model() -> nn.Module:
+        def build_model(fresh: bool = True) -> nn.Module:
             with torch.device("meta"):
                 model = build()
 
