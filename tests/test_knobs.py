@@ -61,6 +61,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "model.d_model": {"model.d_model": 24},
     "model.head_dim": {"model.head_dim": 4},
     "model.biases": {"model.biases": "qkv"},
+    "model.gelu": {"model.gelu": "exact"},
     "model.qk_norm": {"model.qk_norm": "head"},
     "model.norm": {"model.norm": "post"},
     "model.rope_scaling": {

@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmexp.models.checks import check_divides, check_dropout, check_length, check_sizes
+from llmexp.models.checks import (
+    check_choice,
+    check_divides,
+    check_dropout,
+    check_length,
+    check_sizes,
+)
 from llmexp.models.common import (
     FLOPS_FORMULA,
     flops_per_token,
@@ -49,26 +55,28 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around the tanh approximation of GELU."""
+    """Two linear layers around GELU (Hendrycks and Gimpel 2016), exact or as its tanh
+    approximation."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, gelu: str) -> None:
         super().__init__()
+        self.approximate = "none" if gelu == "exact" else gelu
         self.up_proj = nn.Linear(d_model, d_ff)
         self.down_proj = nn.Linear(d_ff, d_model)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x_btd), approximate="tanh"))
+        return self.down_proj(F.gelu(self.up_proj(x_btd), approximate=self.approximate))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block; dropout on what each branch adds to the residual stream."""
 
-    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float) -> None:
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float, gelu: str) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d_model)
         self.attention = Attention(d_model, n_heads, dropout)
         self.mlp_norm = nn.LayerNorm(d_model)
-        self.mlp = MLP(d_model, d_ff)
+        self.mlp = MLP(d_model, d_ff, gelu)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
@@ -80,8 +88,9 @@ class GPT2(nn.Module):
     """GPT-2: learned positions, pre-norm blocks, output projection tied with the token embedding.
 
     Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is
-    the probability used on the embedding, on the attention weights and on each residual branch.
-    Raises ValueError for sizes that do not fit together.
+    the probability used on the embedding, on the attention weights and on each residual branch;
+    `gelu`: exact, or tanh, its approximation in GPT-2's code. Raises ValueError for sizes that do
+    not fit together.
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
@@ -99,6 +108,7 @@ class GPT2(nn.Module):
         d_model: int,
         d_ff: int,
         dropout: float = 0.0,
+        gelu: str = "tanh",
     ) -> None:
         super().__init__()
         check_sizes(
@@ -111,6 +121,7 @@ class GPT2(nn.Module):
         )
         check_divides("n_heads", n_heads, "d_model", d_model)
         check_dropout(dropout)
+        check_choice("gelu", gelu, ("tanh", "exact"))
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         # Without torch's own initial values: init_weights alone draws random numbers, once per
@@ -121,7 +132,7 @@ class GPT2(nn.Module):
             self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
-                Block(d_model, n_heads, d_ff, dropout) for _ in range(n_layers)
+                Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
             )
             self.final_norm = nn.LayerNorm(d_model)
         self.to_empty(device=device)

@@ -34,6 +34,7 @@ SCALING = {
 GROUPED: dict[str, Any] = SIZES | {"n_kv_heads": 2, "rope_theta": 100.0, "norm_eps": 1e-4}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "gpt2": (GPT2, SIZES),
+    "gpt2, exact gelu": (GPT2, SIZES | {"gelu": "exact"}),
     "llama": (Llama, GROUPED),
     "llama, scaled, head of its own": (
         Llama,
