@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 32  # documents of fewer tokens on average are masked instead of attended to one by one
+# Masked instead of attended to one by one: documents whose mean tokens, times the tokens of a
+# window, are fewer. (A mask costs a token as much as the window is long; a span costs its call.)
+SHORT = 10_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
     positions_bt = index_t - first_bt
     if spans and tokens_bt.device.type == "cpu" and not torch.compiler.is_compiling():
         found = starts_bt.nonzero().tolist()
-        if len(found) * SHORT <= b * t:
+        if len(found) * SHORT <= b * t * t:
             following = [*found[1:], [b, 0]]
             lying = [
                 (row, start, stop if row == next_row else t)
