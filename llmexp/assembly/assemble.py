@@ -26,6 +26,7 @@ from llmexp.assembly.parts import (
     build_model,
     build_optimizers,
     build_tokenizer,
+    check_ids,
     document_end,
     filled,
     initial_weights,
@@ -113,7 +114,7 @@ def assemble(
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
     vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
-    initial = _initial(config.model, loss.model, tried)
+    initial = _initial(config, loss.model, tokenizer, tried)
     if _own(config.model) and not tried:
         target = str(config.model["_target_"])
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
@@ -181,13 +182,16 @@ def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | N
     return vocab_size
 
 
-def _initial(section: dict[str, Any], model: nn.Module, tried: bool) -> dict[str, Any]:
+def _initial(config: Config, model: nn.Module, tokenizer: Tokenizer, tried: bool) -> dict[str, Any]:
     """Return the facts about the weights that the model begins with. Raise ConfigError for those
     that do not fit; a run that was `tried` may go on without them."""
-    if (given := section.get("init_from")) is None:
+    if (given := config.model.get("init_from")) is None:
         return {}
-    found = None if tried else initial_weights(section, model)
-    return {"initial": str(given), "warnings": tuple(found[1]) if found else ()}
+    notes: list[str] = []
+    if not tried and (found := initial_weights(config.model, model)) is not None:
+        source, notes = found
+        notes = [*notes, *check_ids(source, config.data, tokenizer)]
+    return {"initial": str(given), "warnings": tuple(notes)}
 
 
 def _facts(

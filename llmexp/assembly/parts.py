@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import optim, precision
+from llmexp import optim, precision, rundir
 from llmexp.assembly.targets import bind, described, locate, place
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Train, fill, refuse
 from llmexp.data import corpus, sources
@@ -21,6 +21,7 @@ from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
 from llmexp.exchange.reading import Source, begin_with, check, open_source
+from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
 
@@ -181,6 +182,30 @@ def initial_weights(section: dict[str, Any], model: nn.Module) -> tuple[Source, 
         return source, check(source, section, model)
     except ValueError as error:
         raise ConfigError(f"model.init_from={given}: {error}") from None
+
+
+def check_ids(source: Source, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """Return a warning where the tokenizer that the weights were trained with cannot be read.
+    Raises ConfigError where it gives other ids than the run's."""
+    if data["_target_"] in ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens"):
+        return []
+    folder = source.folder
+    try:
+        other = (
+            build_tokenizer(filled(rundir.built_config(folder)))[0]
+            if rundir.is_run(folder)
+            else tokenizer_of(folder)
+        )
+    except ValueError as error:
+        return [f"the tokenizer of {folder} cannot be compared with the run's: {error}"]
+    if other is not None and not same_ids(other, tokenizer):
+        own = "take the section tokenizer of its config.yaml"
+        text = own if rundir.is_run(folder) else f"use tokenizer=file tokenizer.path={folder}"
+        raise ConfigError(
+            f"model.init_from={folder}: its tokenizer ({other.name}) gives other ids than that of "
+            f"this run ({tokenizer.name}), for which the weights are not made; {text}"
+        )
+    return []
 
 
 def build_model(

@@ -15,7 +15,7 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.exchange.card import card
 from llmexp.exchange.families import Rule, family_of, to_config
-from llmexp.exchange.tokenizer import tokenizer_files
+from llmexp.exchange.tokenizer import SENTENCEPIECE, tokenizer_files
 from llmexp.exchange.writing import DTYPES, write_weights
 from llmexp.fileio import write_json, write_whole
 
@@ -50,10 +50,15 @@ def export(
     described, rules = _described(loaded, section, end)
     stored = kind or loaded.model[rules[0].ours[0]][0].dtype
     described["dtype"] = str(stored).removeprefix("torch.")
-    architecture = described["architectures"][0]
-    length = described.get("n_positions") or described["max_position_embeddings"]
+    architecture = (described.get("architectures") or [described["model_type"]])[0]
+    length = described.get("n_positions") or described.get("max_position_embeddings")
     files = tokenizer_files(tokenizer, length)
     notes = []
+    if SENTENCEPIECE in files:
+        notes.append(
+            f"the tokenizer is written as {SENTENCEPIECE}, which the package sentencepiece reads; "
+            "AutoTokenizer does not"
+        )
     if not files:
         notes.append(f"the tokenizer {tokenizer.name} is one of your own and is not written")
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

@@ -238,17 +238,19 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
     if not known:
         kinds = ", ".join(sorted({family.model_type for family in FAMILIES}))
         raise ValueError(
-            f"{where}: model_type={kind}: no model of ours computes it; known: {kinds}"
+            f"{where}: model_type={kind}: no model of ours computes it; known: {kinds}; any other "
+            "is trained by model=hf model.path=FOLDER"
         )
     family = next((f for f in known if _other(config, f) is None), known[0])
     if (key := _other(config, family)) is not None:
         text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
         raise ValueError(text)
-    needed = ("vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model")
+    needed = {"vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "norm_eps"}
+    needed &= family.sizes.keys()
     if absent := [family.sizes[key] for key in needed if not config.get(family.sizes[key])]:
         raise ValueError(f"{where}: lacks {', '.join(sorted(absent))}")
     knobs = {
-        ours: config[theirs]
+        ours: _value(config, ours, theirs, where)
         for ours, theirs in family.sizes.items()
         if config.get(theirs) is not None
     }
@@ -257,12 +259,22 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
         knobs["gelu"] = _gelu(config.get("activation_function", "gelu_new"), where)
         return family, knobs
     knobs.setdefault("n_kv_heads", knobs["n_heads"])
+    knobs.setdefault("tied_head", False)  # as in transformers
     width = knobs["d_model"] // knobs["n_heads"]
     head_dim = config.get("head_dim") or width
     knobs["head_dim"] = None if head_dim == width else head_dim
     knobs |= {key: family.switches.get(key, off) for key, off in OFF.items()}
     knobs["sliding_window"] = config.get("sliding_window") if kind == "mistral" else None
     return family, knobs | _rope(config, where)
+
+
+def _value(config: Mapping[str, Any], ours: str, theirs: str, where: str) -> Any:
+    """Return the value of a knob of ours. Raises ValueError for one of another type."""
+    value = config[theirs]
+    kinds = {"norm_eps": float, "tied_head": bool}
+    if type(value) is not (kind := kinds.get(ours, int)):
+        raise ValueError(f"{where}: {theirs}={value!r}: must be of type {kind.__name__}")
+    return value
 
 
 def _other(config: Mapping[str, Any], family: Family) -> str | None:
@@ -273,7 +285,7 @@ def _other(config: Mapping[str, Any], family: Family) -> str | None:
 
 def _gelu(name: str, where: str) -> str:
     kinds = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
-    if name not in kinds:
+    if not (isinstance(name, str) and name in kinds):
         raise ValueError(f"{where}: activation_function={name}: known: {', '.join(kinds)}")
     return kinds[name]
 
@@ -283,10 +295,15 @@ ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the knobs of the rotary positions, in the form of transformers 5 or of before."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = given.pop("rope_theta", config.get("rope_theta", 10000.0))
-    kind = given.pop("rope_type", given.pop("type", "default"))
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: the rotary positions are {given!r}: must be an object")
+    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{where}: rope_type={kind}: our models know default and llama3 only")
-    scaling = {key: given[key] for key in ROPE} if kind == "llama3" else None
+    scaling = {key: given.get(key) for key in ROPE} if kind == "llama3" else None
+    for key, value in {"rope_theta": theta, **(scaling or {})}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{where}: {key}={value!r}: must be a number")
     return {"rope_theta": float(theta), "rope_scaling": scaling}

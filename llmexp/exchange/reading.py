@@ -21,17 +21,19 @@ from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.naming import named_checkpoint
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = {"F64", "F32", "BF16", "F16"}
 GROWING = ("vocab_size", "max_position_embeddings")
 # Knobs that two models with the same weights may have otherwise.
-FREE = ("_target_", "dropout", "init_from", "init_grow")
+FREE = ("_target_", "dropout", "init_from", "init_grow", "path", "pretrained")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Weights in files. `knobs`: those of our model that computes the same. `rules`: how its
-    tensors make ours; `shapes` and `read`: by their names."""
+    """Weights in files. `folder`: of Hugging Face, or of a run. `knobs`: those of our model that
+    computes the same. `rules`: how its tensors make ours; `shapes` and `read`: by their names."""
 
     name: str
+    folder: Path
     target: str
     knobs: Mapping[str, Any]
     rules: list[Rule]
@@ -39,8 +41,10 @@ class Source:
     read: Callable[[str], Tensor]
 
 
-def open_source(given: str) -> Source:
+def open_source(given: Any) -> Source:
     """Return the weights of a Hugging Face folder, or of RUN[@STEP]. Raises ValueError."""
+    if not isinstance(given, str):
+        raise ValueError("is no folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
     if folder.is_dir() and not rundir.is_run(folder):
         if not (folder / "config.json").is_file():
@@ -78,6 +82,7 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
     knobs = {key: value for key, value in section.items() if key not in FREE}
     return Source(
         str(loaded.path),
+        loaded.path.parent.parent,
         str(section["_target_"]),
         knobs,
         rules,
@@ -91,8 +96,6 @@ def of_folder(folder: Path) -> Source:
     that hold no safetensors, or whose model our models do not compute."""
     config = _json(folder / "config.json")
     family, knobs = from_config(config, str(folder / "config.json"))
-    if config.get("tie_word_embeddings") is None and "tied_head" not in knobs:
-        knobs |= {} if family.model_type == "gpt2" else {"tied_head": False}
     opened = {file: _open(file) for file in _files(folder)}
     place = {name: file for file, held in opened.items() for name in held.keys()}  # noqa: SIM118
     prefix = "" if any(name.startswith("transformer.") for name in place) else "transformer."
@@ -110,17 +113,29 @@ def of_folder(folder: Path) -> Source:
     def held(name: str) -> Any:
         return opened[place[names[name]]]
 
-    shapes = {n: tuple(held(n).get_slice(names[n]).get_shape()) for n in wanted}
+    slices = {n: held(n).get_slice(names[n]) for n in wanted}
+    if other := sorted({s.get_dtype() for s in slices.values()} - FLOATS):
+        text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
+        raise ValueError(f"{folder}: holds weights of type {text}")
+    shapes = {n: tuple(s.get_shape()) for n, s in slices.items()}
     label = f"{folder} ({family.architecture})"
     return Source(
-        label, family.target, knobs, rules, shapes, lambda name: held(name).get_tensor(names[name])
+        label,
+        folder,
+        family.target,
+        knobs,
+        rules,
+        shapes,
+        lambda name: held(name).get_tensor(names[name]),
     )
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        shards = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
-        files = [folder / Path(str(shard)).name for shard in shards]
+        places = _json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder / INDEX}: holds no weight_map; download it again")
+        files = [folder / name for name in sorted({Path(str(at)).name for at in places.values()})]
     else:
         files = [folder / ONE]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -157,46 +172,61 @@ def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[
     Raises ValueError that lists the knobs that differ, or the tensors.
     """
     if source.target != section["_target_"]:
-        raise ValueError(f"{source.name} holds a {source.target}, not a {section['_target_']}")
-    differing, grown = [], []
+        raise ValueError(
+            f"{source.name} holds a {source.target}, not a {section['_target_']}; choose another "
+            "model=..., or for any folder of transformers model=hf model.path=FOLDER"
+        )
+    growing = _growing(source, section, hasattr(model, "position_embedding"))
+    own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    covered = {name for rule in source.rules for name in rule.ours}
+    wrong = sorted(own.keys() ^ covered)
+    wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own, growing)]
+    if wrong:
+        raise ValueError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
+    return [f"model.{key} grows from {a:,} to {b:,}" for key, (a, b) in growing.items()]
+
+
+def _growing(
+    source: Source, section: Mapping[str, Any], has_table: bool
+) -> dict[str, tuple[int, int]]:
+    """Return (theirs, ours) of each knob that grows. `has_table`: positions have weights. Raises
+    ValueError that lists the knobs that differ."""
+    differing, found = [], {}
     for key, theirs in source.knobs.items():
         ours = section.get(key, USUAL.get(key))
         if key in FREE or ours == theirs:
             continue
-        if key == "max_position_embeddings" and not _has_table(model) and ours < theirs:
-            continue  # a limit only
-        if key in GROWING and ours > theirs:
-            if section.get("init_grow"):
-                grown.append(f"model.{key} grows from {theirs:,} to {ours:,}")
+        text = f"model.{key}={'null' if theirs is None else theirs}"
+        if key in GROWING and ours and theirs:
+            if ours > theirs and section.get("init_grow"):
+                found[key] = (theirs, ours)
                 continue
-            differing.append(f"model.{key}={theirs} (or model.init_grow=true)")
-        else:
-            differing.append(f"model.{key}={'null' if theirs is None else theirs}")
+            if ours > theirs:
+                text += " (or model.init_grow=true)"
+            elif key == "max_position_embeddings" and not has_table:
+                continue  # a limit only
+        differing.append(text)
     if differing:
         raise ValueError(f"{source.name} needs {' '.join(differing)}")
-    own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    covered = {name for rule in source.rules for name in rule.ours}
-    wrong = sorted(own.keys() ^ covered)
-    wrong += [rule.theirs for rule in source.rules if not _fits(rule, source, own)]
-    if wrong:
-        raise ValueError(f"{source.name} has other tensors; differing: {', '.join(wrong[:8])}")
-    return grown
+    return found
 
 
-def _has_table(model: nn.Module) -> bool:
-    return hasattr(model, "position_embedding")
-
-
-def _fits(rule: Rule, source: Source, own: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the shape of a tensor of theirs is that of ours, or has fewer rows."""
+def _fits(
+    rule: Rule,
+    source: Source,
+    own: Mapping[str, tuple[int, ...]],
+    growing: Mapping[str, tuple[int, int]],
+) -> bool:
+    """Return whether the shape of a tensor of theirs is that of ours, but for rows that grow."""
     if any(name not in own for name in rule.ours):
         return True  # named before
     given = source.shapes[rule.theirs]
-    rows, *width = given[::-1] if rule.transposed else given
+    given = given[::-1] if rule.transposed else given
     shapes = [own[name] for name in rule.ours]
-    wanted = sum(shape[0] for shape in shapes)
-    same = rows == wanted or (len(shapes) == 1 and rows < wanted)
-    return same and all(list(shape[1:]) == width for shape in shapes)
+    wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+    if given == wanted or not given:
+        return given == wanted
+    return given[1:] == wanted[1:] and (given[0], wanted[0]) in growing.values()
 
 
 @torch.no_grad()

@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-from llmexp.data.tokenizer_files import HuggingFace, SentencePiece
-from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.data.tokenizer_files import HuggingFace, SentencePiece, from_file
+from llmexp.data.tokenizers import PROBE, Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.train_tokenizer import byte_names
 
+# AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
+SENTENCEPIECE = "sentencepiece.model"
 
-def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str | bytes]:
+
+def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str | bytes]:
     """Return the files by name; none for a tokenizer of the user's own, of which nobody else knows
     how it cuts text. `length`: the tokens that the model can read."""
     if isinstance(tokenizer, tiktoken.Encoding):
         content = json.dumps(_bpe(tokenizer), ensure_ascii=False, indent=1)
         return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, length)}
     if isinstance(tokenizer.given, HuggingFace):
-        held = tokenizer.given.content
+        # without what the run does without: a token before each text, cut or filled texts
+        without = dict.fromkeys(("post_processor", "truncation", "padding"))
+        held = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
         return {"tokenizer.json": held, "tokenizer_config.json": _config(tokenizer, length)}
     if isinstance(tokenizer.given, SentencePiece):
-        return {"tokenizer.model": tokenizer.given.content}
+        return {SENTENCEPIECE: tokenizer.given.content}
     return {}
 
 
-def _config(tokenizer: Tokenizer, length: int) -> str:
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer beside weights; None where there is none. Raises ValueError."""
+    names = ("tokenizer.json", "tokenizer.model")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    return as_tokenizer(from_file(str(folder), None, None))
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers give a text, of many kinds of characters, the same ids."""
+    return one.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
+
+
+def _config(tokenizer: Tokenizer, length: int | None) -> str:
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length,
+        "model_max_length": length or int(1e30),  # the library's own word for no limit
         "clean_up_tokenization_spaces": False,
     }
     if (end := end_of_text(tokenizer)) is not None:
@@ -62,6 +81,11 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
         merges += [[text(left), text(right)] for left, right in known]
     # {1,3}+ takes all it can without giving back; Oniguruma reads a repetition in it.
     pattern = re.sub(r"(\{[\d,]+\})\+", r"\1", encoding._pat_str)
+    vocab = {text(token): number for token, number in ranks.items()}
+    # The library numbers added tokens one after another, behind the vocabulary, whatever is
+    # written: ids that stand for nothing need a name. No text has a space when it is looked up.
+    holes = set(range(max(ranks.values()))) - set(ranks.values())
+    unused = {f"unused {number}": number for number in sorted(holes)}
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -69,19 +93,11 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
         "invert": False,
     }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    vocabulary = {text(token): number for token, number in ranks.items()}
-    if [number for _, number in special] != [len(ranks) + i for i in range(len(special))]:
-        # The library numbers added tokens one after another, unless it knows their ids.
-        vocabulary |= dict(special)
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {"id": number, "content": name, "special": True, **added} for name, number in special
-        ],
+        "added_tokens": _added(encoding),
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -98,7 +114,23 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a piece that is a token is one, as in tiktoken
-            "vocab": vocabulary,
+            "vocab": {**vocab, **unused},
             "merges": merges,
         },
     }
+
+
+def _added(encoding: tiktoken.Encoding) -> list[dict[str, Any]]:
+    """Return the tokens behind the vocabulary: special ones, and names for the ids between."""
+    special = {number: name for name, number in encoding._special_tokens.items()}
+    ids = range(1 + max(encoding._mergeable_ranks.values()), 1 + max(special, default=0))
+    common = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
+    return [
+        {
+            "id": number,
+            "content": special.get(number, f"<|unused_{number}|>"),
+            "normalized": False,
+            **common,
+        }
+        for number in ids
+    ]

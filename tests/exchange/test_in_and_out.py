@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiktoken
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from llmexp.__main__ import run as command
+from llmexp.exchange.tokenizer import tokenizer_files
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import same_state, weights
 
@@ -24,6 +26,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
     result = train(folder, "a", *more)
     assert command(["export", str(result.folder), "--to", "hf", str(folder / "hf")]) == 0
     return result
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8},
+}
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -96,9 +108,28 @@ def broken(folder: Path, what: str) -> None:
         tensors = load_file(folder / "model.safetensors")
         del tensors["transformer.ln_f.bias"]
         save_file(tensors, folder / "model.safetensors")
+    elif what in ("few rows", "whole numbers"):
+        tensors = load_file(folder / "model.safetensors")
+        bias = tensors["transformer.ln_f.bias"]
+        other = bias[:-1].clone() if what == "few rows" else bias.to(torch.int8)
+        save_file({**tensors, "transformer.ln_f.bias": other}, folder / "model.safetensors")
+    elif what == "index":
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+    elif what == "tokenizer":
+        made = tokenizer_files(pretrained_pieces(), 32)
+        (folder / "tokenizer.json").write_text(str(made["tokenizer.json"]))
     else:
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": what}
+        change = json.loads(what) if what.startswith("{") else {"model_type": what}
+        config = json.loads((folder / "config.json").read_text()) | change
         (folder / "config.json").write_text(json.dumps(config))
+
+
+def pretrained_pieces() -> tiktoken.Encoding:
+    """Return an encoding of bytes in which "he" is a token as well."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"he": 256}
+    return tiktoken.Encoding(
+        "pieces", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +141,13 @@ def broken(folder: Path, what: str) -> None:
         ("lacking", "lacks 1 tensors: transformer.ln_f.bias"),
         ("bert", "model_type=bert: no model of ours computes it; known: gpt2, llama, mistral"),
         ("llama", "config.json: lacks hidden_size"),
+        ("few rows", "has other tensors; differing: transformer.ln_f.bias"),
+        ("whole numbers", "holds weights of type I8; known: BF16, F16, F32, F64"),
+        ("index", "index.json: holds no weight_map"),
+        ("tokenizer", "gives other ids than that of this run (bytes)"),
+        ('{"vocab_size": "320"}', "vocab_size='320': must be of type int"),
+        (json.dumps(LLAMA), "rms_norm_eps"),
+        (json.dumps({**LLAMA, "rms_norm_eps": 1e-5}), "low_freq_factor=None: must be a number"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,3 +69,35 @@ def test_published_encodings_give_the_same_ids(name: str, tmp_path: Path) -> Non
         ids = tokenizer.encode_ordinary(text)
         assert other.encode(text, add_special_tokens=False).ids == ids
     assert other.token_to_id("<|endoftext|>") == tokenizer._special_tokens["<|endoftext|>"]
+
+
+def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
+    content = json.loads(tokenizer_files(as_tokenizer(byte_level()), 64)["tokenizer.json"])
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    before = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert before.encode("a").ids == [256, 97]
+    tokenizer = as_tokenizer(from_file(str(tmp_path), None, None))
+    assert there(tokenizer).encode("a").ids == tokenizer.encode_ordinary("a") == [97]
+
+
+def test_ids_that_stand_for_nothing_move_no_other() -> None:
+    ranks = {bytes([b]): b for b in range(256)} | {b"he": 258}
+    special = {"<|a|>": 260, "<|endoftext|>": 263}
+    tokenizer = tiktoken.Encoding(
+        "holes", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens=special
+    )
+    other = there(tokenizer)
+    assert {name: other.token_to_id(name) for name in special} == special
+    for text in ("he unused 257 <|a|>", "unused 257", "<|a|>"):
+        assert other.encode(text, add_special_tokens=False).ids == tokenizer.encode_ordinary(text)
