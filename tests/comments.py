@@ -8,12 +8,13 @@ from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
 from llmexp.config import Knob, conf_dir, knobs_of
+from llmexp.forecast.settings import Plan
 from llmexp.knobs import fields
 from llmexp.sweep.settings import Sweep
 
 KNOBS = fields() | {
     f"{section}.{name}": knob
-    for section, kind in (("sweep", Sweep), ("prepare", Prepare))
+    for section, kind in (("sweep", Sweep), ("prepare", Prepare), ("plan", Plan))
     for name, knob in knobs_of(kind).items()
 }
 LINE = re.compile(

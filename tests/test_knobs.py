@@ -151,7 +151,11 @@ def made(choice: dict[str, str], changes: dict[str, Any]) -> Config:
         | USUAL
         | choice
     )
-    tree = {key: value for key, value in main.items() if key not in ("hydra", "sweep", "prepare")}
+    tree = {
+        key: value
+        for key, value in main.items()
+        if key not in ("hydra", "sweep", "prepare", "plan")
+    }
     tree |= {
         group: copy.deepcopy(shipped(f"{group}/{chosen[group]}"))
         for group in (*GROUPS, "tokenizer")

@@ -22,7 +22,8 @@ ROOMS = (
     "values", "config", "convert", "run", "knobs", "labels", "child", "redact", "fileio",
     "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "tasks",
     "checkpoint", "rundir", "naming", "exchange", "ending", "provenance", "tracker", "compare",
-    "assembly", "train", "evaluate", "compose", "sweep", "verify", "cli", "program", "__main__",
+    "assembly", "train", "evaluate", "forecast", "compose", "sweep", "verify", "cli",
+    "program", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.
 PARTS = (

@@ -5,6 +5,5 @@ placement  device, ranks and arithmetic
 parts      tokenizer, data, model and optimizers, each checked when it is built
 opening    a checkpoint for use without training
 targets    `_target_`: from a dotted name to a function, if its package is allowed
-fitting    which larger micro-batch would fit into memory
 trial      one forward pass of a user's own model, before anything is written
 """

@@ -19,6 +19,7 @@ from llmexp.compose import app, command_line
 from llmexp.compose.hints import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
 from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
+from llmexp.forecast.settings import Plan
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
 from llmexp.run.budget import BUDGETS, budgets_in
@@ -34,6 +35,7 @@ CHANGES = {
 OF_COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (Sweep, "the points of a sweep are run"),
     "prepare": (Prepare, "llmexp prepare works"),
+    "plan": (Plan, "llmexp plan works"),
 }
 COMMANDS = tuple(f"{name}." for name in OF_COMMANDS)
 USAGE = """\

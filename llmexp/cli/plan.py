@@ -4,13 +4,20 @@ nothing."""
 from __future__ import annotations
 
 import json
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from llmexp import rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
+from llmexp.compose.errors import user_errors
 from llmexp.config import ConfigError
+from llmexp.forecast.settings import Plan, build_plan
 from llmexp.run.banner import banner_sections
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
+
+HOW_TO_ASK = "not planned; add plan.device=h200 (or another device)"
 
 
 def plan(arguments: list[str]) -> int:
@@ -24,7 +31,8 @@ def plan(arguments: list[str]) -> int:
         return hydra_flags.answer(args)
     with app.hydra_app(args.config_dir) as hydra:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
-        origin.refuse_unused(args.overrides, multirun)
+        kept = [o for o in args.overrides if multirun or not o.lstrip("+").startswith("plan.")]
+        origin.refuse_unused(kept, multirun)
         if multirun and not is_grid(cfg):
             raise ConfigError(
                 "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be "
@@ -37,16 +45,26 @@ def plan(arguments: list[str]) -> int:
             points, same = split_duplicates(points, lambda point: point.identity)
             return plan_sweep(points, [*refused, *same], settings, arguments, args.json)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+        chosen = settings_of_plan(cfg)
     rundir.check_writable(wanted)
-    from llmexp.assembly.assemble import assemble
-    from llmexp.assembly.fitting import larger_micro_batch
     from llmexp.metrics.console import banner
 
-    parts = assemble(config, write=False)
-    hint = larger_micro_batch(parts)
-    if args.json:
-        whole = {"folder": str(wanted), **parts.run.as_dict(), **({"hint": hint} if hint else {})}
-        print(json.dumps(whole, indent=2, allow_nan=False))
-        return 0
-    print(banner([*banner_sections(parts.run, str(wanted)), *([("hint", hint)] if hint else [])]))
+    if chosen.device is None:
+        from llmexp.assembly.assemble import assemble
+
+        run = assemble(config, write=False).run
+        rows = [*banner_sections(run, str(wanted)), ("memory", HOW_TO_ASK)]
+        whole = {"folder": str(wanted), **run.as_dict()}
+    else:
+        from llmexp.forecast.planning import planned
+
+        rows, whole = planned(config, chosen, chosen.device, str(wanted))
+    print(json.dumps(whole, indent=2, allow_nan=False) if args.json else banner(rows))
     return 0
+
+
+def settings_of_plan(cfg: DictConfig) -> Plan:
+    """Return the section `plan`, checked. Raises ConfigError."""
+    with user_errors():
+        section: Any = OmegaConf.to_container(cfg.plan, resolve=True, throw_on_missing=True)
+    return build_plan(section)

@@ -79,7 +79,7 @@ def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
     refuse_code(cfg)
     # hydra's own has values that only a sweep fills; how a command works is no part of a run
-    keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare")]
+    keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare", "plan")]
     with user_errors(), variables_kept():
         tree: dict[str, Any] = {key: cfg[key] for key in keys}
         for key, node in tree.items():

@@ -6,6 +6,7 @@ wrap    DDP, FSDP, tensor parallelism and compilation, from outside; one reducti
 agent   start the ranks of a host, and again when one is lost
 watch   look after them: signals, ranks that hang, hosts that are gone
 hosts   where hosts meet, and which of them are there
+pretend one rank of a run, played alone
 """
 
 from llmexp.mesh.groups import (

@@ -17,46 +17,16 @@ from typing import Any
 
 import torch
 
-# Dense peak TFLOP/s from the makers' data sheets, by a part of the CUDA device name; first match
-# wins.
-_PEAK_TFLOPS: list[tuple[str, dict[str, float]]] = [
-    ("B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
-    ("H200 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
-    ("H200", {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
-    ("H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
-    ("H100 NVL", {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}),
-    ("H100 80GB HBM3", {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
-    ("A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
-    ("L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
-    ("L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
-    ("A10G", {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
-    ("V100-SXM2", {"fp16": 125, "fp32": 15.7}),
-    ("T4", {"fp16": 65, "fp32": 8.1}),
-]
+from llmexp.metrics.devices import device_called
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of one device in this arithmetic, or None where it is not known for sure."""
     if device.type != "cuda":
         return None
-    words = torch.cuda.get_device_name(device).split()
-    if "MIG" in words:  # a slice of the chip
-        return None
-    for part, rates in _PEAK_TFLOPS:
-        wanted = part.split()
-        if any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words))):
-            return rates[precision] * 1e12 if precision in rates else None
-    return None
-
-
-def _same(words: list[str], wanted: list[str]) -> bool:
-    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match
-    'A100'."""
-    return (
-        len(words) == len(wanted)
-        and words[1:] == wanted[1:]
-        and f"{words[0]}-".startswith(f"{wanted[0]}-")
-    )
+    known = device_called(torch.cuda.get_device_name(device))
+    rates = {} if known is None else known.tflops
+    return rates[precision] * 1e12 if precision in rates else None
 
 
 def device_name(device: torch.device) -> str:
@@ -81,6 +51,15 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def resident_bytes() -> int:
+    """Return the memory of the host that this process takes now; 0 where that is not known."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -10,6 +10,6 @@ rows         the same on an accelerator, in chunks of whole rows
 operands     what both have in common
 recompute    activation checkpointing
 documents    causal attention, inside documents where a model knows their last id
-memory       what a forward pass keeps, counted
+planned      the kind of device that computes, or that is planned for
 sampling     text, token by token
 """

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from llmexp.models import rows
 from llmexp.models.operands import IGNORE_INDEX, Dtypes, VocabShard, multiply, subtract_rows
+from llmexp.models.planned import kind_of
 
 
 def chunk_sizes(device: torch.device, vocab_size: int, compiled: bool = False) -> tuple[int, int]:
@@ -41,7 +42,7 @@ def chunk_sizes(device: torch.device, vocab_size: int, compiled: bool = False) -
 
 def in_rows(device: torch.device) -> bool:
     """Return whether chunks are of whole rows instead of tiles."""
-    return device.type != "cpu"
+    return kind_of(device) != "cpu"
 
 
 @dataclass(frozen=True)

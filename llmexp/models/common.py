@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmexp.models.planned import kind_of
+
 INIT_STD = 0.02
 FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x length x width"
 
@@ -50,7 +52,7 @@ def autocast_dtype(x: Tensor) -> Tensor:
 def in_one_product(device: torch.device) -> bool:
     """Return whether queries, keys and values come from one product. Not on a CPU, where another
     shape rounds differently and recorded runs have to stay equal."""
-    return device.type == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def project(x_btd: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:

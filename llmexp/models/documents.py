@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmexp.models.planned import kind_of
+
 # Masked instead of attended to one by one: documents whose mean tokens, times the tokens of a
 # window, are fewer. (A mask costs a token as much as the window is long; a span costs its call.)
 SHORT = 10_000
@@ -35,7 +37,7 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
     starts_bt[:, 0] = True
     first_bt = torch.where(starts_bt, index_t, 0).cummax(1).values  # of the token's document
     positions_bt = index_t - first_bt
-    if spans and tokens_bt.device.type == "cpu" and not torch.compiler.is_compiling():
+    if spans and kind_of(tokens_bt.device) == "cpu" and not torch.compiler.is_compiling():
         found = starts_bt.nonzero().tolist()
         if len(found) * SHORT <= b * t * t:
             following = [*found[1:], [b, 0]]
@@ -66,7 +68,7 @@ def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Docum
 def repeats_heads(q_bhtk: Tensor, mask: Tensor | None) -> bool:
     """Return whether grouped heads are repeated: on an accelerator kernels for fp32 or for a mask
     know no groups, and without them all scores would lie in memory."""
-    return q_bhtk.device.type == "cuda" and (mask is not None or q_bhtk.dtype == torch.float32)
+    return kind_of(q_bhtk.device) == "cuda" and (mask is not None or q_bhtk.dtype == torch.float32)
 
 
 def attend(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmexp.models.planned import kind_of
+
 IGNORE_INDEX = -100
 
 
@@ -48,7 +50,7 @@ class Dtypes:
             operand = torch.get_autocast_dtype(device_type)
         else:
             operand = torch.promote_types(h_nd.dtype, weight_vd.dtype)
-        if device_type == "cpu" and operand.itemsize == 2:
+        if kind_of(h_nd.device) == "cpu" and operand.itemsize == 2:
             native = operand == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
             return cls(operand, operand if native else torch.float32)
         return cls(operand, operand)

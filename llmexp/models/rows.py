@@ -27,6 +27,7 @@ from llmexp.models.operands import (
     multiply,
     subtract_rows,
 )
+from llmexp.models.planned import memory_of
 
 ALIGNED = 64  # rows of the head: its padded copy has a multiple
 SHARE = 1 / 32  # of an accelerator's memory, for what is held of one chunk's logits
@@ -36,8 +37,7 @@ MOST_ROWS = 16384  # of a chunk: the products get no faster beyond
 def chunk_rows(device: torch.device, vocab_size: int, compiled: bool) -> int:
     """Rows per chunk: a power of two. Of a logit fp32 values, their log-softmax and p are held at
     once, and 16-bit values and p where the softmax is compiled."""
-    memory = torch.cuda.get_device_properties(device).total_memory
-    room = int(memory * SHARE) // ((4 if compiled else 10) * vocab_size)
+    room = int(memory_of(device) * SHARE) // ((4 if compiled else 10) * vocab_size)
     return max(256, min(MOST_ROWS, 1 << max(0, room.bit_length() - 1)))
 
 

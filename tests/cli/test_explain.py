@@ -100,7 +100,7 @@ def test_what_there_is_not(capsys):
         ("clip.max_nrom", "Did you mean clip.max_norm?"),
         ("real_batch_sze", "Did you mean real_batch_size?"),
         ("gpt3", "there is no such key, group or number of a run. Known: name, batch, "),
-        ("gpt3", "parallelism, tracker and "),
+        ("gpt3", "precision, parallelism and "),
         ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
         ("", "a key is needed; for example"),
     ):

@@ -45,7 +45,7 @@ def test_points_are_what_hydra_composes(grid):
             ours, theirs = composer(overrides, "x"), loader.load_sweep_config(cfg, list(overrides))
             theirs.hydra.job.name = "x"
             assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
-            keys = ("hydra", "sweep")
+            keys = ("hydra", "sweep", "plan")
             plain = [OmegaConf.to_container(OmegaConf.masked_copy(c,
             [k for k in c if k not in keys]), resolve=True)
                      for c in (ours, theirs)]  # fmt: skip

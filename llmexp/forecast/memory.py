@@ -1,0 +1,226 @@
+"""Say what a rank holds, whether that fits, and what would make it fit: each computed from the run
+itself, on tensors without memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmexp.assembly.assemble import Parts
+from llmexp.config import Parallelism
+from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
+from llmexp.metrics import hardware
+from llmexp.metrics.devices import Device
+from llmexp.models.recompute import blocks_of
+from llmexp.run.layout import solve_layout
+
+GIB = 2**30
+# Of a device's memory; the rest is for the context of CUDA, for libraries and for what an allocator
+# cannot use.
+USABLE = 0.9
+# A workspace of cuBLAS for each thread that multiplies: the forward and the backward pass.
+WORKSPACES = {"h": 2 * 32 * 2**20, "b": 2 * 32 * 2**20}
+WORKSPACE = 2 * 8.1 * 2**20
+SHARDS = (2, 4, 8)  # ranks of FSDP that are tried where a run has one rank
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a rank: of the device in all, what a plan may use of it, and what the process has
+    taken before its model."""
+
+    device: Device | None  # None: a CPU
+    name: str
+    total: float
+    usable: float
+    taken: float
+
+
+def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> Room | None:
+    """Return the memory of a rank on the device, or on this host; None where it is not known."""
+    if device is not None:
+        there: float | None = device.gib * GIB
+    else:
+        there = hardware.memory_bytes(torch.device("cpu"))
+        there = None if there is None else there / parts.run.facts.layout.nproc_per_node
+    if there is None and limit is None:
+        return None
+    total = limit * GIB if limit is not None else there or 0.0
+    if device is None:
+        taken = float(hardware.resident_bytes())
+    else:
+        taken = WORKSPACES.get(device.name[0], WORKSPACE)
+    usable = total if limit is not None else USABLE * total
+    return Room(device, "cpu" if device is None else device.name, total, usable, taken)
+
+
+class Forecast:
+    """What cuts of one run hold on one device; each is rehearsed once."""
+
+    def __init__(self, parts: Parts, precision: str, room: Room) -> None:
+        self.parts, self.precision, self.room = parts, precision, room
+        self.cut = cut_of(parts)
+        with torch.device("meta"):
+            self.has_blocks = bool(blocks_of(parts.build_model()))
+        self._known: dict[Cut, Footprint] = {}
+
+    def footprint(self, cut: Cut) -> Footprint:
+        if cut not in self._known:
+            self._known[cut] = rehearse(self.parts, cut, self.precision, self.room.device)
+        return self._known[cut]
+
+    def needed(self, cut: Cut) -> float:
+        """Return the bytes of a rank at its peak."""
+        return self.footprint(cut).peak + self.room.taken
+
+    def fits(self, cut: Cut) -> bool:
+        return self.needed(cut) <= self.room.usable
+
+    def figures(self) -> dict[str, Any]:
+        """Return bytes of a rank, as plain values."""
+        return {
+            **self.footprint(self.cut).held,
+            "taken": round(self.room.taken),
+            "peak": round(self.needed(self.cut)),
+            "usable": round(self.room.usable),
+            "fits": self.fits(self.cut),
+        }
+
+    def largest(self, cut: Cut, at_most: int) -> Cut | None:
+        """Return the cut with the largest micro-batch that fits and divides the same real batch, up
+        to `at_most` sequences; None where one sequence is too many."""
+        whole = cut.micro * cut.accumulation
+        sizes = [n for n in range(1, min(at_most, whole) + 1) if whole % n == 0]
+        low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(_cut_to(cut, sizes[middle])):
+                low = middle + 1
+            else:
+                high = middle
+        return _cut_to(cut, sizes[low - 1]) if low else None
+
+
+def _cut_to(cut: Cut, micro: int) -> Cut:
+    whole = cut.micro * cut.accumulation
+    return dataclasses.replace(cut, micro=micro, accumulation=whole // micro)
+
+
+def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
+    """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
+    cut, room = forecast.cut, forecast.room
+    held, needed = forecast.footprint(cut).held, forecast.needed(cut)
+    parts = [f"{kind} {_gib(size)}" for kind, size in held.items() if size]
+    parts.append(f"{'the process' if room.device is None else 'libraries'} {_gib(room.taken)}")
+    eager = ", counted as not compiled" if compiled else ""
+    rank = "a rank" if cut.layout.world_size > 1 else "in all"
+    rows = [
+        ("memory", f"{_gib(needed)} GiB {rank} at the peak of a step{eager}: {', '.join(parts)}")
+    ]
+    if needed <= room.usable:
+        rows.append(("fits", f"yes, into {_room(room)}"))
+        larger = forecast.largest(cut, cut.micro * cut.accumulation)
+        if larger is not None and larger.micro > cut.micro:
+            rows.append(("hint", _larger(forecast, larger)))
+        return rows
+    rows.append(("fits", f"no: {_gib(needed - room.usable)} GiB more than {_room(room)}"))
+    found = [_shown(forecast, text, other) for text, other in remedies(forecast)]
+    rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
+    return rows
+
+
+def remedies(forecast: Forecast) -> list[tuple[str, Cut]]:
+    """Return what would fit, as overrides with the cut that they make: each change alone, and where
+    none suffices, several together."""
+    cut = forecast.cut
+    changes = [
+        functools.partial(_smaller, forecast),
+        functools.partial(_recomputed, forecast),
+        functools.partial(_sharded, forecast),
+    ]
+    found = [hit for change in changes if (hit := next(change(cut), None)) is not None]
+    if found:
+        return found
+    if not forecast.has_blocks:
+        return []
+    full = dataclasses.replace(cut.parallelism, activation_checkpointing="full")
+    least = dataclasses.replace(cut, parallelism=full)
+    text = "parallelism.activation_checkpointing=full "
+    for change in (changes[0], changes[2]):
+        if (hit := next(change(least), None)) is not None:
+            return [(text + hit[0], hit[1])]
+    least = _cut_to(least, 1)
+    hit = next(_sharded(forecast, least), None)
+    return [(f"batch.micro_batch_size=1 {text}{hit[0]}", hit[1])] if hit is not None else []
+
+
+def _smaller(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+    found = forecast.largest(cut, cut.micro - 1)
+    if found is not None:
+        yield (
+            f"batch.micro_batch_size={found.micro} "
+            f"batch.gradient_accumulation_steps={found.accumulation}",
+            found,
+        )
+
+
+def _recomputed(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+    if cut.parallelism.activation_checkpointing != "none" or not forecast.has_blocks:
+        return
+    for kind in ("selective", "full"):
+        chosen = dataclasses.replace(cut.parallelism, activation_checkpointing=kind)
+        other = dataclasses.replace(cut, parallelism=chosen)
+        if forecast.fits(other):
+            yield f"parallelism.activation_checkpointing={kind}", other
+
+
+def _sharded(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+    if cut.parallelism.kind not in ("single", "ddp"):
+        return
+    ranks = cut.layout.nproc_per_node
+    for count in (ranks,) if ranks > 1 else SHARDS:
+        chosen: Parallelism = dataclasses.replace(
+            cut.parallelism, kind="fsdp", nproc_per_node=count
+        )
+        other = dataclasses.replace(cut, parallelism=chosen, layout=solve_layout(chosen, count))
+        if forecast.fits(other):
+            yield f"parallelism=fsdp parallelism.nproc_per_node={count}", other
+            return
+
+
+def _larger(forecast: Forecast, larger: Cut) -> str:
+    accumulation = (
+        f"gradient_accumulation_steps {larger.accumulation}"
+        if larger.accumulation > 1
+        else "no accumulation"
+    )
+    return (
+        f"batch.micro_batch_size={larger.micro} with {accumulation} computes the same, but for "
+        f"rounding and the random numbers of dropout, and fits: {_gib(forecast.needed(larger))} of "
+        f"{_gib(forecast.room.usable)} GiB"
+    )
+
+
+def _shown(forecast: Forecast, text: str, cut: Cut) -> str:
+    return f"{text} ({_gib(forecast.needed(cut))} GiB)"
+
+
+def _room(room: Room) -> str:
+    of = "" if room.usable == room.total else f", of {_gib(room.total)} of {room.name}"
+    return f"the {_gib(room.usable)} GiB that may be used{of}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.3g}"
+
+
+def precision_on(parts: Parts, asked: str, device: Device | None) -> str:
+    """Return the arithmetic of the run on the device: what was asked for, or what `auto` is."""
+    if asked != "auto" or device is None:
+        return parts.precision
+    return "bf16" if device.bf16 else "fp32"

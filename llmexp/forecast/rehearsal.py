@@ -1,0 +1,210 @@
+"""Rehearse an optimizer step of a run on tensors without memory, and count what it would hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmexp import mesh
+from llmexp.assembly.assemble import Parts
+from llmexp.config import Parallelism
+from llmexp.data.reader import Window
+from llmexp.forecast.counting import Counting
+from llmexp.mesh import pretend
+from llmexp.metrics.devices import Device
+from llmexp.models.planned import planned_for
+from llmexp.run.layout import Layout
+from llmexp.train.step import Setup, set_up, train_step
+
+KINDS = ("parameters", "gradients", "moments", "activations", "loss", "buffers")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut the same run: what a step holds and takes depends on it."""
+
+    micro: int
+    accumulation: int
+    parallelism: Parallelism
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a rank holds when it holds most, by what they are for."""
+
+    held: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values())
+
+
+def cut_of(parts: Parts) -> Cut:
+    """Return how the run is cut."""
+    run = parts.run
+    return Cut(
+        run.micro_batch_size,
+        run.gradient_accumulation_steps,
+        parts.config.parallelism,
+        run.facts.layout,
+    )
+
+
+def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> Footprint:
+    """Return what rank 0 of the run, cut like this, holds in a step. `device`: the accelerator;
+    None is a CPU.
+
+    The second of two steps is counted, when the moments are there; of its micro-batches no more
+    than two are taken, because each further one holds what the second does.
+    """
+    real_cuda = device is not None and torch.cuda.is_available()
+    kind = "cuda" if device is not None else "cpu"
+    config = dataclasses.replace(
+        parts.config,
+        parallelism=cut.parallelism,
+        train=dataclasses.replace(parts.config.train, compile=False),
+    )
+    counting = Counting("cuda" if real_cuda else "cpu")
+    torch.set_grad_enabled(True)
+    gc.collect()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pretend.pretended(cut.layout.world_size))
+        joined = mesh.join(
+            "cuda" if real_cuda else "cpu",
+            cut.parallelism.kind,
+            cut.layout.replicate_size,
+            cut.layout.shard_size,
+            cut.layout.tensor_parallel_size,
+            once=cut.parallelism.fsdp_communication == "once",
+        )
+        if kind == "cuda" and not real_cuda:
+            stack.enter_context(_as_accelerator())
+        stack.enter_context(planned_for(kind, device.gib * 2**30 if device is not None else 0.0))
+        stack.enter_context(counting.resizing())
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        modes = stack.enter_context(contextlib.ExitStack())
+        made = dataclasses.replace(
+            parts,
+            config=config,
+            precision=precision,
+            build_model=lambda **_: _without_memory(parts, modes, fake, counting),
+        )
+        setup = set_up(made, joined)
+        pretend.reduce_at_once(setup.module)
+        for phase, method in (("activations", "features"), ("activations", "forward")):
+            _watch(counting, setup.model, method, phase)
+        _watch(counting, setup.loss, "forward", "loss")
+        setup.model.train()
+        _step(setup, cut, 1)
+        _name(counting, setup)
+        counting.restart()
+        _step(setup, cut, min(2, cut.accumulation))
+        held = {kind: counting.peak.get(kind, 0) for kind in KINDS}
+        modes.close()
+    return Footprint(held)
+
+
+def _without_memory(
+    parts: Parts, modes: contextlib.ExitStack, fake: FakeTensorMode, counting: Counting
+) -> nn.Module:
+    """Return the model on the meta device; it becomes fake when it is moved from there, after it
+    has been split over ranks."""
+    with torch.device("meta"):
+        model = parts.build_model()
+
+    def to(device: torch.device) -> nn.Module:
+        if any(p.is_meta for p in model.parameters()):
+            modes.enter_context(fake)
+            modes.enter_context(counting)
+            model.to_empty(device=device)
+        return model
+
+    model.to = to  # type: ignore[method-assign,assignment]
+    return model
+
+
+def _watch(counting: Counting, module: nn.Module, method: str, phase: str) -> None:
+    """Count what a method of the module takes as for the phase."""
+    original: Any = getattr(module, method, None)
+    if original is None:
+        return
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with counting.during(phase):
+            return original(*args, **kwargs)
+
+    setattr(module, method, watched)
+
+
+def _step(setup: Setup, cut: Cut, micro_batches: int) -> None:
+    """Train a step; the noise scale is measured in it, where it is measured
+    at all."""
+    length = setup.parts.run.sequence_length
+    every = setup.parts.config.metrics.noise_scale_every or 1
+    ids_bt = torch.zeros(cut.micro, length, dtype=torch.int64)
+    window = Window(
+        every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
+    )
+    train_step(setup, window, lambda: 0)
+
+
+def _name(counting: Counting, setup: Setup) -> None:
+    """Say what is held between steps."""
+    states = [v for o in setup.optimizers for state in o.state.values() for v in state.values()]
+    local = mesh.local_part
+    for held in list(counting.held.values()):
+        counting.now[held.kind] -= held.bytes
+        held.kind = "buffers"
+        counting.now[held.kind] += held.bytes
+    gradients = [local(p.grad) for p in setup.parameters if p.grad is not None]
+    counting.call("parameters", [local(p) for p in setup.model.parameters()])
+    counting.call("gradients", gradients)
+    counting.call("moments", [local(v) for v in states if isinstance(v, Tensor)])
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Hold what one kernel for a norm holds: its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextlib.contextmanager
+def _as_accelerator() -> Iterator[None]:
+    """Hold on tensors of a CPU what an accelerator's kernels hold: flash attention of half
+    precision, which takes dropout and shared heads, and an RMS norm that keeps its input."""
+    attention = F.scaled_dot_product_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *args: Any, **kw: Any) -> Tensor:
+        if mask is not None or q.dtype.itemsize != 2:
+            kw.pop("dropout_p", None)
+            return attention(q, k, v, mask, **kw)
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+    def rms_norm(x: Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        return normal(x, shape, weight, eps) if weight is None else _FusedNorm.apply(x, weight)
+
+    normal = F.rms_norm
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(F, "rms_norm", rms_norm),
+    ):
+        yield

@@ -1,0 +1,43 @@
+"""The section `plan` of a command: its knobs, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config import ConfigError, knob, refuse
+from llmexp.convert import section
+from llmexp.metrics.devices import device_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The way that a run is planned; no part of its config."""
+
+    device: str | None = knob(
+        "device that memory is planned for, such as h200, a100-80, l4 or cpu; null: memory is not "
+        "planned",
+        "h200",
+    )
+    memory_gib: float | None = knob(
+        "GiB that a rank may take, beside plan.device; null: nine tenths of that device, or of a "
+        "rank's share of this host",
+        16.0,
+        above=0,
+        default=None,
+    )
+
+
+def build_plan(mapping: Mapping[str, Any]) -> Plan:
+    """Return the section `plan`. Raises ConfigError, also for a device that is not known."""
+    found: Plan = section(Plan, mapping, "plan.")
+    if found.device is None and found.memory_gib is not None:
+        text = "acts only beside plan.device; add for example plan.device=h200"
+        raise refuse("plan.memory_gib", found.memory_gib, text)
+    if found.device is not None:
+        try:
+            device_named(found.device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return found

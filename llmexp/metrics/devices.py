@@ -1,0 +1,80 @@
+"""Name accelerators with what their makers' data sheets say. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator, or `cpu`. `part`: a part of the name that CUDA gives it; `gib`: memory as
+    CUDA reports it; `tflops`: dense peak rates."""
+
+    name: str
+    part: str
+    gib: float
+    tflops: dict[str, float] = field(default_factory=dict)
+    bf16: bool = True  # whether it computes bf16
+
+
+# The first whose `part` is in a device's own name is that device.
+DEVICES = (
+    Device("b200", "B200", 178.0, {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
+    Device(
+        "h200-nvl", "H200 NVL", 139.8,
+        {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60},
+    ),
+    Device("h200", "H200", 139.8, {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67}),
+    Device(
+        "h100-pcie", "H100 PCIe", 79.1, {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}
+    ),
+    Device(
+        "h100-nvl", "H100 NVL", 93.1, {"bf16": 835, "fp16": 835, "tf32": 417.5, "fp32": 60}
+    ),
+    Device(
+        "h100", "H100 80GB HBM3", 79.1,
+        {"bf16": 989, "fp16": 989, "tf32": 494.5, "fp32": 67},
+    ),
+    Device("a100-80", "A100", 79.1, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    Device(
+        "a100-40", "A100", 39.4, {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}
+    ),
+    Device("l40s", "L40S", 44.4, {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    Device("l4", "L4", 22.0, {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    Device("a10g", "A10G", 22.0, {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 31.2}),
+    Device("v100-32", "V100-SXM2", 31.7, {"fp16": 125, "fp32": 15.7}, bf16=False),
+    Device("v100-16", "V100-SXM2", 15.8, {"fp16": 125, "fp32": 15.7}, bf16=False),
+    Device("t4", "T4", 14.6, {"fp16": 65, "fp32": 8.1}, bf16=False),
+)  # fmt: skip
+
+
+def device_named(name: str) -> Device | None:
+    """Return the accelerator of that name, None for `cpu`. Raise ValueError with the list."""
+    found = {device.name: device for device in DEVICES}
+    if name == "cpu":
+        return None
+    if name not in found:
+        raise ValueError(f"plan.device={name}: is not known; use one of {', '.join(found)}, cpu")
+    return found[name]
+
+
+def device_called(cuda_name: str) -> Device | None:
+    """Return the accelerator that CUDA gives this name; None where it is not known for sure."""
+    words = cuda_name.split()
+    if "MIG" in words:  # a slice of the chip
+        return None
+    for device in DEVICES:
+        wanted = device.part.split()
+        if any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words))):
+            return device
+    return None
+
+
+def _same(words: list[str], wanted: list[str]) -> bool:
+    """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match
+    'A100'."""
+    return (
+        len(words) == len(wanted)
+        and words[1:] == wanted[1:]
+        and f"{words[0]}-".startswith(f"{wanted[0]}-")
+    )

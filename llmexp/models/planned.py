@@ -1,0 +1,33 @@
+"""Say on which kind of device a tensor is computed, and its memory: its own device, or the one that
+a plan is made for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_planned: list[tuple[str, float]] = []
+
+
+def kind_of(device: torch.device) -> str:
+    """Return `cpu`, `cuda`, ...: what decides how something is computed."""
+    return _planned[-1][0] if _planned else device.type
+
+
+def memory_of(device: torch.device) -> float:
+    """Return the bytes that an accelerator has."""
+    if _planned:
+        return _planned[-1][1]
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+@contextlib.contextmanager
+def planned_for(kind: str, memory: float) -> Iterator[None]:
+    """Decide as on another kind of device, for tensors without memory."""
+    _planned.append((kind, memory))
+    try:
+        yield
+    finally:
+        _planned.pop()

@@ -1,0 +1,197 @@
+"""A plan's memory is what torch allocates, for every layout; what it says would fit, fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from llmexp import mesh
+from llmexp.__main__ import run
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.compose import app
+from llmexp.data.reader import Window
+from llmexp.forecast import memory
+from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
+from llmexp.metrics.devices import device_named
+from llmexp.train.step import set_up, train_step
+from tests.conftest import TINY
+
+SMALL = [
+    "tracker=none", "data=synthetic", "data.n_tokens=20000", "train.device=cpu", "precision=fp32",
+    "model.n_layers=2", "model.n_heads=4", "model.d_model=64", "model.d_ff=256",
+    "model.max_position_embeddings=128", "batch.sequence_length=128", "train.max_steps=2",
+    "tokenizer=bytes",
+]  # fmt: skip
+GPT, LLAMA = ["model=gpt_tiny"], ["model=llama_100m", "model.n_kv_heads=2"]
+LARGE = "model.vocab_size=4096"  # its loss is taken in chunks
+FULL = "parallelism.activation_checkpointing=full"
+
+
+def parts_of(*overrides: str) -> Parts:
+    with app.hydra_app(None) as hydra:
+        config = app.typed(app.compose(hydra, [*SMALL, *overrides])[0])
+    return assemble(config, write=False)
+
+
+def allocated(parts: Parts) -> int:
+    """The peak of what torch's allocator has given out in three steps of a real run."""
+    device_memory = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
+    ids_bt = torch.zeros(parts.run.micro_batch_size, parts.run.sequence_length, dtype=torch.int64)
+    micro_batches = [(ids_bt, ids_bt)] * parts.run.gradient_accumulation_steps
+    with device_memory:
+        setup = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
+        for number in range(3):
+            window = Window(number, micro_batches, parts.run.tokens_per_step, 0)
+            train_step(setup, window, lambda: 0)
+    now = peak = 0
+    events = device_memory.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*GPT, "batch.micro_batch_size=16", "model.dropout=0.1"],
+        [*GPT, "batch.micro_batch_size=8", FULL],
+        [*GPT, "batch.micro_batch_size=8", LARGE, "batch.gradient_accumulation_steps=2"],
+        [*GPT, "batch.micro_batch_size=4", "optimizer=muon"],
+        [*LLAMA, "batch.micro_batch_size=8", LARGE],
+        [*LLAMA, "batch.micro_batch_size=8", "precision=bf16"],
+    ],
+    ids=lambda o: " ".join(word.rpartition("=")[2] for word in o),
+)
+def test_what_is_counted_is_what_torch_allocates(overrides):
+    parts = parts_of(*overrides)
+    counted = rehearse(parts, cut_of(parts), parts.precision, None).peak
+    assert counted == pytest.approx(allocated(parts), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "share", "device"),
+    [
+        ("ddp", 2, 1, "cpu"),
+        ("fsdp", 4, 4, "h200"),
+        ("tp", 2, 2, "h200"),
+        ("fsdp_tp", 4, 4, "cpu"),
+    ],
+)
+def test_every_layout_is_rehearsed(layout, ranks, share, device):
+    """All sizes split evenly but the vectors, which tensor parallelism leaves whole."""
+    more = ["parallelism.tensor_parallel_size=2"] if layout == "fsdp_tp" else []
+    chosen = [f"parallelism={layout}", f"parallelism.nproc_per_node={ranks}", *more]
+    parts = parts_of(*GPT, LARGE, "model.n_layers=1", "batch.micro_batch_size=4", *chosen)
+    held = rehearse(parts, cut_of(parts), "bf16", device_named(device)).held
+    assert set(held) == set(KINDS)
+    part = 4 * parts.run.facts.parameters / share
+    rounding = 512 * 24  # a block for each tensor
+    assert held["parameters"] == pytest.approx(part, rel=0.06, abs=rounding)
+    assert held["moments"] == pytest.approx(2 * part, rel=0.06, abs=3 * rounding)
+    assert held["gradients"] + held["buffers"] > 0.98 * part
+    assert held["activations"] > 0
+    assert held["loss"] > 0
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
+    def activations(*overrides: str) -> int:
+        parts = parts_of(*GPT, *overrides)
+        return rehearse(parts, cut_of(parts), "fp32", None).held["activations"]
+
+    one, two = activations("batch.micro_batch_size=4"), activations("batch.micro_batch_size=8")
+    assert two == pytest.approx(2 * one, rel=0.02)
+    assert activations("batch.micro_batch_size=8", FULL) < two / 3
+
+
+def planned(capsys, *overrides: str) -> str:
+    assert run(["plan", *overrides]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # the memory of the process that runs all tests is not that of a plan
+    monkeypatch.setattr("llmexp.metrics.hardware.resident_bytes", lambda: 0)
+
+
+LIMITED = [
+    *SMALL, *GPT, "plan.device=cpu", "model.n_layers=1", "model.d_model=32", "model.d_ff=64",
+    "batch.sequence_length=64",
+]  # fmt: skip
+
+
+def test_what_would_fit_is_said_and_fits(scratch, capsys):
+    cut = ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
+    limited = [*LIMITED, "model.n_layers=3", "plan.memory_gib=0.002"]
+    out = planned(capsys, *limited, *cut)
+    assert re.search(r"fits no: [\d.]+ GiB more than the 0.002 GiB that may be used", out)
+    said = out.partition("would fit ")[2]
+    changes = [text.rpartition(" (")[0].strip() for text in said.split(";")]
+    assert [c.partition("=")[0].partition(" ")[0] for c in changes] == [
+        "batch.micro_batch_size",
+        "parallelism.activation_checkpointing",
+    ]
+    for change in changes:
+        kept = [] if change.startswith("batch") else cut
+        assert "fits yes" in planned(capsys, *limited, *kept, *change.split())
+
+
+def test_the_largest_micro_batch_that_fits_is_said():
+    parts = parts_of(*LIMITED, "batch.micro_batch_size=1", "batch.real_batch_size=4")
+    cut = cut_of(parts)
+    needed = {n: rehearse(parts, memory._cut_to(cut, n), "fp32", None).peak for n in (1, 2, 4)}
+    assert needed[1] < needed[2] < needed[4]
+    for usable, expected in ((needed[1] - 1, None), (needed[2], 2), (needed[4] - 1, 2)):
+        room = memory.Room(None, "cpu", usable, usable, 0.0)
+        found = memory.Forecast(parts, "fp32", room).largest(cut, 4)
+        assert (None if found is None else found.micro) == expected
+    rows = dict(memory.sections(memory.Forecast(parts, "fp32", room), compiled=False))
+    assert rows["fits"].startswith("yes")
+    assert rows["hint"].startswith("batch.micro_batch_size=2 with gradient_accumulation_steps 2 ")
+
+
+def test_memory_is_planned_where_a_device_is_named(scratch, capsys):
+    tiny = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+    out = planned(capsys, *tiny, "plan.device=l4")
+    assert "device l4, planned for" in out
+    assert "libraries" in out
+    unplanned = planned(capsys, *tiny)
+    assert unplanned.endswith("memory not planned; add plan.device=h200 (or another device)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "plan.device=h2000"], "h200, h100-pcie"),
+        (["plan", "plan.memory_gib=3"], "plan.memory_gib=3.0: acts only beside plan.device"),
+        (["plan", "-m", "train.seed=1,2", "plan.device=l4"], "plan.device=l4: does nothing but in"),
+        (["train", "plan.device=l4"], "plan.device=l4: does nothing but in llmexp plan"),
+    ],
+)
+def test_what_does_not_act_is_refused(scratch, tmp_path, capsys, arguments, said):
+    assert run([*arguments, *TINY]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_has_to_see_its_values_is_not_counted(scratch, tmp_path, capsys, monkeypatch):
+    (tmp_path / "stubborn.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size):\n"
+        "        super().__init__()\n"
+        "        self.e = torch.nn.Embedding(vocab_size, vocab_size)\n"
+        "    def forward(self, tokens_bt):\n"
+        "        return self.e(torch.from_numpy(tokens_bt.numpy()))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["model=gpt_tiny", "~model", "+model={_target_: stubborn.Model, vocab_size: 320}"]
+    out = planned(capsys, "--allow", "stubborn", *TINY[7:], *own, "data=synthetic",
+                  "data.n_tokens=5000", "batch.sequence_length=12", "plan.device=cpu")  # fmt: skip
+    assert "memory not known: the model does not run without memory" in out
