@@ -15,7 +15,7 @@ PART = "3/16"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """How the data are prepared; no part of a run's own config."""
+    """The way that the data are prepared; no part of a run's own config."""
 
     part: str | None = knob(
         f"one part of the work, for job arrays: {PART} is the third of 16; null: all, with what "

@@ -19,7 +19,7 @@ BLOCK = 1 << 20  # sequences that are looked at together
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says of the ids beside it."""
+    """The account that an index gives of the ids beside it."""
 
     dtype: np.dtype
     tokens: int

@@ -143,7 +143,7 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
 
 @dataclass
 class Answers:
-    """What buckets and the hub answered about their files, remembered in the cache: a run whose
+    """Answers of buckets and the hub about their files, remembered in the cache: a run whose
     shards are there asks nothing."""
 
     cache: Path

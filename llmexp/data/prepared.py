@@ -46,7 +46,7 @@ class Prepared:
 
 
 class Forgotten(Exception):
-    """What is remembered of a bucket's or the hub's files counts only while their shards are
+    """Answers of a bucket or the hub that are remembered count only while their shards are
     there, and these are not."""
 
 

@@ -37,7 +37,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do for a source: its units, and where their shards go. It can be sent to
+    """The work for a source: its units, and where their shards go. It can be sent to
     another process."""
 
     source: Source

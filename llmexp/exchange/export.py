@@ -24,7 +24,7 @@ TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names al
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `size`: bytes of the weights."""
+    """The account of an export. `size`: bytes of the weights."""
 
     architecture: str
     parameters: int

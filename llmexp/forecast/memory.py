@@ -60,7 +60,7 @@ def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> 
 
 
 class Forecast:
-    """What cuts of one run hold on one device; each is rehearsed once."""
+    """The memory of cuts of one run on one device; each is rehearsed once."""
 
     def __init__(self, parts: Parts, precision: str, room: Room) -> None:
         self.parts, self.precision, self.room = parts, precision, room

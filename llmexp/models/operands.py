@@ -1,4 +1,4 @@
-"""What the kernels of the chunked loss have in common: the operands of its products."""
+"""Share between the kernels of the chunked loss: the operands of its products."""
 
 from __future__ import annotations
 
