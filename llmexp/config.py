@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +22,10 @@ from llmexp.values import (  # noqa: F401
     choice,
     count,
     fill,
+    flatten,
+    key_of,
     knob,
+    knobs_of,
     nearest,
     refuse,
     seconds,
@@ -325,25 +327,3 @@ def plain(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(
         config, dict_factory=lambda pairs: {k.removesuffix("_"): v for k, v in pairs}
     )
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def key_of(field: dataclasses.Field) -> str:
-    """Return a field's name in files and on the command line."""
-    return field.name.removesuffix("_")  # `async` is a word of Python's
-
-
-def knobs_of(section: type) -> dict[str, Knob]:
-    """Return the knobs of a closed section by their keys."""
-    fields = [field for field in dataclasses.fields(section) if field.metadata]
-    return {key_of(field): field.metadata["knob"] for field in fields}

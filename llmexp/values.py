@@ -134,3 +134,25 @@ def count(doc: str, example: int, **more: Any) -> Any:
 def seconds(doc: str, example: float, **more: Any) -> Any:
     """Return the field of a time limit, which is its own default where it is not listed."""
     return knob(f"seconds {doc}", example, above=0, at_most=1_000_000, default=example, **more)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def key_of(field: dataclasses.Field) -> str:
+    """Return a field's name in files and on the command line."""
+    return field.name.removesuffix("_")  # `async` is a word of Python's
+
+
+def knobs_of(section: type) -> dict[str, Knob]:
+    """Return the knobs of a closed section by their keys."""
+    fields = [field for field in dataclasses.fields(section) if field.metadata]
+    return {key_of(field): field.metadata["knob"] for field in fields}
