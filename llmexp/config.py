@@ -68,6 +68,13 @@ class Train:
         affects="rounding",
         default=0,
     )
+    ema: float | None = knob(
+        "decay per update of an average of the weights, scored and saved beside them; null: none",
+        0.999,
+        above=0,
+        at_most=0.99999,
+        default=None,
+    )
     device: str = choice("where to compute", "auto | cpu | cuda", affects="rounding")
     log_every: int = count("optimizer steps between rows", 10, affects="nothing")
     eval_every: int | None = count(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from llmexp import rundir
 from llmexp.config import ConfigError
+
+WEIGHTS = ("model", "ema")  # of a checkpoint
 
 
 def named_checkpoint(text: str) -> tuple[Path, int | None]:
@@ -28,3 +31,9 @@ def named_checkpoint(text: str) -> tuple[Path, int | None]:
             f"{', '.join(map(str, steps))}; for example {path}@{steps[-1]}"
         )
     return path, int(step)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Let a command choose which weights of a checkpoint it takes."""
+    words = "ema: the average that train.ema keeps; default: model, those that were trained"
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help=words)

@@ -100,20 +100,21 @@ class Run:
 
         return build_tokenizer(filled(self.config))[0]
 
-    def model(self, step: int | None = None) -> nn.Module:
+    def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
         """Return the model with the weights of a checkpoint (None: the newest whole one), on the
-        CPU, in evaluation mode."""
+        CPU, in evaluation mode. `weights="ema"`: their average."""
         from llmexp.assembly.opening import open_run
         from llmexp.naming import named_checkpoint
 
-        return open_run(*named_checkpoint(self._at(step)), warn).model.eval()
+        return open_run(*named_checkpoint(self._at(step)), warn, weights).model.eval()
 
     def sample(self, prompt: str = "", tokens: int = 200, *, step: int | None = None,
-               temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> str:  # fmt: skip
+               temperature: float = 0.8, top_k: int = 50, seed: int = 0,
+               weights: str = "model") -> str:  # fmt: skip
         """Return a text as `llmexp sample` does."""
         from llmexp.cli.sample import text_of
 
-        return text_of(self._at(step), prompt, tokens, temperature, top_k, seed)
+        return text_of(self._at(step), prompt, tokens, temperature, top_k, seed, weights)
 
     def _at(self, step: int | None) -> str:
         return str(self.path) if step is None else f"{self.path}@{step}"

@@ -35,7 +35,9 @@ def exact(result: Result) -> list[dict]:
 
 
 def same_state(a: Path, b: Path) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    names = [[file.name for file in sorted(path.glob("*.safetensors"))] for path in (a, b)]
+    assert names[0] == names[1]
+    for name in names[0]:
         first, second = load_file(a / name), load_file(b / name)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[k], second[k]) for k in first)
@@ -64,11 +66,11 @@ def cut_after(result: Result, folder: Path, step: int) -> Path:
     return copy
 
 
-def weights(result: Result, step: int) -> dict[str, torch.Tensor]:
-    """Every parameter of a checkpoint, whole, put together from its files by their own account of
-    where pieces lie."""
+def weights(result: Result, step: int, kind: str = "model") -> dict[str, torch.Tensor]:
+    """Every parameter of a checkpoint, or every tensor of the kind, whole, put together from its
+    files by their own account of where pieces lie."""
     found: dict[str, torch.Tensor] = {}
-    for path in sorted(result.checkpoint(step).glob("model*.safetensors")):
+    for path in sorted(result.checkpoint(step).glob(f"{kind}*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 lies, piece = json.loads(file.metadata()["pieces"])[name], file.get_tensor(name)

@@ -36,12 +36,14 @@ class Opened:
     model: nn.Module
 
 
-def open_run(path: Path, step: int | None, warn: Callable[[str], None]) -> Opened:
-    """Open a run's checkpoint: of `step`, or the newest whole one (`warn` is called for a damaged
-    one). `naming.named_checkpoint` reads RUN@STEP. Nothing is written. Raises ConfigError."""
+def open_run(
+    path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
+) -> Opened:
+    """Open a run's checkpoint as `open_checkpoint` does. `naming.named_checkpoint` reads RUN@STEP.
+    Nothing is written. Raises ConfigError."""
     config = filled(rundir.built_config(path))
     try:
-        loaded = open_checkpoint(path, step, warn)
+        loaded = open_checkpoint(path, step, warn, weights)
         tokenizer, section = build_tokenizer(config)
         model = _build(section)
         model.to(precision.parameter_dtype(config.precision.kind))

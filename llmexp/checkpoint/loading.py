@@ -3,6 +3,7 @@ layout of ranks.
 
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
+              ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
               state.pt               plain containers (torch.load(weights_only=True))
               manifest.json          format version, step, geometry, digest of the tensors, size and sha256 of each
                                      file; written last
@@ -20,7 +21,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
 
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
-KINDS = ("model", "optimizer")  # of files with tensors
-FILE_NAME = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors|state\.pt")
+KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
+FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -71,8 +72,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was found whole. `model` and `optimizer`: the pieces of each tensor, by its
-    name."""
+    """A checkpoint that was found whole. `model`, `optimizer` and `ema`: the pieces of each tensor,
+    by its name."""
 
     path: Path
     step: int
@@ -80,6 +81,7 @@ class Loaded:
     state: dict[str, Any]
     model: dict[str, list[Stored]]
     optimizer: dict[str, list[Stored]]
+    ema: dict[str, list[Stored]]
 
 
 def steps(root: Path) -> list[Path]:
@@ -154,15 +156,14 @@ def load(path: Path, part: tuple[int, int] = (0, 1), kinds: tuple[str, ...] = KI
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
             raise ValueError(f"{STATE} holds no section of values")
-        model, optimizer = (
-            _read_headers([path / name for name, _ in files if name.startswith(kind)], step)
-            if kind in kinds
-            else {}
-            for kind in KINDS
-        )
+        pieces: dict[str, dict[str, list[Stored]]] = {}
+        for kind in KINDS:
+            held = [path / name for name, _ in files if name.startswith(kind)]
+            wanted = kind in kinds and (held or kind != "ema")
+            pieces[kind] = _read_headers(held, step) if wanted else {}
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, state, model, optimizer)
+    return Loaded(path, step, manifest, state, **pieces)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -229,6 +230,14 @@ def whole_tensor(loaded: Loaded, name: str) -> Tensor:
     found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype)
     _fill(found, name, pieces, {})
     return found
+
+
+def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
+    """Fill an average of the weights: from the checkpoint's, or where it has none, as a copy of its
+    weights."""
+    opened: dict[Path, Any] = {}
+    for name, tensor in average.items():
+        _fill(tensor, name, (loaded.ema or loaded.model)[name], opened)
 
 
 def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from llmexp.checkpoint.loading import (
     FORMAT_VERSION,
+    KINDS,
     MANIFEST,
     NOT_RESTORED,
     STATE,
@@ -55,9 +56,14 @@ class Pieces:
 
 
 def snapshot(
-    model: nn.Module, optimizers: list[Optimizer], rank: int, world: int, copy: bool
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    rank: int,
+    world: int,
+    copy: bool,
+    ema: Mapping[str, Tensor] | None = None,
 ) -> Pieces:
-    """Return this rank's pieces of the model and the optimizers.
+    """Return this rank's pieces of the model and the optimizers, and of an average of the weights.
 
     With `copy` they are cloned to host memory, with one wait for the device, and training may go
     on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
@@ -83,6 +89,7 @@ def snapshot(
         described.append({"groups": groups, "state": plain})
 
     tensors = {"model": named_tensors(model), "optimizer": states}
+    tensors |= {} if ema is None else {"ema": dict(ema)}
     spread = world > 1 and any(is_dtensor(t) for named in tensors.values() for t in named.values())
     suffix = f"-{rank:05d}-of-{world:05d}" if spread else ""
     files: dict[str, dict[str, Piece]] = {}
@@ -207,8 +214,8 @@ def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], dict[str, str
         note.unlink()
     digests = {"model": 0, "optimizer": 0}
     for name, expected in files.items():
-        kind = "model" if name.startswith("model") else "optimizer"
-        digests[kind] = (digests[kind] + expected.pop("sum")) % 2**64
+        kind = next(kind for kind in KINDS if name.startswith(kind))
+        digests[kind] = (digests.get(kind, 0) + expected.pop("sum")) % 2**64
         if (temporary / name).stat().st_size != expected["size"]:
             raise OSError(f"{temporary / name} does not have the size that its rank has written")
     return files, {kind: f"{total:016x}" for kind, total in digests.items()}

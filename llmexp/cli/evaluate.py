@@ -16,7 +16,7 @@ from llmexp import rundir
 from llmexp.compose import app, command_line, environment, hints
 from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.convert import build
-from llmexp.naming import named_checkpoint
+from llmexp.naming import add_weights, named_checkpoint
 from llmexp.redact import redacted
 from llmexp.sweep import show
 
@@ -33,10 +33,10 @@ def evaluate(arguments: list[str]) -> int:
     from llmexp.assembly.opening import open_run
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
 
-    judge = place(open_run(path, step, _warn))
+    judge = place(open_run(path, step, _warn, args.weights))
     if judge.note:
         _warn(judge.note)
-    found: dict[str, Any] = {"run": str(path), "step": judge.opened.step}
+    found: dict[str, Any] = {"run": str(path), "step": judge.opened.step, "weights": args.weights}
     if names:
         folder = args.tasks_folder or config.train.tasks_folder
         found |= evaluate_tasks(judge, names, folder, args.by == "item")
@@ -46,7 +46,7 @@ def evaluate(arguments: list[str]) -> int:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
         lines = [
-            f"run     {found['run']}, step {found['step']:,}",
+            f"run     {found['run']}, step {found['step']:,}{', ema' * (args.weights == 'ema')}",
             *([f"data    {found['data']}"] if "data" in found else []),
             f"device  {found['device']}, {found['precision']}",
             "",
@@ -67,6 +67,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
     )
+    add_weights(parser)
     parser.add_argument(
         "overrides",
         nargs="*",

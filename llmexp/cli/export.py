@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
 from llmexp import rundir
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
-from llmexp.naming import named_checkpoint
+from llmexp.naming import add_weights, named_checkpoint
 
 
 def export(arguments: list[str]) -> int:
@@ -25,6 +26,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights; default: as trained"
     )
+    add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
     path, step = named_checkpoint(args.run)
     if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
@@ -37,8 +39,11 @@ def export(arguments: list[str]) -> int:
     config = filled(rundir.built_config(path))
     try:
         tokenizer, section = build_tokenizer(config)
-        loaded = open_checkpoint(path, step, lambda text: print(text, file=sys.stderr))
-        done = exchange.export(loaded, section, tokenizer, args.folder, args.dtype, path)
+        warn = functools.partial(print, file=sys.stderr)
+        loaded = open_checkpoint(path, step, warn, args.weights)
+        done = exchange.export(
+            loaded, section, tokenizer, args.folder, args.dtype, path, args.weights
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for text in done.notes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
-from llmexp.naming import named_checkpoint
+from llmexp.naming import add_weights, named_checkpoint
 
 
 def sample(arguments: list[str]) -> int:
@@ -33,8 +33,11 @@ def sample(arguments: list[str]) -> int:
         "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default 50)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
-    text = text_of(args.run, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    text = text_of(
+        args.run, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, args.weights
+    )
     print(
         re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
         if sys.stdout.isatty()
@@ -43,7 +46,9 @@ def sample(arguments: list[str]) -> int:
     return 0
 
 
-def text_of(run: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+def text_of(
+    run: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, weights: str
+) -> str:
     """Return a text from a checkpoint, which `run` names as RUN[@STEP]. Raises ConfigError."""
     for name, value, low in (
         ("tokens", tokens, 1), ("temperature", temperature, 0), ("top-k", top_k, 1),
@@ -54,7 +59,7 @@ def text_of(run: str, prompt: str, tokens: int, temperature: float, top_k: int, 
     from llmexp.assembly.opening import open_run
     from llmexp.train.sampling import sample as sample_text
 
-    opened = open_run(path, step, lambda text: print(text, file=sys.stderr))
+    opened = open_run(path, step, lambda text: print(text, file=sys.stderr), weights)
     config, model = opened.config, opened.model
     knobs: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at

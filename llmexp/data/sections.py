@@ -10,6 +10,7 @@ from typing import Any
 from llmexp.data.places import Answers, is_remote, match_places
 from llmexp.data.source import TRAIN, Source
 
+TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 PLACE_KEYS = ("files", "hf", "split", "text_key")
 
@@ -56,8 +57,8 @@ def read_validation(
     for name, value in sections.items():
         key = f"data.val.{name}"
         section = _section(key, name, value, (*PLACE_KEYS, "share"))
-        if name == TRAIN:
-            raise ValueError(f"{key}: is the name of the training split; choose another one")
+        if name in TAKEN:
+            raise ValueError(f"{key}: is the name of {TAKEN[name]}; choose another one")
         if (share := section.get("share")) is None:
             held_out[name] = _source(key, section, answers)
             continue

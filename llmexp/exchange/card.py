@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmexp import rundir
+from llmexp.metrics.keys import EMA
 
-SHOWN = ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss")
+SHOWN = {
+    "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),
+    "ema": (f"{EMA}/loss", f"{EMA}/bits_per_byte"),
+}
 
 
-def card(path: Path, step: int, architecture: str) -> str:
+def card(path: Path, step: int, architecture: str, weights: str) -> str:
     """Return the page about the model of a run's checkpoint: what it is, its figures at that step,
     its config."""
     run, config = rundir.read_run(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
@@ -18,11 +22,12 @@ def card(path: Path, step: int, architecture: str) -> str:
         ("data", run.get("data")),
         ("tokenizer", run.get("tokenizer")),
         ("trained", f"{step:,} of {run.get('max_steps', 0):,} optimizer steps"),
+        ("weights", "their exponential moving average (train.ema)" * (weights == "ema")),
         ("precision", run.get("precision")),
         ("llmexp commit", run.get("commit")),
     ]
     rows = [row for row in rundir.read_rows(path / rundir.METRICS) if row["step"] <= step]
-    figures = [(key, _last(rows, key)) for key in SHOWN]
+    figures = [(key, _last(rows, key)) for key in SHOWN[weights]]
     lines = [f"| {name} | {value} |" for name, value in facts if value]
     lines += [f"| {key} (step {at[0]:,}) | {at[1]:.4f} |" for key, at in figures if at]
     return f"""---

@@ -40,11 +40,13 @@ def export(
     folder: Path,
     dtype: str | None,
     run: Path,
+    weights: str = "model",
 ) -> Exported:
     """Write a checkpoint's model into a new folder, whole or not at all.
 
-    `section`: the model's knobs; `dtype`: a key of writing.DTYPES, None: as trained; `run`: the
-    folder of the run, for the page. Raises ValueError for a model that transformers does not have.
+    `section`: the model's knobs; `dtype`: a key of writing.DTYPES, None: as trained. For the page:
+    `run`, its folder, and `weights`, of naming.WEIGHTS. Raises ValueError for a model that
+    transformers does not have.
     """
     end, kind = end_of_text(tokenizer), None if dtype is None else DTYPES[dtype]
     described, rules = _described(loaded, section, end)
@@ -69,7 +71,7 @@ def export(
         write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         for name, content in files.items():
             write_whole(draft / name, content)
-        write_whole(draft / "README.md", card(run, loaded.step, architecture))
+        write_whole(draft / "README.md", card(run, loaded.step, architecture, weights))
         if folder.is_dir():
             folder.rmdir()  # an empty one
         os.rename(draft, folder)

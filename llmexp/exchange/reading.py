@@ -3,6 +3,7 @@ read tensor by tensor, so that no second copy of the model is held."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
-from llmexp.naming import named_checkpoint
+from llmexp.naming import WEIGHTS, named_checkpoint
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -63,16 +64,29 @@ def open_source(given: Any) -> Source:
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
-def open_checkpoint(path: Path, step: int | None, warn: Callable[[str], None]) -> Loaded:
-    """Return the weights of a run's checkpoint: of a step, or of the newest whole one (`warn` is
-    called for a damaged one). Raises CheckpointError."""
-    root = path / rundir.CHECKPOINTS
+def open_checkpoint(
+    path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
+) -> Loaded:
+    """Return the weights of a run's checkpoint, as its `model`: of a step, or of the newest whole
+    one (`warn` is called for a damaged one). `weights`: one of naming.WEIGHTS. Raises
+    CheckpointError."""
+    root, kinds = path / rundir.CHECKPOINTS, ("model", weights)
+    if weights not in WEIGHTS:
+        raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
     if step is not None:
-        return loading.load(root / f"step_{step:08d}", kinds=("model",))
-    found = loading.latest(root, warn, kinds=("model",))
+        found: Loaded | None = loading.load(root / f"step_{step:08d}", kinds=kinds)
+    else:
+        found = loading.latest(root, warn, kinds=kinds)
     if found is None:
         raise loading.CheckpointError(f"{path}: has no checkpoint yet")
-    return found
+    if weights == "model":
+        return found
+    if not found.ema:
+        raise loading.CheckpointError(
+            f"{found.path}: holds no ema, since the run has no train.ema; leave ema out, or train "
+            "with train.ema=0.999"
+        )
+    return dataclasses.replace(found, model=found.model | found.ema)
 
 
 def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:

@@ -26,7 +26,7 @@ from llmexp.models.planned import planned_for
 from llmexp.run.layout import Layout
 from llmexp.train.step import Setup, set_up, train_step
 
-KINDS = ("parameters", "gradients", "moments", "activations", "loss", "buffers")
+KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ def _name(counting: Counting, setup: Setup) -> None:
     counting.call("parameters", [local(p) for p in setup.model.parameters()])
     counting.call("gradients", gradients)
     counting.call("moments", [local(v) for v in states if isinstance(v, Tensor)])
+    if setup.ema is not None:
+        counting.call("ema", [local(v) for v in setup.ema.average.values()])
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -25,7 +25,7 @@ from llmexp.mesh.groups import (
     shorten_timeout,
     total,
 )
-from llmexp.mesh.wrap import micro_step, tensor_parallel_plan, wrap
+from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap
 
 __all__ = [
     "Mesh",
@@ -41,6 +41,7 @@ __all__ = [
     "maximum",
     "micro_step",
     "ranks_where",
+    "reshard",
     "shorten_timeout",
     "tensor_parallel_plan",
     "total",

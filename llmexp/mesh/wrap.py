@@ -96,6 +96,14 @@ def wrap(
     return loss
 
 
+def reshard(module: nn.Module) -> None:
+    """Let FSDP gather its parameters anew, after their values were changed between two passes."""
+    parts: Any = module.modules()
+    for part in parts:
+        if hasattr(part, "reshard"):  # fully_shard has made it an FSDPModule
+            part.reshard()
+
+
 def _own(module: nn.Module) -> bool:
     """Return whether a module has parameters of its own, besides those of its parts."""
     return next(module.parameters(recurse=False), None) is not None

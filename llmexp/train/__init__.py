@@ -1,6 +1,7 @@
 """Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
 
 step           one optimizer step, and the live parts it works on
+ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets
 windows        the windows that this rank trains on
 loop           the loop around the step: when to write a row, evaluate, save, stop

@@ -97,6 +97,8 @@ def resume(setup: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measu
     try:
         loading.restore_model(loaded, setup.model)
         loading.restore_optimizers(loaded, setup.model, setup.optimizers)
+        if setup.ema is not None:
+            loading.restore_ema(loaded, setup.ema.average)
         setup.scaler.load_state_dict(loaded.state["scaler"])
         for name, part in (
             ("norms", measured.norms),

@@ -48,7 +48,12 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         "scaler": setup.scaler.state_dict(),
     }
     pieces = saving.snapshot(
-        setup.model, setup.optimizers, loop.mesh.rank, loop.mesh.world_size, copy=not wait
+        setup.model,
+        setup.optimizers,
+        loop.mesh.rank,
+        loop.mesh.world_size,
+        copy=not wait,
+        ema=None if setup.ema is None else setup.ema.average,
     )
     whole = tuple(loop.saved)
     loop.saving = Saving(

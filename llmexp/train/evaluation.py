@@ -10,13 +10,14 @@ from torch import Tensor
 from llmexp import mesh, precision
 from llmexp.data.reader import Cut, eval_batches
 from llmexp.data.stream import TokenStream
+from llmexp.metrics.keys import EMA
 from llmexp.tasks import scoring
 from llmexp.train.step import Setup, TrainingFailed
 
 
 def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
-    """Token-weighted validation losses over all ranks, summed in float64: of the main set, and of
-    each named one. The training RNG is not touched."""
+    """Token-weighted validation losses over all ranks, summed in float64: of the main set, of each
+    named one, and of the average of the weights. The training RNG is not touched."""
     run, corpus = setup.parts.run, setup.parts.corpus
     if corpus.val is None or not run.eval_sequences:
         return {}
@@ -29,9 +30,11 @@ def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
             there = stream.n_sequences(run.sequence_length)
             sequences = min(there, -(-most // run.sequence_length)) if most else there
             given = evaluate_stream(setup, stream, sequences, byte_lengths, f"val/{name}")
-        given.pop(f"val/{name}/ppl", None)
         sets |= given
-    return found | sets
+    if setup.ema is not None:
+        with setup.ema.in_place():
+            sets |= evaluate_stream(setup, corpus.val, run.eval_sequences, byte_lengths, EMA)
+    return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
 def score_tasks(setup: Setup) -> dict[str, float]:

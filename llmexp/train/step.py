@@ -20,6 +20,7 @@ from llmexp.data.reader import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Outliers
 from llmexp.models.loss import WindowLoss
+from llmexp.train.ema import Ema
 
 # Verdicts on a window: those beyond OUTLIER skip the update.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
@@ -44,6 +45,7 @@ class Setup:
     clip: Clip
     small: SmallGradient
     outliers: Outliers
+    ema: Ema | None
 
 
 @dataclass(frozen=True)
@@ -227,4 +229,5 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
         clip=config.clip,
         small=SmallGradient(joined, config.metrics.noise_scale_every),
         outliers=Outliers(config.metrics.outlier_sigma, config.metrics.outlier_window),
+        ema=None if config.train.ema is None else Ema(config.train.ema, model, module),
     )

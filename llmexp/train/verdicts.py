@@ -39,6 +39,8 @@ def settle(loop: Loop) -> int:
     note(loop, seen)
     if seen.code in (OK, OUTLIER):
         progress.updates += 1
+        if loop.setup.ema is not None:
+            loop.setup.ema.follow()
         progress.consecutive_skips = 0
     else:
         if seen.code in (EMPTY, SKIPPED_OUTLIER) or loop.setup.scaler.enabled:

@@ -114,7 +114,9 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
     if a.state["scaler"] or b.state["scaler"]:
         found = joined(of_states("scaler"), pair.columns("loss_scale"))
         scaler = equal("loss scaler: its state, and the scale in each row", *found)
+    average = equal("average of the weights at the end", *unequal(stored(a.ema), stored(b.ema)))
     return [
+        *([average] if a.ema or b.ema else []),
         equal("parameters at the end", *unequal(stored(a.model), stored(b.model))),
         pair.recorded("parameters after each step, each rank", "parameters"),
         equal("moments at the end", *unequal(stored(a.optimizer), stored(b.optimizer))),
@@ -145,8 +147,8 @@ def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> C
 
 
 def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
-    """Digest of a checkpoint's tensors (`Loaded.model` or `.optimizer`) by name; of a split one by
-    its pieces'."""
+    """Digest of a checkpoint's tensors (`Loaded.model`, `.optimizer` or `.ema`) by name; of a
+    split one by its pieces'."""
     found = {}
     for name, boxes in pieces.items():
         for box in boxes:

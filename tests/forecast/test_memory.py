@@ -61,7 +61,7 @@ def allocated(parts: Parts) -> int:
         [*GPT, "batch.micro_batch_size=16", "model.dropout=0.1"],
         [*GPT, "batch.micro_batch_size=8", FULL],
         [*GPT, "batch.micro_batch_size=8", LARGE, "batch.gradient_accumulation_steps=2"],
-        [*GPT, "batch.micro_batch_size=4", "optimizer=muon"],
+        [*GPT, "batch.micro_batch_size=4", "optimizer=muon", "train.ema=0.9"],
         [*LLAMA, "batch.micro_batch_size=8", LARGE],
         [*LLAMA, "batch.micro_batch_size=8", "precision=bf16"],
     ],

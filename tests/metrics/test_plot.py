@@ -118,6 +118,8 @@ def test_a_straight_line_stays_straight() -> None:
 def test_named_sets_have_curves_of_their_own() -> None:
     rows = make_rows(3, **{"val/loss": 3.0, "val/a/loss": 3.0, "val/a/bits_per_byte": 1.0})
     assert list(_validation(rows)) == ["validation"]
+    with_average = [row | {"val/ema/loss": 2.0} for row in rows]
+    assert list(_validation(with_average)) == ["validation", "val ema loss"]
     rows[2] |= {"val/b/loss": 4.0}
     found = {name: y.tolist() for name, (_, y) in _validation(rows).items()}
     assert found == {"val a loss": [3.0, 3.0, 3.0], "val b loss": [4.0]}

@@ -1,0 +1,54 @@
+"""An exponential moving average of the weights, kept beside them on the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from llmexp import mesh
+from llmexp.checkpoint.pieces import named_tensors
+
+
+class Ema:
+    """Hold average = decay x average + (1 - decay) x weights, taken after each applied update.
+
+    It begins as a copy of the initial weights, so there is no start at zero to be corrected for,
+    and it is split over ranks as they are. `average`: the parameters that are trained, by clean
+    name.
+    """
+
+    def __init__(self, decay: float, model: nn.Module, module: nn.Module) -> None:
+        trained = {n: t for n, t in named_tensors(model).items() if t.requires_grad}
+        self.average = {name: t.detach().clone() for name, t in trained.items()}
+        self._weights = list(trained.values())
+        self._decay, self._module = decay, module
+
+    def follow(self) -> None:
+        """Take in the weights of an update that was applied; the host does not wait."""
+        weights, average = self._held()
+        torch._foreach_lerp_(average, weights, 1 - self._decay)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Exchange weights and average inside; both come back to the bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        mesh.reshard(self._module)
+        for one, other in zip(*self._held(), strict=True):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+    def _held(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of the weights and of their average: the same storage."""
+        tensors = ([w.detach() for w in self._weights], list(self.average.values()))
+        weights, average = ([mesh.local_part(t) for t in each] for each in tensors)
+        return weights, average

@@ -1,0 +1,117 @@
+"""Averages of weights: beside the training (train.ema), and of checkpoints (llmexp average)."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import llmexp as library
+from tests.conftest import Result, llmexp, train
+from tests.tools import cut_after, exact, same_state, weights
+
+DECAY, STEPS = 0.9, 12
+SETTINGS = [
+    "data=tokens", "data.val_ratio=0.1", "batch.real_batch_size=8", f"train.max_steps={STEPS}",
+    "train.log_every=1", "train.eval_every=4", "checkpoint.every=1", "checkpoint.keep=null",
+    "optimizer.lr=0.01",
+]  # fmt: skip
+EMA = [f"train.ema={DECAY}", "checkpoint.save_initial=true"]
+# The scale grows until a window overflows: its update is skipped.
+HALF = ["precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=4"]
+ROUNDING = {"fp64": 2.0**-53, "fp16": 2.0**-24}  # of weights, which are fp32 in fp16
+
+
+@pytest.fixture(scope="module")
+def settings(tokens) -> list[str]:
+    return [*SETTINGS, f"data.train_files=[{tokens}]"]
+
+
+@pytest.fixture(scope="module")
+def double(settings, tmp_path_factory) -> Result:
+    folder = tmp_path_factory.mktemp("double")
+    return train(folder, "run", *settings, *EMA, "precision=fp64")
+
+
+def recomputed(run: Result, rounding: float) -> int:
+    """Compare the saved averages with those of the saved weights, in float64; return how many
+    updates were skipped.
+
+    One update is average + w x (weight - average): a rounding of the result and three of w x the
+    difference, where w = 1 - decay = 0.1 and no number is above the largest, m: at most
+    (1 + 3 x 0.1 x 2) u m, below 2 u m. Later updates shrink it.
+    """
+    average = {name: w.numpy() for name, w in weights(run, 0).items()}
+    assert all(np.array_equal(weights(run, 0, "ema")[n].numpy(), average[n]) for n in average)
+    skipped = 0
+    for row in run.rows():
+        step = row["step"]
+        saved, before = (
+            {n: t.numpy() for n, t in weights(run, at, "ema").items()} for at in (step, step - 1)
+        )
+        assert saved.keys() == average.keys()
+        if row["skipped"]:
+            skipped += 1
+            assert all(np.array_equal(saved[n], before[n]) for n in saved)
+            continue
+        for name, new in weights(run, step).items():
+            average[name] = DECAY * average[name] + (1 - DECAY) * new.numpy()
+            largest = max(np.abs(average[name]).max(), np.abs(new.numpy()).max())
+            most = step * 2 * rounding * largest
+            assert np.abs(saved[name] - average[name]).max() <= most, (step, name)
+        assert any(not np.array_equal(saved[n], before[n]) for n in saved)
+    return skipped
+
+
+def evaluated(run: Result, step: int) -> float:
+    """The loss that `llmexp evaluate` finds for the saved average."""
+    found = llmexp(
+        "evaluate", f"{run.folder}@{step}", "--weights", "ema", "--json", cwd=run.folder.parent
+    )
+    assert found.code == 0, found.err
+    return json.loads(found.out)["sets"][0]["loss"]
+
+
+def test_ema_equals_float64_and_leaves_training_as_it_is(double, settings, tmp_path):
+    assert recomputed(double, ROUNDING["fp64"]) == 0
+    assert double.rows()[-1]["val/ema/loss"] == pytest.approx(evaluated(double, STEPS), rel=1e-12)
+    plain = exact(train(tmp_path, "plain", *settings, "precision=fp64"))
+    without = [{k: v for k, v in row.items() if "ema" not in k} for row in exact(double)]
+    assert without == plain
+    assert [row["step"] for row in double.rows() if "val/ema/loss" in row] == [4, 8, 12]
+    assert "final val/ema/loss" in double.json("status.json")["summary"]
+
+
+def test_a_skipped_update_leaves_it_and_a_resumed_run_has_the_same(settings, tmp_path):
+    run = train(tmp_path, "run", *settings, *EMA, *HALF)
+    assert 0 < recomputed(run, ROUNDING["fp16"]) < STEPS
+    copy = cut_after(run, tmp_path, 5)
+    assert llmexp("resume", str(copy), cwd=tmp_path).code == 0
+    resumed = Result(0, "", "", copy)
+    assert exact(resumed) == exact(run)
+    same_state(resumed.checkpoint(STEPS), run.checkpoint(STEPS))
+    model = library.load(copy).model(weights="ema")
+    assert torch.equal(
+        model.head_weight, weights(run, STEPS, "ema")["token_embedding.weight"].float()
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, kind):
+    """Evaluating the average leaves nothing of it gathered for the next step."""
+    two = [f"parallelism={kind}", "parallelism.nproc_per_node=2", "precision=fp64"]
+    run = train(tmp_path, "run", *settings, *EMA, *two)
+    assert recomputed(run, ROUNDING["fp64"]) == 0
+    row = run.rows()[-1]
+    assert row["val/ema/loss"] == pytest.approx(evaluated(run, STEPS), rel=1e-12)
+    for key in ("train/loss", "val/loss", "val/ema/loss"):
+        assert row[key] == pytest.approx(double.rows()[-1][key], rel=1e-9)
+
+
+def test_weights_that_are_not_there_are_refused(tmp_path, settings):
+    run = train(tmp_path, "run", *settings, "train.max_steps=1")
+    found = llmexp("sample", str(run.folder), "--weights", "ema", cwd=tmp_path)
+    assert found.code == 2
+    assert "holds no ema" in found.err
