@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -48,6 +49,8 @@ CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
 Encoded = tuple[np.ndarray, int]  # tokens, and how many bytes of text they are
 Encodings = Generator[Encoded, None, None]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
@@ -88,11 +91,12 @@ def _encode_bytes(documents: Sequence[Document], encoding: Tokenizer) -> Encodin
 
 
 def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
-    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order, a few of
-    them ahead."""
+    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order."""
     cuttable = is_cuttable(encoding)
 
-    def encode(text: str, path: Path) -> Encoded:
+    def encode(text: str | None, path: Path) -> Encoded:
+        if text is None:  # between two documents
+            return np.array([end_of_text_id(encoding)]), 0
         try:
             return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
         except ValueError as error:
@@ -100,29 +104,37 @@ def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encoding
                 f"{path}: the tokenizer {encoding.name} gave up on this text: {error}"
             ) from None
 
-    threads = min(cpu_count(), MAX_THREADS)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
-    ahead: deque[Future[Encoded]] = deque()
-    try:
+    def pieces() -> Iterator[tuple[str | None, Path]]:
         for i, document in enumerate(documents):
             if i:
-                ahead.append(_done((np.array([end_of_text_id(encoding)]), 0)))
+                yield None, document.path
             texts = (text for _, text in blocks(document))
-            pieces = cut(texts, PIECE_CHARACTERS) if cuttable else ["".join(texts)]
-            for piece in pieces:
-                ahead.append(pool.submit(encode, piece, document.path))
-                while len(ahead) > 2 * threads:
-                    yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+            for piece in cut(texts, PIECE_CHARACTERS) if cuttable else ["".join(texts)]:
+                yield piece, document.path
+
+    for _, found in ahead(lambda piece: encode(*piece), pieces()):
+        yield found
+
+
+def ahead(
+    work: Callable[[T], R], items: Iterator[T], threads: int | None = None
+) -> Generator[tuple[T, R], None, None]:
+    """Yield each item with what `work` makes of it, in order. Threads, by default one per core,
+    work a few items ahead."""
+    threads = min(threads or cpu_count(), MAX_THREADS)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
+    waiting: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            while len(waiting) > 2 * threads:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _done(value: Encoded) -> Future[Encoded]:
-    future: Future[Encoded] = Future()
-    future.set_result(value)
-    return future
 
 
 def cut(texts: Iterator[str], size: int) -> Iterator[str]:

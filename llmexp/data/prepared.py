@@ -118,10 +118,11 @@ def _counted(work: Work) -> Prepared:
     counts = Counts()
     for unit in work.units:
         read = source.read(counts, work.skip_bad, unit)
-        for job, arrays in shards.encoded(read, counts, work.tokenizer):
-            for part, ids in zip(job.parts, arrays, strict=True):
+        for job, (_, stops) in shards.encoded(read, counts, work.tokenizer):
+            lengths = np.diff(stops, prepend=0).tolist()
+            for part, length in zip(job.parts, lengths, strict=True):
                 split = source.split_of(part.digest)
-                tokens[split] += len(ids)
+                tokens[split] += length
                 number[split] += part.ends
                 size[split] += part.n_bytes
                 progress.add(part.n_bytes)

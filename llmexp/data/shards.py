@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import uuid
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,10 +24,9 @@ from typing import IO, Any
 import numpy as np
 
 from llmexp.data.cache import flushed, id_type, sync_folder
-from llmexp.data.encode import MAX_THREADS, PIECE_CHARACTERS, cut, is_cuttable
-from llmexp.data.files import cpu_count
+from llmexp.data.encode import PIECE_CHARACTERS, ahead, cut, is_cuttable
 from llmexp.data.readers import Counts, Document
-from llmexp.data.tokenizers import Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
@@ -94,12 +92,11 @@ def write_unit(
     jobs = encoded(unit.read(counts), counts, tokenizer, wanted, threads)
     with contextlib.closing(jobs):
         try:
-            for job, arrays in jobs:
+            for job, (ids, stops) in jobs:
                 if job.parts or job.counts:
                     name = chunk_name(number, job.chunk)
                     writer = writer or _Writer(folder, name, dtype, unit.splits)
-                    for part, ids in zip(job.parts, arrays, strict=True):
-                        writer.add(unit.split_of(part.digest), part, ids)
+                    writer.add(unit.split_of, job.parts, ids, stops.tolist())
                 progress(sum(part.n_bytes for part in job.parts), counts)
                 if writer is not None and job.counts is not None:
                     unit.check()
@@ -108,6 +105,9 @@ def write_unit(
         finally:
             if writer is not None:
                 writer.remove()
+
+
+Encoded = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Part:
 
 @dataclass
 class Job:
-    """The text that a thread encodes at a time. At the end of a chunk it has the counts so far."""
+    """The text that a thread encodes at a time; the last part alone may not end its document. At
+    the end of a chunk it has the counts so far."""
 
     chunk: int
     parts: list[Part] = field(default_factory=list)
@@ -136,45 +137,51 @@ def encoded(
     tokenizer: Tokenizer,
     wanted: Callable[[int], bool] = lambda chunk: True,
     threads: int | None = None,
-) -> Generator[tuple[Job, list[np.ndarray]], None, None]:
-    """Yield the jobs of the wanted chunks in order with the ids of each part; the end-of-text token
-    ends a document.
+) -> Generator[tuple[Job, Encoded], None, None]:
+    """Yield the jobs of the wanted chunks in order, encoded by so many threads.
 
-    Threads, by default one per core, encode ahead (tiktoken lets the interpreter lock go). The cut
-    into jobs, and the number of threads, never show in the ids. Raises ValueError for text that the
-    tokenizer gives up on.
+    The cut into jobs, and the number of threads, never show in the ids. Raises ValueError for text
+    that the tokenizer gives up on.
     """
-    end = np.array([end_of_text_id(tokenizer)])
-    as_bytes = is_byte_level(tokenizer)
 
-    def ids_of(text: str) -> np.ndarray:
-        if as_bytes:
-            return np.frombuffer(text.encode(), dtype=np.uint8)
+    def encode(job: Job) -> Encoded:
         try:
-            return tokenizer.encode_to_numpy(text, disallowed_special=())
+            return encode_job(job, tokenizer)
         except ValueError as error:
             raise ValueError(f"the tokenizer {tokenizer.name} gave up on a text: {error}") from None
 
-    def encode(job: Job) -> list[np.ndarray]:
-        return [
-            np.concatenate((ids_of(part.text), end)) if part.ends else ids_of(part.text)
-            for part in job.parts
-        ]
+    return ahead(encode, _jobs(documents, counts, tokenizer, wanted), threads)
 
-    threads = min(threads or cpu_count(), MAX_THREADS)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
-    ahead: deque[tuple[Job, Future[list[np.ndarray]]]] = deque()
-    try:
-        for job in _jobs(documents, counts, tokenizer, wanted):
-            ahead.append((job, pool.submit(encode, job)))
-            while len(ahead) > 2 * threads:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        while ahead:
-            done, future = ahead.popleft()
-            yield done, future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
+    """Return (the ids of all parts, where each part stops in them); the end-of-text token ends a
+    document.
+
+    One call for all parts: a thread that encodes has to wait for the interpreter lock after each.
+    """
+    end, parts = end_of_text_id(tokenizer), job.parts
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if isinstance(tokenizer, Own):
+        found = tokenizer.encode_all([part.text for part in parts])
+    elif is_byte_level(tokenizer):
+        found = [np.frombuffer(part.text.encode(), np.uint8) for part in parts]
+    else:
+        name = next(text for text, number in tokenizer._special_tokens.items() if number == end)
+        text = name.join(part.text for part in parts) + name * parts[-1].ends
+        ids = tokenizer.encode_to_numpy(text, allowed_special={name}, disallowed_special=())
+        stops = np.flatnonzero(ids == end) + 1
+        if not parts[-1].ends:
+            stops = np.append(stops, len(ids))
+        overlaps = any(name.endswith(name[:size]) for size in range(1, len(name)))
+        if len(stops) == len(parts) and not overlaps:
+            return ids, stops
+        # The name of the token is in a document, where it is ordinary text.
+        found = [tokenizer.encode_to_numpy(p.text, disallowed_special=()) for p in parts]
+    ended = [
+        np.append(ids, end) if part.ends else ids for part, ids in zip(parts, found, strict=True)
+    ]
+    return np.concatenate(ended), np.cumsum([len(ids) for ids in ended])
 
 
 def _jobs(
@@ -198,7 +205,7 @@ def _jobs(
             job.parts.append(Part(text, document.digest, ends, _size(text)))
             size += job.parts[-1].n_bytes
             in_chunk += job.parts[-1].n_bytes
-            if size >= JOB_BYTES and not ends:
+            if not ends:
                 yield job
                 job, size = Job(job.chunk), 0
         if in_chunk >= CHUNK_BYTES:
@@ -235,8 +242,16 @@ class _Writer:
         self._folder, self._name = folder, name
         self._shards = {split: _Shard(folder / f"{name}.{split}", dtype) for split in splits}
 
-    def add(self, split: str, part: Part, ids: np.ndarray) -> None:
-        self._shards[split].add(part, ids)
+    def add(self, split_of: SplitOf, parts: list[Part], ids: np.ndarray, stops: list[int]) -> None:
+        """Write the ids of each part to the shard of its split, as many at a time as follow."""
+        first = 0
+        pairs = zip(parts, stops, strict=True)
+        for split, some in itertools.groupby(pairs, lambda pair: split_of(pair[0].digest)):
+            shard = self._shards[split]
+            for part, stop in some:
+                shard.note(part, stop - first)
+            shard.write(ids[first:stop])
+            first = stop
 
     def commit(self, counts: dict[str, Any], last: bool) -> None:
         """Make the chunk count: its shards are on the disk before its .json is."""
@@ -266,15 +281,18 @@ class _Shard:
         self._digests = bytearray()
         self._tokens = self._bytes = 0
 
-    def add(self, part: Part, ids: np.ndarray) -> None:
+    def note(self, part: Part, count: int) -> None:
+        """Note a part that ends `count` ids after those that are written."""
+        self._bytes += part.n_bytes
+        if part.ends:
+            self._ends.append(self._tokens + count)
+            self._digests += part.digest
+
+    def write(self, ids: np.ndarray) -> None:
         written = ids.astype(self._dtype).data
         self._file.write(written)
         self._sha.update(written)
         self._tokens += len(ids)
-        self._bytes += part.n_bytes
-        if part.ends:
-            self._ends.append(self._tokens)
-            self._digests += part.digest
 
     def close(self) -> dict[str, Any]:
         """Write what is left to the disk. Return what the chunk records of this shard."""

@@ -4,9 +4,11 @@ an `Own`."""
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,27 +69,31 @@ class Own:
     def __reduce__(self) -> tuple[Any, ...]:  # the lock stays here
         return Own, (self.given,)
 
-    def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
-        """Return the ids of a text. Raises ValueError for what `encode_batch` must not return."""
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, all in one call: the library may have threads of its own.
+        Raises ValueError for what `encode_batch` must not return."""
         with self._lock:
-            found = self.given.encode_batch([text])
-        if not hasattr(found, "__len__") or len(found) != 1:
+            found = self.given.encode_batch(list(texts))
+        if not hasattr(found, "__len__") or len(found) != len(texts):
+            counted = "one text" if len(texts) == 1 else f"{len(texts)} texts"
             raise ValueError(
-                f"{self.name}.encode_batch must be {PARTS['encode_batch']}; one text gave "
+                f"{self.name}.encode_batch must be {PARTS['encode_batch']}; {counted} gave "
                 f"{found!r:.80}"
             )
-        ids = np.asarray(found[0])
+        return [self._checked(ids) for ids in found]
+
+    def _checked(self, given: Any) -> np.ndarray:
+        ids = np.asarray(given)
         if ids.size == 0:
             return np.empty(0, np.int64)
-        if (
-            ids.ndim != 1
-            or ids.dtype.kind not in "iu"
-            or ids.min() < 0
-            or ids.max() >= self.n_vocab
-        ):
+        whole = ids.ndim == 1 and ids.dtype.kind in "iu"
+        if not whole or ids.min() < 0 or ids.max() >= self.n_vocab:
             text = f"must return ids from 0 to {self.n_vocab - 1} (n_vocab - 1)"
-            raise ValueError(f"{self.name}.encode_batch {text}, not {found[0]!r:.80}")
+            raise ValueError(f"{self.name}.encode_batch {text}, not {given!r:.80}")
         return ids
+
+    def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
+        return self.encode_all([text])[0]
 
     def encode_ordinary(self, text: str) -> list[int]:
         ids: list[int] = self.encode_to_numpy(text).tolist()
@@ -244,6 +250,7 @@ def identified(tokenizer: Tokenizer) -> dict[str, str]:
     return {"name": tokenizer.name, "sha256": identity(tokenizer)}
 
 
+@functools.lru_cache(maxsize=4)  # a tenth of a second for 100,000 ids, and asked for several times
 def identity(encoding: Tokenizer) -> str:
     """Return a digest of all that decides how text becomes ids: the name alone does not."""
     if isinstance(encoding, Own):

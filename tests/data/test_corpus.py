@@ -20,7 +20,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import shards, sources, work
+from llmexp.data import encode, shards, sources, work
 from llmexp.data.corpus import corpus
 from llmexp.data.corpus import work as corpus_work
 from llmexp.data.prepared import prepare_part
@@ -151,7 +151,7 @@ def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
     monkeypatch.setattr(shards, "JOB_BYTES", 90)
     knobs = {"val": {"near": {"share": 0.2}}, "write": True}
     made(files, **knobs, cache_dir=f"{files}/whole")
-    monkeypatch.setattr(shards, "cpu_count", lambda: cores)
+    monkeypatch.setattr(encode, "cpu_count", lambda: cores)
     whole = tree(files / "whole" / "corpus")
     assert len([name for name in whole if name.endswith(".json")]) > 8
 

@@ -23,6 +23,7 @@ from llmexp.data.documents import Document
 from llmexp.data.encode import BOUNDARY, cut, encode_documents
 from llmexp.data.files import sha256_of, state_of
 from llmexp.data.prepare import Split, prepare
+from llmexp.data.shards import Job, Part, encode_job
 from llmexp.data.stream import TokenStream
 from llmexp.data.tokenizers import byte_level, end_of_text_id
 
@@ -55,6 +56,23 @@ def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> No
             text[:at],
             text[at:],
         )
+
+
+@settings(max_examples=100)
+@given(some=st.lists(texts, max_size=6), end=st.sampled_from(["<|endoftext|>", "aba"]))
+@example(some=["ab", "aba", "b"], end="aba")  # a name that may overlap with itself
+def test_texts_encoded_at_once_are_each_text_with_its_end(
+    bpe: tiktoken.Encoding, some: list[str], end: str
+) -> None:
+    ranks = bpe._mergeable_ranks
+    named = tiktoken.Encoding(
+        "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+    )
+    parts = [Part(text, b"", number < 5, 0) for number, text in enumerate(some)]
+    ids, stops = encode_job(Job(0, parts), named)
+    found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
+    ends = [len(ranks)]
+    assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in parts]
 
 
 @settings(max_examples=150)
