@@ -54,10 +54,8 @@ def call_hooks(
             figures = _checked(found)
             if wanted:  # else reading a tensor would make the host wait for nothing
                 read = {key: _float(key, value) for key, value in figures.items()}
-                source = f"{name}{place(hook)}"
-                loop.figures |= {
-                    k: (v, source) for k, v in read.items() if math.isfinite(v)
-                }  # a row is strict JSON
+                # a row is strict JSON
+                loop.figures |= {k: (v, (name, hook)) for k, v in read.items() if math.isfinite(v)}
         except ValueError as error:
             raise TrainingFailed(
                 f"the hook {name} returned {error} at {event} of step {step}; a hook returns None "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from llmexp import mesh
+from llmexp.assembly.targets import place
 from llmexp.child import STOP
 from llmexp.config import Config
 from llmexp.data.reader import Window
@@ -157,10 +158,10 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
             progress.best_val_loss = min(row["val/loss"], best)
         call_hooks(loop, "evaluated", progress.step, row, wanted=True)
     figures, loop.figures = loop.figures, {}
-    for key, (value, hook) in figures.items():
+    for key, (value, (name, hook)) in figures.items():
         if key in row:
             raise TrainingFailed(
-                f"the hook {hook} returned {key}, which the row of step {progress.step} has "
+                f"the hook {name}{place(hook)} returned {key}, which the row of step {progress.step} has "
                 f"already; choose another name, for example mine/{key}"
             )
         row[key] = value
