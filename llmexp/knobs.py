@@ -58,6 +58,7 @@ def _where(key: str, *values: Any) -> Acts:
 
 ACTS = {
     "model.init_grow": Acts(("model.init_from",)),
+    "model.residual": _where("precision.kind", "auto", "bf16", "fp16"),
     "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
     "train.sample_every": Acts(("train.sample_tokens",)),
     "train.tasks_every": Acts(("train.tasks",)),
@@ -103,6 +104,7 @@ OPEN_DEFAULTS = {
     "optimizer.reference_batch": None,
     "model.init_from": None,
     "model.init_grow": False,
+    "model.residual": "full",
 }
 
 

@@ -62,6 +62,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "model.head_dim": {"model.head_dim": 4},
     "model.biases": {"model.biases": "qkv"},
     "model.gelu": {"model.gelu": "exact"},
+    "model.residual": {"model.residual": "autocast"},
     "model.qk_norm": {"model.qk_norm": "head"},
     "model.norm": {"model.norm": "post"},
     "model.rope_scaling": {
@@ -110,6 +111,7 @@ OTHER: dict[str, dict[str, Any]] = {
 LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_window": 8}
 SKIPPING = {**LONG, "metrics.skip_outliers": True}
 WITH: dict[str, dict[str, Any]] = {
+    "model.residual": {"precision.kind": "bf16"},
     "train.tail": {"train.max_steps": None, "train.max_tokens": 120},
     "metrics.outlier_sigma": SKIPPING,
     "metrics.outlier_window": SKIPPING,

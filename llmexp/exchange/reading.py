@@ -25,7 +25,7 @@ INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
 GROWING = ("vocab_size", "max_position_embeddings")
 # Knobs that two models with the same weights may have otherwise.
-FREE = ("_target_", "dropout", "init_from", "init_grow", "path", "pretrained")
+FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained")
 
 
 @dataclass(frozen=True)

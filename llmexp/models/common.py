@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmexp.models.planned import kind_of
 
 INIT_STD = 0.02
+RESIDUALS = ("full", "autocast")
 FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x length x width"
 
 
@@ -47,6 +48,12 @@ def autocast_dtype(x: Tensor) -> Tensor:
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
+
+
+def stream(model: Any, h_btd: Tensor) -> Tensor:
+    """Return the residual stream in the dtype of the parameters, or where the model's `residual`
+    is autocast in that of products: half the traffic in 16 bits, and less exact."""
+    return autocast_dtype(h_btd) if model.residual == "autocast" else h_btd
 
 
 def in_one_product(device: torch.device) -> bool:

@@ -19,11 +19,13 @@ from llmexp.models.checks import (
 )
 from llmexp.models.common import (
     FLOPS_FORMULA,
+    RESIDUALS,
     flops_per_token,
     init_weights,
     logits,
     project,
     same_in_training,
+    stream,
 )
 from llmexp.models.documents import Documents, attend, find_documents
 
@@ -89,14 +91,14 @@ class GPT2(nn.Module):
 
     Sizes are counts (`d_model`, `d_ff`: features; `max_position_embeddings`: tokens); `dropout` is
     the probability used on the embedding, on the attention weights and on each residual branch;
-    `gelu`: exact, or tanh, its approximation in GPT-2's code. Raises ValueError for sizes that do
-    not fit together.
+    `gelu`: exact, or tanh, its approximation in GPT-2's code; `residual`: full, or autocast
+    (`stream`). Raises ValueError for sizes that do not fit together.
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
     document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
     flops_formula = FLOPS_FORMULA
-    init_weights, forward = init_weights, logits
+    init_weights, forward, stream = init_weights, logits, stream
     flops_per_token, same_in_training = flops_per_token, same_in_training
 
     def __init__(
@@ -109,6 +111,7 @@ class GPT2(nn.Module):
         d_ff: int,
         dropout: float = 0.0,
         gelu: str = "tanh",
+        residual: str = "full",
     ) -> None:
         super().__init__()
         check_sizes(
@@ -122,7 +125,8 @@ class GPT2(nn.Module):
         check_divides("n_heads", n_heads, "d_model", d_model)
         check_dropout(dropout)
         check_choice("gelu", gelu, ("tanh", "exact"))
-        self.vocab_size = vocab_size
+        check_choice("residual", residual, RESIDUALS)
+        self.vocab_size, self.residual = vocab_size, residual
         self.max_position_embeddings = max_position_embeddings
         # Without torch's own initial values: init_weights alone draws random numbers, once per
         # weight.
@@ -154,5 +158,5 @@ class GPT2(nn.Module):
             positions = documents.positions_bt
         h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
         for block in self.blocks:
-            h_btd = block(h_btd, documents)
+            h_btd = block(self.stream(h_btd), documents)
         return self.final_norm(h_btd)

@@ -26,11 +26,13 @@ from llmexp.models.checks import (
 )
 from llmexp.models.common import (
     FLOPS_FORMULA,
+    RESIDUALS,
     flops_per_token,
     init_weights,
     logits,
     project,
     same_in_training,
+    stream,
 )
 from llmexp.models.documents import Documents, attend, find_documents, within
 
@@ -101,6 +103,14 @@ def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
     return rotated_bhtk.to(x_bhtk.dtype)
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input, computed in fp32. With weights of another dtype torch
+    takes six kernels for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
 
@@ -162,9 +172,9 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.after = shape.norm == "post"
-        self.attention_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+        self.attention_norm = Norm(shape.d_model, eps=shape.norm_eps)
         self.attention = Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
+        self.mlp_norm = Norm(shape.d_model, eps=shape.norm_eps)
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -220,13 +230,14 @@ class Llama(nn.Module):
     every linear layer of a block), `qk_norm` (none; head: RMSNorm of each head's queries and keys;
     full: of all heads' at once), `norm` (pre or post: before or after a branch), `rope_scaling`
     (the keys of `SCALING`, as `scaled` takes them), `sliding_window` (tokens that a token looks
-    back to, itself among them). Raises ValueError for sizes that do not fit together.
+    back to, itself among them), `residual` (full or autocast: `stream`). Raises ValueError for
+    sizes that do not fit together.
     """
 
     document_end: int | None = None  # the last id of a document, to keep attention inside each
     document_spans = True  # on a CPU; false: masks, for blocks that are compiled one by one
     flops_formula = FLOPS_FORMULA
-    init_weights, forward = init_weights, logits
+    init_weights, forward, stream = init_weights, logits, stream
     flops_per_token, same_in_training = flops_per_token, same_in_training
 
     def __init__(
@@ -248,6 +259,7 @@ class Llama(nn.Module):
         norm: str = "pre",
         rope_scaling: Mapping[str, float] | None = None,
         sliding_window: int | None = None,
+        residual: str = "full",
     ) -> None:
         super().__init__()
         check_sizes(
@@ -267,12 +279,12 @@ class Llama(nn.Module):
         check_choice("biases", biases, ("none", "qkv", "all"))
         check_choice("qk_norm", qk_norm, ("none", "head", "full"))
         check_choice("norm", norm, ("pre", "post"))
+        check_choice("residual", residual, RESIDUALS)
         if rope_scaling is not None:
             _check_scaling(rope_scaling)
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
         self.rope_theta, self.rope_scaling = float(rope_theta), rope_scaling
-        self.sliding_window = sliding_window
+        self.sliding_window, self.residual = sliding_window, residual
         width = self.head_dim
         shape = Shape(
             d_model, n_heads, n_kv_heads, width, d_ff, dropout, norm_eps, biases, qk_norm, norm
@@ -284,7 +296,7 @@ class Llama(nn.Module):
             self.token_embedding = nn.Embedding(vocab_size, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(Block(shape) for _ in range(n_layers))
-            self.final_norm = nn.RMSNorm(d_model, eps=norm_eps)
+            self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
         self.to_empty(device=device)
         self.init_weights()
@@ -312,5 +324,5 @@ class Llama(nn.Module):
         if self.sliding_window is not None and self.sliding_window < t:
             documents = within(self.sliding_window, tokens_bt, documents)
         for block in self.blocks:
-            h_btd = block(h_btd, cos, sin, documents)
+            h_btd = block(self.stream(h_btd), cos, sin, documents)
         return self.final_norm(h_btd)

@@ -161,8 +161,8 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     for key, (value, (name, hook)) in figures.items():
         if key in row:
             raise TrainingFailed(
-                f"the hook {name}{place(hook)} returned {key}, which the row of step {progress.step} has "
-                f"already; choose another name, for example mine/{key}"
+                f"the hook {name}{place(hook)} returned {key}, which the row of step "
+                f"{progress.step} has already; choose another name, for example mine/{key}"
             )
         row[key] = value
     publish(loop, row)

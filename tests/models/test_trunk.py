@@ -39,3 +39,57 @@ def test_one_product_and_repeated_heads_compute_the_same(kind, masked, monkeypat
     assert len(calls) == 4
     # float64: sums of 16 products in another order, through two layers
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+LAYERS, WIDTH = 3, 32
+
+
+def model_of(kind: str, residual: str = "full") -> nn.Module:
+    sizes = {"vocab_size": 50, "max_position_embeddings": 16, "n_layers": LAYERS, "n_heads": 4}
+    sizes |= {"d_model": WIDTH, "d_ff": 48, "residual": residual}
+    torch.manual_seed(3)
+    if kind == "gpt2":
+        return GPT2(**sizes)
+    return Llama(**sizes, n_kv_heads=2, norm=kind.removeprefix("llama, "))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama, pre", "llama, post"])
+def test_the_residual_stream_is_in_full_precision_or_rounded_once_an_addition(kind, dtype):
+    """Between blocks, and within those whose norms come before their branches."""
+    tokens = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(1))
+    exact = model_of(kind).double()
+    errors = {}
+    for residual, wanted in (("full", torch.float32), ("autocast", dtype)):
+        model, seen = model_of(kind, residual), set()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, inputs, s=seen: s.add(inputs[0].dtype))
+            if kind != "llama, post":
+                norm = block.mlp_norm
+                norm.register_forward_pre_hook(lambda _, inputs, s=seen: s.add(inputs[0].dtype))
+        assert torch.equal(model(tokens), model_of(kind)(tokens))  # without autocast: one and all
+        seen.clear()
+        with torch.autocast("cpu", dtype):
+            hidden = model.features(tokens)
+        assert seen == {wanted}
+        errors[residual] = distances(hidden, model, exact.features(tokens), exact)
+    # Each of 2 * LAYERS + 1 roundings moves the stream by half a unit at most; the gradient meets
+    # them forward and backward.
+    more = 2 * (2 * LAYERS + 1) * torch.finfo(dtype).eps / 2
+    for full, rounded in zip(errors["full"], errors["autocast"], strict=True):
+        assert rounded <= full + more
+
+
+def distances(
+    hidden: torch.Tensor, model: nn.Module, wanted: torch.Tensor, exact: nn.Module
+) -> tuple[float, float]:
+    """Off the exact model, relative to it: hidden states, and the gradient of a sum over them."""
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2)).double()
+    off = []
+    for states, of in ((hidden, model), (wanted, exact)):
+        of.zero_grad()
+        (states.double() * weights).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in of.parameters() if p.grad is not None])
+        off.append((states.detach().double(), gradient.double()))
+    (h, g), (h64, g64) = off
+    return float((h - h64).norm() / h64.norm()), float((g - g64).norm() / g64.norm())
