@@ -125,7 +125,7 @@ def broken(tmp_path_factory) -> tuple[Path, dict[str, str], Result]:
     env = ENV | {"CANARY_DATA": str(data), "HOME": str(cwd)}
     result = llmexp(
         "train", "model._target_=ownparts.Model", "~model.n_layers", "~model.n_heads",
-        "~model.d_model", "~model.d_ff", "~model.gelu",
+        "~model.d_model", "~model.d_ff", "~model.gelu", "~model.residual",
         "~model.dropout", "~model.max_position_embeddings", "+model.secret=${oc.env:HF_TOKEN}",
         "--allow=ownparts",
         *(o for o in TINY if not o.startswith(("model", "tracker"))), "tracker.mode=offline",
