@@ -102,6 +102,10 @@ def print_help(command: str, arguments: list[str]) -> None:
             "--queue",
             "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
         ),
+        (
+            "--measure",
+            "train a few steps in a folder that goes, and say how long the run takes (plan)",
+        ),
         ("--json", "print nothing but the result on standard output, as JSON (train, plan)"),
         (
             "--cfg job",

@@ -14,10 +14,7 @@ from llmexp.compose import app, command_line, origin
 from llmexp.compose.errors import user_errors
 from llmexp.config import ConfigError
 from llmexp.forecast.settings import Plan, build_plan
-from llmexp.run.banner import banner_sections
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
-
-HOW_TO_ASK = "not planned; add plan.device=h200 (or another device)"
 
 
 def plan(arguments: list[str]) -> int:
@@ -31,35 +28,31 @@ def plan(arguments: list[str]) -> int:
         return hydra_flags.answer(args)
     with app.hydra_app(args.config_dir) as hydra:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
-        kept = [o for o in args.overrides if multirun or not o.lstrip("+").startswith("plan.")]
+        kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)
         if multirun and not is_grid(cfg):
             raise ConfigError(
                 "hydra/sweeper: this sweeper chooses its points while it runs; only a grid can be "
                 "planned"
             )
+        chosen = settings_of_plan(cfg)
         if multirun:
             settings, where = settings_of(cfg)
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
             points, same = split_duplicates(points, lambda point: point.identity)
-            return plan_sweep(points, [*refused, *same], settings, arguments, args.json)
-        config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
-        chosen = settings_of_plan(cfg)
-    rundir.check_writable(wanted)
+        else:
+            config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+            rundir.check_writable(wanted)
+    from llmexp.forecast.planning import Planner
+
+    planner = Planner(chosen, args.measure)
+    if multirun:
+        return plan_sweep(points, [*refused, *same], settings, arguments, planner, args.json)
     from llmexp.metrics.console import banner
 
-    if chosen.device is None:
-        from llmexp.assembly.assemble import assemble
-
-        run = assemble(config, write=False).run
-        rows = [*banner_sections(run, str(wanted)), ("memory", HOW_TO_ASK)]
-        whole = {"folder": str(wanted), **run.as_dict()}
-    else:
-        from llmexp.forecast.planning import planned
-
-        rows, whole = planned(config, chosen, chosen.device, str(wanted))
-    print(json.dumps(whole, indent=2, allow_nan=False) if args.json else banner(rows))
+    found = planner.planned(config, str(wanted))
+    print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else banner(found.rows))
     return 0
 
 

@@ -98,6 +98,10 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
         )
     if command in ("train", "plan"):
         parser.add_argument("--json", action="store_true", help="the result as JSON")
+    if command == "plan":
+        parser.add_argument(
+            "--measure", action="store_true", help="train a few steps and time them"
+        )
     if command == "tokenizer":
         parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer")
         parser.add_argument("--pattern", default="gpt2", help="how text is split before")

@@ -110,7 +110,7 @@ def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key.startswith("plan."):
-            raise refuse(key, value, "does nothing but in llmexp plan of one run; leave it out")
+            raise refuse(key, value, "does nothing but in llmexp plan; leave it out")
         if key.startswith("prepare."):
             raise refuse(key, value, "does nothing but in llmexp prepare; leave it out")
         if not multirun and key.startswith(SWEEP_ONLY):

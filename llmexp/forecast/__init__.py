@@ -4,5 +4,7 @@ settings   the section `plan` of a command
 counting   memory of tensors that have none
 rehearsal  a step of a run on such tensors, cut in any way, for any device
 memory     what a rank holds, whether that fits, and what would make it fit
-planning   the banner of a run that is not started, with its memory
+duration   how long a run takes, and what that costs
+measuring  a few steps of a run, trained in a process of its own
+planning   the banner of a run that is not started, with all that is known of it
 """

@@ -88,7 +88,6 @@ class Forecast:
             "taken": round(self.room.taken),
             "peak": round(self.needed(self.cut)),
             "usable": round(self.room.usable),
-            "fits": self.fits(self.cut),
         }
 
     def largest(self, cut: Cut, at_most: int) -> Cut | None:

@@ -1,36 +1,146 @@
-"""Describe a run that is not started: its banner, and what is known of its memory."""
+"""Describe runs that are not started: the banner, and what is known of memory, time and cost."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from llmexp.assembly.assemble import Parts, assemble
-from llmexp.config import Config
-from llmexp.forecast import memory
+from llmexp.assembly.parts import Shared
+from llmexp.config import Config, ConfigError, plain, refuse
+from llmexp.forecast import duration, memory
+from llmexp.forecast.duration import Cost, Times
+from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.settings import Plan
-from llmexp.metrics.devices import Device, device_named
+from llmexp.metrics.devices import Device, device_called, device_named
+from llmexp.run import Run
 from llmexp.run.banner import banner_sections
 
+Rows = list[tuple[str, str]]
+NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
+NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
 
-def planned(
-    config: Config, plan: Plan, name: str, folder: str
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Return the rows of the run's banner on the device of that name, and the same as plain values.
-    Raises ConfigError."""
-    device = device_named(name)
-    parts = assemble(placeable(config), write=False)
-    precision = memory.precision_on(parts, config.precision.kind, device)
-    rows = banner_sections(parts.run, folder)
-    whole = {"folder": folder, **parts.run.as_dict()}
-    if device is not None:
-        rows = [_on(device, precision, label, text) for label, text in rows]
-        whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
-    compiled = config.train.compile is True or (
-        config.train.compile == "auto" and device is not None
-    )
-    more, figures = forecast_sections(parts, device, plan.memory_gib, precision, compiled)
-    return [*rows, *more], whole | figures
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of a run's memory: in words, as plain values, and whether it fits."""
+
+    rows: Rows
+    figures: dict[str, Any]
+    peak_bytes: float | None = None
+    fits: bool | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is not started: its banner, the same as plain values, and what is known of it."""
+
+    run: Run
+    config: Config
+    rows: Rows
+    whole: dict[str, Any]
+    memory: Memory
+    cost: Cost | None
+    gpus_here: int
+
+
+class Planner:
+    """Plan runs for one device; what runs of one kind have in common is found out once."""
+
+    def __init__(self, plan: Plan, measure: bool) -> None:
+        self._plan, self._measure = plan, measure
+        self._device = None if plan.device is None else device_named(plan.device)
+        self._shared = Shared()
+
+    def planned(self, config: Config, folder: str) -> Planned:
+        """Return the plan of a run. Raises ConfigError."""
+        plan, device, once = self._plan, self._device, self._shared.once
+        own = config if plan.device is None or self._measure else placeable(config)
+        parts = assemble(own, write=False, shared=self._shared)
+        precision = memory.precision_on(parts, config.precision.kind, device)
+        rows = banner_sections(parts.run, folder)
+        whole = {"folder": folder, **parts.run.as_dict()}
+        if device is not None:
+            rows = [_on(device, precision, label, text) for label, text in rows]
+            whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
+        kind = kind_of(parts)
+        of_memory = once("memory", kind, lambda: self._memory(parts, config, precision))
+        times, basis = once("times", kind, lambda: self._times(parts, precision))
+        gpus = parts.run.world_size if device or parts.run.facts.device == "cuda" else 0
+        if plan.price_per_gpu_hour is not None and not gpus:
+            text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
+            raise refuse("plan.price_per_gpu_hour", plan.price_per_gpu_hour, text)
+        cost = None
+        if times is not None:
+            cost = duration.cost_of(parts.run, parts.config, times, gpus, plan.price_per_gpu_hour)
+            whole["time"] = cost.figures()
+        there = torch.cuda.device_count() if parts.run.facts.device == "cuda" else 0
+        rows += of_memory.rows
+        rows += [("time", basis)] if cost is None else duration.sections(cost, basis)
+        return Planned(
+            parts.run, parts.config, rows, whole | of_memory.figures, of_memory, cost, there
+        )
+
+    def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
+        if self._plan.device is None:
+            return Memory([("memory", NO_MEMORY)], {})
+        compiled = config.train.compile is True or (
+            config.train.compile == "auto" and self._device is not None
+        )
+        return forecast_memory(parts, self._device, self._plan.memory_gib, precision, compiled)
+
+    def _times(self, parts: Parts, precision: str) -> tuple[Times | None, str]:
+        """Return the times of a run's parts and where they come from; None, and why they are not
+        known. Raises ConfigError."""
+        share, device, run = self._plan.peak_share, self._device, parts.run
+        if self._measure:
+            return self._measured(parts)
+        if device is None:
+            return None, NO_TIME
+        times = duration.estimated(run, device, precision, share)
+        if times is None:
+            what = "the model" if run.facts.flops_per_token is None else f"{device.name}"
+            return None, f"not known: nobody knows the FLOPs of {what} in {precision}"
+        peak = device.tflops[precision]
+        return times, (
+            f"an estimate: {share:.0%} (plan.peak_share) of the peak of {peak:,g} TFLOP/s of "
+            f"{device.name} in {precision}; nothing is measured, start and saves are left out"
+        )
+
+    def _measured(self, parts: Parts) -> tuple[Times, str]:
+        facts = parts.run.facts
+        there = device_called(facts.device_name) if facts.device == "cuda" else None
+        if self._plan.device is not None and there != self._device:
+            text = f"--measure times the device that is there, {facts.device_name}"
+            raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")
+        try:
+            found = measured(parts.config, "all")
+        except Died as death:
+            raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
+        names = {field.name for field in dataclasses.fields(Times)}
+        times = Times(**{key: value for key, value in found.items() if key in names})
+        return times, f"the median of {times.timed_steps} steps that were trained here"
+
+
+def kind_of(parts: Parts) -> dict[str, Any]:
+    """Return what of a run the memory and the time of its parts depend on."""
+    config = plain(parts.config)
+    train = config["train"]
+    on = ("device", "compile", "deterministic", "data_digest", "eval_tokens", "tasks")
+    also = ("sample_every", "tasks_every", "sample_tokens")  # whether they come at all
+    sections = ("batch", "model", "data", "tokenizer", "precision", "parallelism", "hooks", "user")
+    return {
+        **{name: config[name] for name in sections},
+        "train": {**{k: train[k] for k in on}, **{k: not train[k] for k in also}},
+        "optimizer": config["optimizer"]["_target_"],
+        "clip": config["clip"]["kind"],
+        "metrics": config["metrics"],
+        "async": config["checkpoint"]["async"],
+        "short": parts.run.max_steps if parts.run.max_steps < 50 else None,
+    }
 
 
 def placeable(config: Config) -> Config:
@@ -47,14 +157,14 @@ def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str
     return label, changed.get(label, text)
 
 
-def forecast_sections(
+def forecast_memory(
     parts: Parts, device: Device | None, limit: float | None, precision: str, compiled: bool
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """Return what is known of the memory of a run, in rows and as plain values: why it is not known
-    where this host hides how much it has, or where the model needs memory to run."""
+) -> Memory:
+    """Return what is known of the memory of a run: why it is not known where this host hides how
+    much it has, or where the model needs memory to run."""
     room = memory.room_of(parts, device, limit)
     if room is None:
-        return [("memory", "not known, nor what this host has; add plan.memory_gib=16")], {}
+        return Memory([("memory", "not known, nor what this host has; add plan.memory_gib=16")], {})
     try:
         forecast = memory.Forecast(parts, precision, room)
         rows = memory.sections(forecast, compiled)
@@ -62,8 +172,10 @@ def forecast_sections(
         if parts.config.model["_target_"].startswith("llmexp."):
             raise
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [("memory", f"not known: the model does not run without memory ({why})")], {}
+        text = f"not known: the model does not run without memory ({why})"
+        return Memory([("memory", text)], {})
     texts = {
         label.replace(" ", "_"): text for label, text in rows if label in ("hint", "would fit")
     }
-    return rows, {"memory": forecast.figures(), **texts}
+    needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
+    return Memory(rows, {"memory_bytes": forecast.figures(), "fits": fits, **texts}, needed, fits)

@@ -10,20 +10,37 @@ from llmexp.config import ConfigError, knob, refuse
 from llmexp.convert import section
 from llmexp.metrics.devices import device_named
 
+# GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
+PEAK_SHARE = 0.3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The way that a run is planned; no part of its config."""
 
     device: str | None = knob(
-        "device that memory is planned for, such as h200, a100-80, l4 or cpu; null: memory is not "
-        "planned",
+        "device that memory and time are planned for, such as h200, a100-80, l4 or cpu; null: they "
+        "are not planned",
         "h200",
     )
     memory_gib: float | None = knob(
         "GiB that a rank may take, beside plan.device; null: nine tenths of that device, or of a "
         "rank's share of this host",
         16.0,
+        above=0,
+        default=None,
+    )
+    peak_share: float = knob(
+        "share of the peak rate of plan.device that steps are taken to reach, where nothing is "
+        "measured",
+        0.4,
+        above=0,
+        at_most=1,
+        default=PEAK_SHARE,
+    )
+    price_per_gpu_hour: float | None = knob(
+        "price of an hour of one GPU, in any currency; null: no cost is printed",
+        2.5,
         above=0,
         default=None,
     )
@@ -40,4 +57,7 @@ def build_plan(mapping: Mapping[str, Any]) -> Plan:
             device_named(found.device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+    if found.device in (None, "cpu") and found.peak_share != PEAK_SHARE:
+        text = "is of an accelerator's peak; add for example plan.device=h200"
+        raise refuse("plan.peak_share", found.peak_share, text)
     return found

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmexp.assembly.assemble import assemble
-from llmexp.assembly.parts import Shared
 from llmexp.compare import budgets
 from llmexp.config import ConfigError, plain
+from llmexp.forecast.duration import over_slots, spent
+from llmexp.forecast.planning import Planned, Planner
 from llmexp.labels import plural
+from llmexp.metrics.console import format_duration
 from llmexp.redact import redacted
 from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
@@ -32,6 +33,13 @@ COLUMNS = {
     "steps": "train.max_steps",
     "tokens": "train.max_tokens",
     "epochs": "train.max_epochs",
+    # as far as they are known
+    "FLOPs": "",
+    "fits": "",
+    "GiB": "",
+    "time": "",
+    "GPU-hours": "",
+    "cost": "",
 }
 
 
@@ -40,55 +48,119 @@ def plan_sweep(
     refused: list[Refused],
     settings: Sweep,
     arguments: Sequence[str],
+    planner: Planner,
     as_json: bool = False,
 ) -> int:
     """Print a row a point, or JSON with all figures of each; a point that would be refused has its
     reason instead. Exit code 2 if there is one."""
-    shared = Shared()
-    identities: dict[str, str] = {}
-    rows: dict[str, dict[str, str]] = {}
-    whole: dict[str, dict[str, Any]] = {}
-    spent: dict[str, budgets.Spent] = {}
+    found: dict[str, Planned] = {}
     for point in counted("planning", points):
         try:
-            parts = assemble(point.config, write=False, shared=shared)
+            found[point.name] = planner.planned(point.config, str(point.path))
         except ConfigError as error:
             refused.append(point.refused(str(error)))
-            continue
-        run = parts.run
-        figures = (
-            run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size,
-            run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens,
-        )  # fmt: skip
-        texts = [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
-        rows[point.name] = dict(zip(COLUMNS, texts, strict=True))
-        whole[point.name] = {"folder": str(point.path), "values": point.values, **run.as_dict()}
-        spent[point.name] = budgets.Spent(point.values, run.max_tokens, run.max_steps)
-        identities[point.name] = identity(plain(parts.config))
-    able = [point for point in points if point.name in rows]
-    able, same = split_duplicates(able, lambda point: identities[point.name])
+    able = [point for point in points if point.name in found]
+    able, same = split_duplicates(able, lambda p: identity(plain(found[p.name].config)))
     refused += same
+    planned = [found[point.name] for point in able]
+    whole = totals(planned, settings)
     if as_json:
-        found = [{"name": point.name, **whole[point.name]} for point in able]
-        print(json.dumps({"points": found, "refused": reasons(refused)}, indent=2, allow_nan=False))
+        rows = [
+            {"name": point.name, "values": point.values, **one.whole}
+            for point, one in zip(able, planned, strict=True)
+        ]
+        answer = {"points": rows, "total": whole, "refused": reasons(refused)}
+        print(json.dumps(answer, indent=2, allow_nan=False))
         return 2 if refused else 0
     if able:
-        print_points(able, [rows[point.name] for point in able], settings.twins)
-        warn([spent[point.name] for point in able], settings, arguments)
+        print_points(able, [cells(one) for one in planned], settings.twins)
+        if said := in_all(whole, settings):
+            print(fitted(said), flush=True)
+        pairs = zip(able, planned, strict=True)
+        spends = [
+            budgets.Spent(p.values, one.run.max_tokens, one.run.max_steps) for p, one in pairs
+        ]
+        of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
+        warn(spends, settings, of_training)
     for line in reasons(refused):
         print(redacted(f"refused: {line}"), file=sys.stderr)
     return 2 if refused else 0
+
+
+def cells(planned: Planned) -> dict[str, str]:
+    """Return the cells of a point's row."""
+    run, memory, cost = planned.run, planned.memory, planned.cost
+    figures = (
+        run.micro_batch_size, run.gradient_accumulation_steps, run.dp_size,
+        run.real_batch_size, run.sequence_length, run.max_steps, run.max_tokens,
+    )  # fmt: skip
+    texts = [*(f"{n:,}" for n in figures), f"{run.max_epochs:.4g}"]
+    row = dict(zip(COLUMNS, texts, strict=False))
+    if (cost or memory.peak_bytes) and run.total_flops is not None:
+        row["FLOPs"] = f"{run.total_flops:.3g}"
+    if memory.peak_bytes is not None:
+        row |= {"fits": "yes" if memory.fits else "no", "GiB": f"{memory.peak_bytes / 2**30:,.3g}"}
+    if cost is not None:
+        row["time"] = format_duration(cost.duration_s)
+        if cost.gpu_hours is not None:
+            row["GPU-hours"] = f"{cost.gpu_hours:,.3g}"
+        if cost.money is not None:
+            row["cost"] = f"{cost.money:,.2f}"
+    return row
+
+
+def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
+    """Return what the points take together; what is not known of each is absent."""
+    found: dict[str, Any] = {"tokens": sum(one.run.max_tokens for one in planned)}
+    flops = [one.run.total_flops for one in planned]
+    if None not in flops:
+        found["flops"] = sum(n for n in flops if n is not None)
+    costs = [one.cost for one in planned if one.cost is not None]
+    if not costs or len(costs) < len(planned):
+        return found
+    slots = settings.max_parallel or max(
+        1, *(one.gpus_here // (settings.devices_per_run or one.run.world_size) for one in planned)
+    )
+    # the points are checked by a process that starts as each of them does
+    check_s = max(cost.times.start_s for cost in costs)
+    found["slots"] = slots
+    found["duration_s"] = check_s + over_slots((cost.duration_s for cost in costs), slots)
+    hours = [cost.gpu_hours for cost in costs if cost.gpu_hours is not None]
+    money = [cost.money for cost in costs if cost.money is not None]
+    found |= {"gpu_hours": sum(hours)} if hours else {}
+    return found | ({"cost_in_currency_of_price": sum(money)} if money else {})
+
+
+def in_all(total: Mapping[str, Any], settings: Sweep) -> str:
+    """Return the totals in words; "" where the time is not known."""
+    if "duration_s" not in total:
+        return ""
+    flops = f", {total['flops']:.3g} FLOPs" if "flops" in total else ""
+    used = spent(total.get("gpu_hours"), total.get("cost_in_currency_of_price"))
+    slots = plural(total["slots"], "slot")
+    note = ", every point to its end" if settings.halving else ""
+    note += ", without the twins" if settings.twins else ""
+    return (
+        f"in all {total['tokens']:,} tokens{flops}, {format_duration(total['duration_s'])} on "
+        f"{slots}{', ' if used else ''}{used}{note}"
+    )
 
 
 def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
     """Print the points by the swept keys with the figures that differ, and those once that all
     share."""
     swept = {key for point in points for key in point.values}
-    shown = [name for name, key in COLUMNS.items() if key not in swept]
-    same = [name for name in shown if len(points) > 1 and len({row[name] for row in figures}) == 1]
+    shown = [
+        name
+        for name, key in COLUMNS.items()
+        if key not in swept and any(name in f for f in figures)
+    ]
+    same = [
+        name for name in shown if len(points) > 1 and len({row.get(name) for row in figures}) == 1
+    ]
     same = [name for name in same if name not in ("steps", "tokens")]
     shown = [name for name in shown if name not in same]
-    rest = [shown, *([row[name] for name in shown] for row in figures)]
+    rest = [shown, *([row.get(name, "") for name in shown] for row in figures)]
     names = naming([(p.number, p.values) for p in points], rest, width_of(sys.stdout, 80))
     print(
         table(

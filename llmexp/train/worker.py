@@ -19,6 +19,7 @@ from llmexp.convert import build
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import failing, folder, group
 from llmexp.train.beginning import start_loop
+from llmexp.train.calibration import ASKED, calibrate
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.failing import Failure
 from llmexp.train.loop import train
@@ -136,7 +137,7 @@ def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
     STOP.training = True
     state = "failed"
     try:
-        state = train(loop)
+        state = (calibrate if ASKED in os.environ else train)(loop)
     finally:  # STOP.training stays: a signal from here on must not undo what was reached
         code = {"finished": DONE, "preempted": PREEMPTED}.get(state, FAILED)
         summary = finish(loop, state, code)

@@ -131,7 +131,7 @@ def test_what_would_fit_is_said_and_fits(scratch, capsys):
     limited = [*LIMITED, "model.n_layers=3", "plan.memory_gib=0.002"]
     out = planned(capsys, *limited, *cut)
     assert re.search(r"fits no: [\d.]+ GiB more than the 0.002 GiB that may be used", out)
-    said = out.partition("would fit ")[2]
+    said = out.partition("would fit ")[2].partition(" time ")[0]
     changes = [text.rpartition(" (")[0].strip() for text in said.split(";")]
     assert [c.partition("=")[0].partition(" ")[0] for c in changes] == [
         "batch.micro_batch_size",
@@ -162,7 +162,7 @@ def test_memory_is_planned_where_a_device_is_named(scratch, capsys):
     assert "device l4, planned for" in out
     assert "libraries" in out
     unplanned = planned(capsys, *tiny)
-    assert unplanned.endswith("memory not planned; add plan.device=h200 (or another device)")
+    assert unplanned.count("memory not planned; add plan.device=h200 (or another device)") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,6 @@ def test_memory_is_planned_where_a_device_is_named(scratch, capsys):
     [
         (["plan", "plan.device=h2000"], "h200, h100-pcie"),
         (["plan", "plan.memory_gib=3"], "plan.memory_gib=3.0: acts only beside plan.device"),
-        (["plan", "-m", "train.seed=1,2", "plan.device=l4"], "plan.device=l4: does nothing but in"),
         (["train", "plan.device=l4"], "plan.device=l4: does nothing but in llmexp plan"),
     ],
 )

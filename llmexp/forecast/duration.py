@@ -1,0 +1,155 @@
+"""Say how long a run takes and what that costs, from the times of its steps. Standard library."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config import Config
+from llmexp.metrics.console import format_duration
+from llmexp.metrics.devices import Device
+from llmexp.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds that the parts of a run take, each once. `first_s`: what the first steps take beyond
+    others; `timed_steps` 0: nothing was measured."""
+
+    step_s: float
+    timed_steps: int = 0
+    start_s: float = 0.0
+    first_s: float = 0.0
+    row_s: float = 0.0
+    evaluation_s: float = 0.0
+    tasks_s: float = 0.0
+    sample_s: float = 0.0
+    save_s: float = 0.0
+    end_s: float = 0.0
+
+
+def estimated(run: Run, device: Device, precision: str, share: float) -> Times | None:
+    """Return times at a `share` of the device's peak rate; None where that or the model's
+    operations are not known."""
+    flops, peak = run.facts.flops_per_token, device.tflops.get(precision)
+    if flops is None or peak is None:
+        return None
+    rate = share * peak * 1e12 * run.world_size
+    validated = run.eval_sequences * run.sequence_length
+    # a forward pass is a third of a step
+    return Times(
+        step_s=run.tokens_per_step * flops / rate, evaluation_s=validated * flops / 3 / rate
+    )
+
+
+def steps_of(run: Run, config: Config) -> int:
+    return min(run.max_steps, config.train.stop_step or run.max_steps)
+
+
+def counts(run: Run, config: Config) -> dict[str, int]:
+    """Return how often each part of a run comes. Checkpoints by time are not counted."""
+    steps, chosen, saving = steps_of(run, config), config.train, config.checkpoint
+
+    def times(every: int | None) -> int:
+        return steps // every if every else 0
+
+    def at_last(every: int | None) -> bool:
+        return every is not None and steps % every == 0
+
+    evaluations = times(chosen.eval_every) + (not at_last(chosen.eval_every))
+    scores = times(chosen.tasks_every) + (not at_last(chosen.tasks_every))
+    both = math.lcm(saving.every or 1, saving.keep_every or 1)
+    saves = times(saving.every) + times(saving.keep_every)
+    if saving.every and saving.keep_every:
+        saves -= times(both)
+    if (saving.last or steps < run.max_steps) and not (
+        at_last(saving.every) or at_last(saving.keep_every)
+    ):
+        saves += 1
+    return {
+        "step": steps,
+        "row": times(chosen.log_every),
+        "evaluation": evaluations,
+        "tasks": scores if chosen.tasks else 0,
+        "sample": times(chosen.sample_every) - at_last(chosen.sample_every),
+        "save": saves + saving.save_initial,
+    }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Duration of a run, and what it takes of GPUs; None where it needs none, or none has a
+    price."""
+
+    times: Times
+    counts: dict[str, int]
+    tokens_per_sec: float
+    duration_s: float
+    gpu_hours: float | None
+    money: float | None
+
+    def figures(self) -> dict[str, Any]:
+        """Return plain values with their units in their names. Money is in the currency of the
+        price."""
+        found = {
+            "duration_s": self.duration_s,
+            "tokens_per_sec": self.tokens_per_sec,
+            **dataclasses.asdict(self.times),
+            **{f"{kind}_count": n for kind, n in self.counts.items()},
+        }
+        more = {"gpu_hours": self.gpu_hours, "cost_in_currency_of_price": self.money}
+        return found | {key: value for key, value in more.items() if value is not None}
+
+
+def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | None) -> Cost:
+    """Return what a run takes. `price`: of an hour of one of its `gpus`."""
+    often, each = counts(run, config), dataclasses.asdict(times)
+    seconds = times.start_s + times.first_s + times.end_s
+    seconds += sum(n * each[f"{kind}_s"] for kind, n in often.items())
+    hours = gpus * seconds / 3600 if gpus else None
+    money = None if price is None or hours is None else price * hours
+    rate = run.tokens_per_step / times.step_s
+    return Cost(times, often, rate, seconds, hours, money)
+
+
+def sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
+    """Return (label, text) pairs of the banner. `basis`: where the times come from, in words."""
+    times, often = cost.times, cost.counts
+    parts = [f"{often['step']:,} steps of {seconds(times.step_s)}"]
+    names = {"evaluation": "evaluations", "tasks": "scores of tasks", "sample": "texts"}
+    for kind, name in {**names, "save": "checkpoints"}.items():
+        each = getattr(times, f"{kind}_s")
+        if often[kind] and each:
+            parts.append(f"{often[kind]:,} {name} of {seconds(each)}")
+    if times.timed_steps:
+        parts.append(f"start {seconds(times.start_s + times.first_s)}, end {seconds(times.end_s)}")
+    rows = [
+        ("speed", f"{cost.tokens_per_sec:,.0f} tokens/s, {basis}"),
+        ("time", f"{format_duration(cost.duration_s)}: {', '.join(parts)}"),
+    ]
+    return [*rows, *([("cost", text)] if (text := spent(cost.gpu_hours, cost.money)) else [])]
+
+
+def spent(gpu_hours: float | None, money: float | None) -> str:
+    """Return hours of GPUs and their price in words; "" where there are none."""
+    if gpu_hours is None:
+        return ""
+    paid = "" if money is None else f", {money:,.2f} at plan.price_per_gpu_hour"
+    return f"{gpu_hours:,.3g} GPU-hours{paid}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 100 else format_duration(value)
+
+
+def over_slots(durations: Iterable[float], slots: int) -> float:
+    """Return the seconds until the last of the points is through, which start in their order as
+    slots become free."""
+    free = [0.0] * slots
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)

@@ -1,0 +1,67 @@
+"""Train a few steps of a run in a process of its own, with all its ranks, in a folder that goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmexp import fileio, rundir
+from llmexp.child import DONE, how_it_died, kill_family, start_worker
+from llmexp.config import Config, plain
+from llmexp.train.calibration import ASKED, FILE
+
+ERRORS = "stderr.log"
+
+
+class Died(Exception):
+    """The process did not reach its end; the text is what it said last."""
+
+
+def measured(config: Config, what: str) -> dict[str, Any]:
+    """Return what the run's steps took, and with `what` "all" the rest of it too (calibration),
+    with the seconds of its start and its end. Raises Died."""
+    with tempfile.TemporaryDirectory(prefix="llmexp-steps-", ignore_cleanup_errors=True) as there:
+        path = Path(there) / "run"
+        path.mkdir()
+        fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(_quiet(config))))
+        started = time.time()
+        env = {**os.environ, ASKED: what}
+        process = start_worker(str(path), log=path / ERRORS, env=env)
+        try:
+            code = process.wait()
+        except BaseException:
+            kill_family(process.pid)
+            process.wait()
+            raise
+        ended = time.time()
+        if code != DONE or not (path / FILE).is_file():
+            raise Died(_last_words(path, code))
+        found: dict[str, Any] = fileio.read_json(path / FILE)
+    found["start_s"] = found.pop("began") - started
+    found["end_s"] = ended - found.pop("ended")
+    return found
+
+
+def _quiet(config: Config) -> Config:
+    """Return the config of a run that nobody follows."""
+    return dataclasses.replace(
+        config,
+        tracker=dataclasses.replace(config.tracker, kind="none", also=[]),
+        train=dataclasses.replace(config.train, stop_step=None, profile_start=None),
+        parallelism=dataclasses.replace(config.parallelism, max_restarts=0),
+    )
+
+
+def _last_words(path: Path, code: int) -> str:
+    said = rundir.read_status(path).get("error")
+    if isinstance(said, str) and said:
+        return said
+    lines = fileio.tail(path / ERRORS, 2000).decode(errors="replace").split("\n")
+    lines = [line.removeprefix("llmexp: ") for line in lines if line.strip()]
+    return lines[-1] if lines and code > 0 else how_it_died(code, stopped=False)

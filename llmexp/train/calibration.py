@@ -1,0 +1,101 @@
+"""Time a run before it is started: some of its steps, and once each what comes between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from llmexp import fileio, mesh
+from llmexp.child import STOP
+from llmexp.metrics import hardware
+from llmexp.train.checkpointing import save
+from llmexp.train.evaluation import evaluate, score_tasks
+from llmexp.train.loop import Due, report, take_step
+from llmexp.train.sampling import print_sample
+from llmexp.train.state import Loop
+from llmexp.train.step import Step
+from llmexp.train.verdicts import settle
+from llmexp.train.windows import read_ahead
+
+ASKED = "LLMEXP_CALIBRATE"  # in a worker's environment: `steps` alone, or `all`
+FILE = "calibration.json"  # in its folder
+WARM_UP, FEWEST, MOST = 2, 3, 50  # steps
+ENOUGH_S = 4.0  # of steps that are timed
+NOTHING = Due(row=False, evaluation=False, tasks=False, checkpoint=False, sample=False)
+
+
+def calibrate(loop: Loop) -> str:
+    """Train a few steps as the run will, and write what they took; return how that ended, as
+    `train` does. Times are in seconds."""
+    began = time.time()
+    at, last = _steps(loop)
+    if STOP.requested:
+        return "preempted"
+    taken = [b - a for a, b in itertools.pairwise(at)]
+    steady = taken[WARM_UP:] or taken[-1:]
+    step_s = statistics.median(steady)
+    first = taken[:WARM_UP]
+    found: dict[str, Any] = {
+        "timed_steps": len(steady),
+        "step_s": step_s,
+        "first_s": max(0.0, sum(first) - len(first) * step_s),
+        "peak_bytes": _peak_bytes(loop),
+    }
+    if os.environ[ASKED] == "all":
+        found |= _between(loop, last)
+    if loop.out.main:
+        found |= {"began": began, "ended": time.time()}
+        fileio.write_json(loop.out.path / FILE, found)
+    return "finished"
+
+
+def _steps(loop: Loop) -> tuple[list[float], Callable[[], None]]:
+    """Take the steps; return when each began, and what writes a row of the last one."""
+    loop.setup.model.train()
+    windows, at = read_ahead(loop.setup, 0), [time.perf_counter()]
+    while True:
+        window, step = take_step(loop, windows, NOTHING)
+        at.append(time.perf_counter())
+        enough = len(at) > WARM_UP + FEWEST and at[-1] - at[WARM_UP] > ENOUGH_S
+        stop = mesh.any_rank(loop.mesh, STOP.requested, enough)
+        if any(stop) or loop.progress.step == min(loop.run.max_steps, MOST):
+            break
+    settle(loop)
+    row = Due(row=True, evaluation=False, tasks=False, checkpoint=False, sample=False)
+    done: Step = step
+    return at, lambda: report(loop, done, window, row)
+
+
+def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
+    """Return what rows, evaluation, tasks, a text and a checkpoint take."""
+    config = loop.config
+    actions: dict[str, Callable[[], Any]] = {
+        "row_s": write_row,
+        "evaluation_s": lambda: evaluate(loop.setup, loop.byte_lengths),
+    }
+    if loop.setup.parts.tasks:
+        actions["tasks_s"] = lambda: score_tasks(loop.setup)
+    if config.train.sample_every is not None and (loop.out.main or loop.mesh.sharded):
+        actions["sample_s"] = lambda: print_sample(loop)
+    actions["save_s"] = lambda: save(loop, wait=not config.checkpoint.async_)
+    found = {}
+    for name, act in actions.items():
+        start = time.perf_counter()
+        act()
+        found[name] = time.perf_counter() - start
+    return found
+
+
+def _peak_bytes(loop: Loop) -> float:
+    """Return the most memory that a rank took: on CUDA what its allocator reserved."""
+    device = loop.mesh.device
+    peak = hardware.peak_memory_gib(device) * 2**30
+    if device.type == "cuda":
+        peak = float(torch.cuda.max_memory_reserved(device))
+    return float(mesh.maximum(loop.mesh, torch.tensor(peak, dtype=torch.float64)))

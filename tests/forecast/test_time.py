@@ -1,0 +1,124 @@
+"""Time and cost that are known before a run starts."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace as Namespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmexp.__main__ import run
+from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots
+from llmexp.metrics.devices import device_named
+from llmexp.train.loop import due_after
+from tests.conftest import TINY
+
+EVERY = st.none() | st.integers(1, 9)
+DATA = ["data=synthetic", "data.n_tokens=5000"]
+
+
+@given(
+    steps=st.integers(1, 40),
+    every=st.tuples(EVERY, EVERY, EVERY, EVERY, EVERY, st.integers(1, 9)),
+    last=st.booleans(),
+)
+def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last):
+    evaluation, tasks, sample, save, keep, row = every
+    config = Namespace(
+        train=Namespace(
+            eval_every=evaluation, tasks=["t"], tasks_every=tasks, sample_every=sample,
+            log_every=row, stop_step=None,
+        ),
+        checkpoint=Namespace(every=save, keep_every=keep, last=last, save_initial=True),
+    )  # fmt: skip
+    due = [due_after(step, step == steps, config) for step in range(1, steps + 1)]
+    found = counts(Namespace(max_steps=steps), config)
+    assert found["step"] == steps
+    assert found["evaluation"] == sum(d.evaluation for d in due)
+    assert found["tasks"] == sum(d.tasks for d in due)
+    assert found["sample"] == sum(d.sample for d in due)
+    assert found["save"] == 1 + sum(d.checkpoint for d in due)
+    assert found["row"] == steps // row
+
+
+def test_an_estimate_is_arithmetic():
+    facts = Namespace(flops_per_token=6e9)
+    sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
+    planned = Namespace(facts=facts, world_size=8, max_steps=1000, **sizes)
+    times = estimated(planned, device_named("h200"), "bf16", 0.4)
+    rate = 8 * 0.4 * 989e12 / 6e9  # tokens a second
+    assert times.step_s == pytest.approx(2**19 / rate)
+    assert times.evaluation_s == pytest.approx(10 * 1024 / 3 / rate)
+    assert estimated(planned, device_named("t4"), "fp64", 0.4) is None
+    config = Namespace(
+        train=Namespace(eval_every=100, tasks=[], tasks_every=None, sample_every=None, log_every=10,
+                        stop_step=None),
+        checkpoint=Namespace(every=None, keep_every=None, last=True, save_initial=False),
+    )  # fmt: skip
+    cost = cost_of(planned, config, Times(step_s=2.0, start_s=7.0, evaluation_s=3.0), 8, 2.5)
+    assert cost.duration_s == 7 + 1000 * 2 + 10 * 3
+    assert cost.gpu_hours == pytest.approx(8 * 2037 / 3600)
+    assert cost.money == pytest.approx(2.5 * 8 * 2037 / 3600)
+    assert cost.tokens_per_sec == 2**18
+
+
+def test_points_start_as_slots_become_free():
+    assert over_slots([4, 1, 1, 1], 1) == 7
+    assert over_slots([4, 1, 1, 1, 3], 2) == 6
+
+
+@pytest.mark.fresh
+def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    points = ["train.seed=1,2", "batch.micro_batch_size=2", "train.max_steps=70"]
+    assert run(["plan", "-m", "--measure", "--json", *TINY, *DATA, *points]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one, other = (point["time"] for point in found["points"])
+    assert one == other  # of one kind, and measured once
+    assert 3 <= one["timed_steps"] <= 48
+    assert all(
+        one[f"{part}_s"] > 0 for part in ("start", "step", "row", "evaluation", "save", "end")
+    )
+    parts = sum(one[f"{kind}_count"] * one[f"{kind}_s"] for kind in ("row", "evaluation", "save"))
+    whole = 70 * one["step_s"] + one["start_s"] + one["first_s"] + one["end_s"] + parts
+    assert one["duration_s"] == pytest.approx(whole)
+    assert one["tokens_per_sec"] == pytest.approx(2 * 12 / one["step_s"])
+    assert found["total"]["duration_s"] == pytest.approx(2 * whole + one["start_s"])
+    assert found["total"]["slots"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    points = ["train.max_steps=2,3", "plan.device=l4", "plan.price_per_gpu_hour=2"]
+    assert run(["plan", "-m", *TINY, *DATA, *points, "sweep.max_parallel=2"]) == 0
+    head, _, _, count, total = capsys.readouterr().out.splitlines()[:5]
+    assert head.split() == ["steps", "tokens", "epochs", "FLOPs", "GPU-hours"]
+    assert "2 runs; all with" in count
+    assert "fits yes" in count
+    assert "on 2 slots, " in total
+    assert run(["plan", "-m", "--json", *TINY, *DATA, *points]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(point["fits"] for point in found["points"])
+    flops = [point["total_flops"] for point in found["points"]]
+    assert found["total"]["flops"] == sum(flops)
+    assert found["points"][0]["time"]["step_s"] == pytest.approx(flops[0] / 2 / (0.3 * 30.3e12))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan.price_per_gpu_hour=2"], "the run takes no GPU"),
+        (["plan.peak_share=0.5"], "is of an accelerator's peak"),
+        (["plan.device=l4", "--measure"], "--measure times the device that is there"),
+        (["plan.device=l4", "plan.peak_share=2"], "must be at most 1"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(tmp_path, capsys, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", *TINY, *DATA, *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
