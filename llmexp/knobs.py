@@ -105,6 +105,7 @@ OPEN_DEFAULTS = {
     "model.init_from": None,
     "model.init_grow": False,
     "model.residual": "full",
+    "model.gelu": "tanh",
 }
 
 

@@ -114,7 +114,7 @@ def assemble(
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
     vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
-    initial = _initial(config, loss.model, tokenizer, tried)
+    initial = _initial(once, config, loss.model, tokenizer, tried)
     if _own(config.model) and not tried:
         target = str(config.model["_target_"])
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
@@ -182,16 +182,22 @@ def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | N
     return vocab_size
 
 
-def _initial(config: Config, model: nn.Module, tokenizer: Tokenizer, tried: bool) -> dict[str, Any]:
+def _initial(
+    once: Callable[..., Any], config: Config, model: nn.Module, tokenizer: Tokenizer, tried: bool
+) -> dict[str, Any]:
     """Return the facts about the weights that the model begins with. Raise ConfigError for those
     that do not fit; a run that was `tried` may go on without them."""
     if (given := config.model.get("init_from")) is None:
         return {}
-    notes: list[str] = []
-    if not tried and (found := initial_weights(config.model, model)) is not None:
-        source, notes = found
-        notes = [*notes, *check_ids(source, config.data, tokenizer)]
-    return {"initial": str(given), "warnings": tuple(notes)}
+
+    def notes() -> list[str]:
+        if (found := initial_weights(config.model, model, True)) is None:
+            return []
+        return [*found[1], *check_ids(found[0], config.data, tokenizer)]
+
+    deciding = [config.model, config.tokenizer, config.data["_target_"]]
+    found = () if tried else tuple(once("initial", deciding, notes))
+    return {"initial": str(given), "warnings": found}
 
 
 def _facts(

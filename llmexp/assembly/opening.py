@@ -22,6 +22,7 @@ from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.reading import open_checkpoint
+from llmexp.models.common import give_memory, init_weights
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,16 @@ def open_run(
 
 
 def _build(section: dict[str, Any]) -> nn.Module:
-    """Return the model of the section, with any weights. Raise ConfigError where there is no room
-    for it: the config may be somebody else's."""
+    """Return the model of the section, whose weights follow. Raise ConfigError where there is no
+    room for it: the config may be somebody else's."""
     make = model_maker(section)
     try:
         with torch.device("meta"):
-            make()
+            model: nn.Module = make()
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    model: nn.Module = make()
+    if getattr(type(model), "init_weights", None) is init_weights:  # one of ours
+        give_memory(model, torch.device("cpu"))
+    else:
+        model = make()
     return model

@@ -20,7 +20,7 @@ from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
-from llmexp.exchange.reading import Source, begin_with, check, open_source
+from llmexp.exchange.reading import Source, begin_with, check, check_values, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
@@ -172,14 +172,20 @@ def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
     return bind("model", {k: v for k, v in section.items() if k not in MODEL_COMMON}, {})
 
 
-def initial_weights(section: dict[str, Any], model: nn.Module) -> tuple[Source, list[str]] | None:
+def initial_weights(
+    section: dict[str, Any], model: nn.Module, whole: bool
+) -> tuple[Source, list[str]] | None:
     """Return the weights that the model section names, and what grows beyond them; None without
-    any. Raises ConfigError where they do not fit the model."""
+    any. `whole`: all values are read and checked, too. Raises ConfigError where they do not fit the
+    model."""
     if (given := section.get("init_from")) is None:
         return None
     try:
-        source = open_source(given)
-        return source, check(source, section, model)
+        source = open_source(given, hashed=whole)
+        grown = check(source, section, model)
+        if whole:
+            check_values(source)
+        return source, grown
     except ValueError as error:
         raise ConfigError(f"model.init_from={given}: {error}") from None
 
@@ -232,7 +238,7 @@ def build_model(
     keep_inside_documents(model, dotted, end)
     model = model.to(precision.parameter_dtype(kind))
     on_meta = any(p.is_meta for p in model.parameters())
-    if fresh and not on_meta and (initial := initial_weights(section, model)) is not None:
+    if fresh and not on_meta and (initial := initial_weights(section, model, False)) is not None:
         begin_with(model, initial[0])
     precision.nudge(model, train.seed, train.twin)
     return model

@@ -36,6 +36,7 @@ from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
 KINDS = ("model", "optimizer", "ema")  # of files with tensors; ema only with train.ema
+ALL, NONE = (0, 1), (1, 1)  # of the hashes, as (rank, world)
 FILE_NAME = re.compile(rf"({'|'.join(KINDS)})(-\d+-of-\d+)?\.safetensors|state\.pt")
 # The keys of a parameter group about kernels: they belong to the layout, not to the run.
 NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -89,11 +90,16 @@ def steps(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if p.is_dir() and p.name[5:].isdigit())
 
 
+def of_step(root: Path, step: int) -> Path:
+    """Return the checkpoint folder of a step under `root`."""
+    return root / f"step_{step:08d}"
+
+
 def latest(
     root: Path,
     warn: Callable[[str], None],
     agree: Callable[[bool], bool] = lambda bad: bad,
-    part: tuple[int, int] = (0, 1),
+    part: tuple[int, int] = ALL,
     kinds: tuple[str, ...] = KINDS,
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold; each damaged one before it is
@@ -125,7 +131,7 @@ def latest(
     return None
 
 
-def load(path: Path, part: tuple[int, int] = (0, 1), kinds: tuple[str, ...] = KINDS) -> Loaded:
+def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS) -> Loaded:
     """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
     the CPU. With `kinds` ("model",) the optimizer's files are not opened.
 
@@ -223,11 +229,11 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
         _fill(tensor, name, loaded.model[name], opened)
 
 
-def whole_tensor(loaded: Loaded, name: str) -> Tensor:
-    """Return a parameter of the checkpoint, whole, in the dtype that it was saved in. Raises
-    CheckpointError."""
+def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tensor:
+    """Return a parameter of the checkpoint, whole, in the dtype that it was saved in; or put it
+    `into` a tensor. Raises CheckpointError."""
     pieces = loaded.model[name]
-    found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype)
+    found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype) if into is None else into
     _fill(found, name, pieces, {})
     return found
 

@@ -31,6 +31,7 @@ from llmexp.checkpoint.loading import (
     NOT_RESTORED,
     STATE,
     fingerprint,
+    of_step,
     steps,
 )
 from llmexp.checkpoint.pieces import (
@@ -180,7 +181,7 @@ def commit(
     into the manifest. Raises OSError; the files of this save are then removed and what was there
     before is untouched.
     """
-    final, temporary = root / f"step_{step:08d}", _temporary(root, step)
+    final, temporary = of_step(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
         files, digests = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)

@@ -46,6 +46,8 @@ def export(arguments: list[str]) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{args.folder}: cannot be written: {error.strerror}") from None
     for text in done.notes:
         print(f"note: {text}", file=sys.stderr)
     print(

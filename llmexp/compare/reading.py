@@ -26,6 +26,7 @@ from llmexp.compare.figures import number
 from llmexp.compare.records import Record
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
+from llmexp.knobs import default_of
 from llmexp.redact import clean
 from llmexp.rundir import ends_early
 
@@ -191,6 +192,8 @@ def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
     facts = _json(path / rundir.RUN, problems)
     status = _json(path / rundir.STATUS, problems)
     config = _config(path / rundir.CONFIG, problems)
+    if str(config.get("model._target_")).endswith(".GPT2"):
+        config.setdefault("model.gelu", default_of("model.gelu"))  # a run of before this key
     if lost := ends_early(status, facts, config.get("train.log_every"), columns["step"]):
         problems.append(f"{path / rundir.METRICS}: the run {lost}; it is not compared")
     point = sweep.points.get(path.name, {})

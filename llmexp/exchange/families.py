@@ -6,7 +6,7 @@ A `Rule` says how one tensor of theirs is made of ours; read backwards, how ours
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -30,7 +30,8 @@ class Family:
 
     `target`: our class. `switches`: what of our class it is, by knobs that change the arithmetic;
     those that are not named are off. `sizes`: our knob -> their key. `fixed`: their keys with the
-    one value that our class computes.
+    one value that our class computes. `absent`: values of keys that a config.json need not have,
+    where transformers takes no part of another key for them.
     """
 
     model_type: str
@@ -41,6 +42,7 @@ class Family:
     fixed: Mapping[str, Any]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...]  # ends of the names of tensors that hold no weights of their own
+    absent: Mapping[str, Any] = field(default_factory=dict)
 
     def tensors(self, section: Mapping[str, Any]) -> Iterator[Rule]:
         """Yield the rule of each tensor of a model with these knobs."""
@@ -124,6 +126,7 @@ def _decoder(
     switches: Mapping[str, Any],
     fixed: Mapping[str, Any],
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    absent: Mapping[str, Any] | None = None,
 ) -> Family:
     """Return a family of decoders: `norms` are their names of the two of a block."""
     block, there = "blocks.{i}.", "model.layers.{i}."
@@ -159,6 +162,7 @@ def _decoder(
         fixed={"hidden_act": "silu", **fixed},
         rules=tuple(rules),
         ignored=("rotary_emb.inv_freq",),
+        absent=absent or {},
     )
 
 
@@ -170,10 +174,26 @@ FAMILIES = (
     _gpt2(),
     _decoder("llama", "LlamaForCausalLM", {}, _PLAIN),
     _decoder("llama", "LlamaForCausalLM", {"biases": "all"}, _BIASED),
-    _decoder("mistral", "MistralForCausalLM", {"sliding_window": any}, {}),
-    _decoder("qwen2", "Qwen2ForCausalLM", {"biases": "qkv"}, _NO_WINDOW),
     _decoder(
-        "qwen3", "Qwen3ForCausalLM", {"qk_norm": "head"}, {"attention_bias": False, **_NO_WINDOW}
+        "mistral",
+        "MistralForCausalLM",
+        {"sliding_window": any},
+        {},
+        absent={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    _decoder(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"biases": "qkv"},
+        _NO_WINDOW,
+        absent={"num_key_value_heads": 32},
+    ),
+    _decoder(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {"qk_norm": "head"},
+        {"attention_bias": False, **_NO_WINDOW},
+        absent={"num_key_value_heads": 32, "head_dim": 128},
     ),
     _decoder(
         "olmo2",
@@ -242,6 +262,7 @@ def from_config(config: Mapping[str, Any], where: str) -> tuple[Family, dict[str
             "is trained by model=hf model.path=FOLDER"
         )
     family = next((f for f in known if _other(config, f) is None), known[0])
+    config = {**family.absent, **config}
     if (key := _other(config, family)) is not None:
         text = f"{where}: {key}={config[key]!r}: our model computes {family.fixed[key]!r} only"
         raise ValueError(text)

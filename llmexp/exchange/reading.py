@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmexp import rundir
 from llmexp.checkpoint import loading
-from llmexp.checkpoint.loading import Loaded, whole_tensor
+from llmexp.checkpoint.loading import ALL, NONE, Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.naming import WEIGHTS, named_checkpoint
@@ -42,11 +42,17 @@ class Source:
     read: Callable[[str], Tensor]
 
 
-def open_source(given: Any) -> Source:
-    """Return the weights of a Hugging Face folder, or of RUN[@STEP]. Raises ValueError."""
+def open_source(given: Any, hashed: bool = True) -> Source:
+    """Return the weights of a Hugging Face folder, or of RUN[@STEP], whose hashes are compared
+    where `hashed`. Raises ValueError."""
     if not isinstance(given, str):
         raise ValueError("is no folder; for example model.init_from=gpt2-folder")
     folder = Path(given).expanduser()
+    if folder.is_file():
+        raise ValueError(f"is a file; name the folder that holds it: {folder.parent}")
+    if (folder / loading.MANIFEST).is_file() and folder.name[5:].isdigit():
+        name = f"{folder.parent.parent}@{int(folder.name[5:])}"
+        raise ValueError(f"is a checkpoint; name it {name}")
     if folder.is_dir() and not rundir.is_run(folder):
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -60,7 +66,14 @@ def open_source(given: Any) -> Source:
             "--local-dir FOLDER"
         )
     path, step = named_checkpoint(str(folder))
-    loaded = open_checkpoint(path, step, lambda text: None)
+    if step is None:
+        if not (steps := rundir.saved_steps(path)):
+            raise ValueError("has no checkpoint yet")
+        step = steps[-1]
+        if rundir.is_held(path):  # its newest checkpoint may be another one for each rank
+            raise ValueError(f"is being trained; name a step, for example {given}@{step}")
+    root = path / rundir.CHECKPOINTS
+    loaded = loading.load(loading.of_step(root, step), ALL if hashed else NONE, ("model",))
     return of_checkpoint(loaded, rundir.built_config(path).model)
 
 
@@ -74,7 +87,7 @@ def open_checkpoint(
     if weights not in WEIGHTS:
         raise loading.CheckpointError(f"weights={weights}: must be one of {', '.join(WEIGHTS)}")
     if step is not None:
-        found: Loaded | None = loading.load(root / f"step_{step:08d}", kinds=kinds)
+        found: Loaded | None = loading.load(loading.of_step(root, step), kinds=kinds)
     else:
         found = loading.latest(root, warn, kinds=kinds)
     if found is None:
@@ -124,10 +137,7 @@ def of_folder(folder: Path) -> Source:
         text = ", ".join(sorted(extra)[:8])
         raise ValueError(f"{folder}: holds {len(extra)} tensors that no part of ours takes: {text}")
 
-    def held(name: str) -> Any:
-        return opened[place[names[name]]]
-
-    slices = {n: held(n).get_slice(names[n]) for n in wanted}
+    slices = {n: opened[place[names[n]]].get_slice(names[n]) for n in wanted}
     if other := sorted({s.get_dtype() for s in slices.values()} - FLOATS):
         text = f"{', '.join(other)}; known: {', '.join(sorted(FLOATS))}"
         raise ValueError(f"{folder}: holds weights of type {text}")
@@ -140,7 +150,8 @@ def of_folder(folder: Path) -> Source:
         knobs,
         rules,
         shapes,
-        lambda name: held(name).get_tensor(names[name]),
+        # a file that stays open keeps in memory what was read of it
+        lambda name: _open(place[names[name]]).get_tensor(names[name]),
     )
 
 
@@ -241,6 +252,16 @@ def _fits(
     if given == wanted or not given:
         return given == wanted
     return given[1:] == wanted[1:] and (given[0], wanted[0]) in growing.values()
+
+
+def check_values(source: Source) -> None:
+    """Raise ValueError for a tensor with a value that is not finite."""
+    for rule in source.rules:
+        tensor = source.read(rule.theirs)
+        if not (tensor.is_floating_point() and tensor.numel()):
+            continue
+        if not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{source.name}: {rule.theirs} has values that are not finite")
 
 
 @torch.no_grad()

@@ -19,16 +19,22 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", tor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def theirs(loaded: Loaded, rule: Rule) -> Tensor:
-    """Return a tensor of theirs, made of ours."""
-    parts = [whole_tensor(loaded, name) for name in rule.ours]
-    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return tensor.T.contiguous() if rule.transposed and tensor.ndim == 2 else tensor
+def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of theirs, made of ours in the memory that it takes itself."""
+    found = torch.empty(_shape(loaded, rule), dtype=dtype)
+    target = found.T if rule.transposed and found.ndim == 2 else found
+    if len(rule.ours) == 1:
+        parts = [target]
+    else:
+        parts = list(target.split([loaded.model[name][0].shape[0] for name in rule.ours]))
+    for name, part in zip(rule.ours, parts, strict=True):
+        whole_tensor(loaded, name, part)
+    return found
 
 
 def _shape(loaded: Loaded, rule: Rule) -> tuple[int, ...]:
     shapes = [loaded.model[name][0].shape for name in rule.ours]
-    shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+    shape = shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
     return shape[::-1] if rule.transposed else shape
 
 
@@ -79,7 +85,7 @@ def _write_file(
     with open(file, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for rule in shard:
-            tensor = theirs(loaded, rule).to(kinds[rule.theirs]).contiguous()
-            f.write(tensor.view(torch.uint8).numpy().data)
+            tensor = theirs(loaded, rule, kinds[rule.theirs])
+            f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())

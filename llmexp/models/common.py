@@ -37,6 +37,26 @@ def init_weights(model: Any) -> None:
             nn.init.zeros_(bias)
 
 
+def embedding(count: int, width: int) -> nn.Embedding:
+    """Return a table without values: drawing on meta imports torch._dynamo, for a second."""
+    return nn.Embedding(count, width, _weight=torch.empty(count, width))
+
+
+def begin(model: Any, device: torch.device) -> None:
+    """Give a model that was built on meta its memory and initial values, unless it stays there."""
+    if device.type != "meta":
+        give_memory(model, device)
+        model.init_weights()
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Put parameters without values in the place of those on meta. (`to_empty` imports sympy.)"""
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            values = torch.empty(p.shape, dtype=p.dtype, device=device)
+            setattr(module, name, nn.Parameter(values))
+
+
 def logits(model: Any, tokens_bt: Tensor) -> Tensor:
     """Return logits (b, t, v) of the next token."""
     return F.linear(model.features(tokens_bt), model.head_weight)

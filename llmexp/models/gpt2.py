@@ -20,6 +20,8 @@ from llmexp.models.checks import (
 from llmexp.models.common import (
     FLOPS_FORMULA,
     RESIDUALS,
+    begin,
+    embedding,
     flops_per_token,
     init_weights,
     logits,
@@ -132,15 +134,14 @@ class GPT2(nn.Module):
         # weight.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.token_embedding = nn.Embedding(vocab_size, d_model)
-            self.position_embedding = nn.Embedding(max_position_embeddings, d_model)
+            self.token_embedding = embedding(vocab_size, d_model)
+            self.position_embedding = embedding(max_position_embeddings, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
                 Block(d_model, n_heads, d_ff, dropout, gelu) for _ in range(n_layers)
             )
             self.final_norm = nn.LayerNorm(d_model)
-        self.to_empty(device=device)
-        self.init_weights()
+        begin(self, device)
 
     @property
     def head_weight(self) -> Tensor:

@@ -27,6 +27,8 @@ from llmexp.models.checks import (
 from llmexp.models.common import (
     FLOPS_FORMULA,
     RESIDUALS,
+    begin,
+    embedding,
     flops_per_token,
     init_weights,
     logits,
@@ -293,13 +295,12 @@ class Llama(nn.Module):
         # weight.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.token_embedding = nn.Embedding(vocab_size, d_model)
+            self.token_embedding = embedding(vocab_size, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(Block(shape) for _ in range(n_layers))
             self.final_norm = Norm(d_model, eps=norm_eps)
             self.head = None if tied_head else nn.Linear(d_model, vocab_size, bias=False)
-        self.to_empty(device=device)
-        self.init_weights()
+        begin(self, device)
 
     @property
     def head_weight(self) -> Tensor:

@@ -176,3 +176,17 @@ def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Pa
         reading.begin_with(fresh, source)
         for name, parameter in fresh.named_parameters():
             assert torch.equal(parameter, dict(model.named_parameters())[name])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2"])
+def test_keys_that_are_absent_mean_what_they_mean_to_transformers(kind: str) -> None:
+    if kind == "gpt2":
+        given: dict[str, Any] = {"n_positions": 8, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    else:
+        given = {"max_position_embeddings": 8, "num_hidden_layers": 2, "num_attention_heads": 32}
+        given |= {"hidden_size": 64, "intermediate_size": 80, "rms_norm_eps": 1e-4}
+    given["vocab_size"] = 61
+    whole = transformers.AutoConfig.for_model(kind, **given).to_dict()
+    bare = reading.from_config({"model_type": kind, **given}, "there")
+    assert bare == reading.from_config(whole, "there")
+    assert set(whole) > set(given)

@@ -4,6 +4,7 @@ the command line."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from llmexp import rundir
 from llmexp.__main__ import run as command
 from llmexp.exchange.tokenizer import tokenizer_files
 from tests.conftest import TINY, Result, llmexp, train
@@ -108,10 +110,11 @@ def broken(folder: Path, what: str) -> None:
         tensors = load_file(folder / "model.safetensors")
         del tensors["transformer.ln_f.bias"]
         save_file(tensors, folder / "model.safetensors")
-    elif what in ("few rows", "whole numbers"):
+    elif what in ("few rows", "whole numbers", "not finite"):
         tensors = load_file(folder / "model.safetensors")
         bias = tensors["transformer.ln_f.bias"]
-        other = bias[:-1].clone() if what == "few rows" else bias.to(torch.int8)
+        changed = {"few rows": bias[:-1].clone(), "whole numbers": bias.to(torch.int8)}
+        other = changed.get(what, bias.where(bias != bias[3], math.inf))
         save_file({**tensors, "transformer.ln_f.bias": other}, folder / "model.safetensors")
     elif what == "index":
         (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
@@ -143,6 +146,7 @@ def pretrained_pieces() -> tiktoken.Encoding:
         ("llama", "config.json: lacks hidden_size"),
         ("few rows", "has other tensors; differing: transformer.ln_f.bias"),
         ("whole numbers", "holds weights of type I8; known: BF16, F16, F32, F64"),
+        ("not finite", "transformer.ln_f.bias has values that are not finite"),
         ("index", "index.json: holds no weight_map"),
         ("tokenizer", "gives other ids than that of this run (bytes)"),
         ('{"vocab_size": "320"}', "vocab_size='320': must be of type int"),
@@ -158,6 +162,25 @@ def test_weights_that_do_not_fit_are_refused(
     found = told(capsys, "plan", *TINY, f"model.init_from={tmp_path / 'hf'}")
     assert found.startswith("llmexp: model.init_from=")
     assert text in found
+
+
+def test_a_run_that_cannot_be_begun_from_is_refused(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(source: Path) -> str:
+        return told(capsys, "plan", *TINY, f"model.init_from={source}")
+
+    run = tmp_path / "a"
+    shutil.copytree(trained.folder, run)
+    step = run / "checkpoints" / "step_00000004"
+    assert "is a file; name the folder" in refusal(step / "model.safetensors")
+    assert f"is a checkpoint; name it {run}@4" in refusal(step)
+    with rundir.locked(run):
+        assert f"is being trained; name a step, for example {run}@4" in refusal(run)
+    content = bytearray((step / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (step / "model.safetensors").write_bytes(content)
+    assert "does not match the size and sha256" in refusal(run)
 
 
 def test_a_model_of_transformers_trains_as_ours_does(
@@ -191,3 +214,4 @@ def test_exports_that_cannot_be_are_refused(
     there = str(trained.folder.parent / "hf")
     assert "is there already" in told(capsys, "export", run, "--to", "hf", there)
     assert not Path(out).exists()
+    assert "cannot be written" in told(capsys, "export", run, "--to", "hf", "/proc/out")
