@@ -18,6 +18,7 @@ llmexp: language-model pretraining experiments
   llmexp resume RUN_DIR                 go on with a run that was stopped
   llmexp sample RUN --prompt TEXT       generate text from a run; RUN@STEP: from that checkpoint
   llmexp evaluate RUN [data=...]        losses with standard errors, on its validation sets or other data; --tasks: accuracy
+  llmexp average RUN --last 5           the mean of the weights of several checkpoints
   llmexp export RUN --to hf FOLDER      write a run's model for Hugging Face transformers
   llmexp compare PATH...                which setting is best, and is the difference real
   llmexp runs [FOLDER ...]              list runs and sweeps, clear up
@@ -66,6 +67,7 @@ COMMANDS = {
     "resume": "llmexp.cli.resume:resume",
     "sample": "llmexp.cli.sample:sample",
     "evaluate": "llmexp.cli.evaluate:evaluate",
+    "average": "llmexp.cli.average:average",
     "export": "llmexp.cli.export:export",
     "sync": "llmexp.tracker.sync:sync",
     "compare": "llmexp.cli.compare:run",

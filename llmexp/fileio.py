@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a draft of a folder beside its name, which it gets when all is in it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        if path.is_dir():
+            path.rmdir()  # an empty one
+        os.rename(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def tail(path: Path, most: int) -> bytes:

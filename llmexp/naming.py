@@ -1,4 +1,4 @@
-"""RUN@STEP: the name of a checkpoint on a command line. Imports no torch."""
+"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder. No torch here."""
 
 from __future__ import annotations
 
@@ -37,3 +37,10 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     """Let a command choose which weights of a checkpoint it takes."""
     words = "ema: the average that train.ema keeps; default: model, those that were trained"
     parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help=words)
+
+
+def check_new(folder: Path, key: str) -> None:
+    """Raise ConfigError where something is there already, or no folder can be made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already; name a new folder")
+    rundir.check_writable(folder, key)

@@ -15,6 +15,7 @@ compare      arguments of the comparison
 runs         list runs and sweeps, remove checkpoints
 sample       text from a checkpoint
 evaluate     losses of a checkpoint, with standard errors
+average      the mean of several checkpoints
 export       a trained model as a folder of Hugging Face
 verify       run a proof, print and record its checks
 help         `--help` of train, plan and prepare

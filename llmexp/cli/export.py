@@ -10,7 +10,7 @@ from pathlib import Path
 from llmexp import rundir
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
-from llmexp.naming import add_weights, named_checkpoint
+from llmexp.naming import add_weights, check_new, named_checkpoint
 
 
 def export(arguments: list[str]) -> int:
@@ -29,9 +29,7 @@ def export(arguments: list[str]) -> int:
     add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
     path, step = named_checkpoint(args.run)
-    if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
-        raise ConfigError(f"{args.folder}: is there already; name a new folder")
-    rundir.check_writable(args.folder, "FOLDER")
+    check_new(args.folder, "FOLDER")
     from llmexp.assembly.parts import build_tokenizer, filled
     from llmexp.exchange import export as exchange
     from llmexp.exchange.reading import open_checkpoint

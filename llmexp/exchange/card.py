@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmexp import rundir
+from llmexp.exchange.average import facts_of
 from llmexp.metrics.keys import EMA
 
 SHOWN = {
@@ -16,13 +17,14 @@ SHOWN = {
 def card(path: Path, step: int, architecture: str, weights: str) -> str:
     """Return the page about the model of a run's checkpoint: what it is, its figures at that step,
     its config."""
-    run, config = rundir.read_run(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
+    run, config = facts_of(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
     facts = [
         ("model", f"{run.get('model')}, {run.get('parameters', 0):,} parameters"),
         ("data", run.get("data")),
         ("tokenizer", run.get("tokenizer")),
         ("trained", f"{step:,} of {run.get('max_steps', 0):,} optimizer steps"),
         ("weights", "their exponential moving average (train.ema)" * (weights == "ema")),
+        ("mean of", run.get("mean_of")),
         ("precision", run.get("precision")),
         ("llmexp commit", run.get("commit")),
     ]

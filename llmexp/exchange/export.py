@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from llmexp.exchange.card import card
 from llmexp.exchange.families import Rule, family_of, to_config
 from llmexp.exchange.tokenizer import SENTENCEPIECE, tokenizer_files
 from llmexp.exchange.writing import DTYPES, write_weights
-from llmexp.fileio import write_json, write_whole
+from llmexp.fileio import new_folder, write_json, write_whole
 
 TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
 
@@ -63,20 +61,13 @@ def export(
         )
     if not files:
         notes.append(f"the tokenizer {tokenizer.name} is one of your own and is not written")
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    draft.mkdir(parents=True)
-    try:
+    with new_folder(folder) as draft:
         size = write_weights(draft, loaded, rules, kind)
         write_json(draft / "config.json", described)
         write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         for name, content in files.items():
             write_whole(draft / name, content)
         write_whole(draft / "README.md", card(run, loaded.step, architecture, weights))
-        if folder.is_dir():
-            folder.rmdir()  # an empty one
-        os.rename(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     parameters = sum(math.prod(pieces[0].shape) for pieces in loaded.model.values())
     return Exported(architecture, parameters, loaded.step, size, notes)
 

@@ -20,6 +20,7 @@ from llmexp import fileio, provenance, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.child import REFUSED
 from llmexp.config import ConfigError, flatten, plain
+from llmexp.exchange.average import RECORD
 from llmexp.knobs import default_of, may_change
 from llmexp.metrics import hardware
 from llmexp.redact import concealed, marks
@@ -48,6 +49,11 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
         rundir.check_plain(wanted)
+        if (wanted / RECORD).exists():
+            raise ConfigError(
+                f"{wanted}: is an average of checkpoints, from which no run goes on; begin one "
+                f"with its weights: llmexp train ... model.init_from={wanted}"
+            )
     if there and mode == "never":
         state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(

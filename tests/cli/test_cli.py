@@ -75,7 +75,18 @@ def test_help_is_grouped_and_fits(capsys, monkeypatch, columns):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "plan", "explain", "prepare", "tokenizer", "resume", "sample", "evaluate", "export"],
+    [
+        "",
+        "plan",
+        "explain",
+        "prepare",
+        "tokenizer",
+        "resume",
+        "sample",
+        "evaluate",
+        "average",
+        "export",
+    ],
 )
 def test_help_of_every_command(capsys, command):
     code: object
@@ -162,7 +173,7 @@ def test_info_into_a_closed_pipe():
 COMPLETIONS = [
     ("llmexp tr", {"train"}),
     ("llmexp ", {"train", "plan", "explain", "prepare", "tokenizer", "resume", "sample",
-                 "evaluate", "export", "compare", "runs", "sync", "verify"}),
+                 "evaluate", "average", "export", "compare", "runs", "sync", "verify"}),
     ("llmexp train mod", {"model.", "model="}),
     ("llmexp train model=gpt2", {f"model=gpt2_{size}" for size in ("large", "medium", "small",
     "xl")}),

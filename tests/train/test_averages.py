@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import llmexp as library
+from llmexp.__main__ import run as command
+from llmexp.compare.reading import find
+from llmexp.exchange.reading import open_source
 from tests.conftest import Result, llmexp, train
 from tests.tools import cut_after, exact, same_state, weights
 
@@ -110,8 +113,48 @@ def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, kind):
         assert row[key] == pytest.approx(double.rows()[-1][key], rel=1e-9)
 
 
-def test_weights_that_are_not_there_are_refused(tmp_path, settings):
-    run = train(tmp_path, "run", *settings, "train.max_steps=1")
-    found = llmexp("sample", str(run.folder), "--weights", "ema", cwd=tmp_path)
-    assert found.code == 2
-    assert "holds no ema" in found.err
+def average(capsys, *arguments: str) -> tuple[int, str]:
+    code = command(["average", *arguments])
+    return code, "".join(capsys.readouterr())
+
+
+def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_path, capsys):
+    """Summed in order and divided once, as numpy does: not a bit differs."""
+    folder = tmp_path / "mean"
+    code, said = average(capsys, str(double.folder), "--last", "5", "--out", str(folder))
+    assert code == 0, said
+    sums = [weights(double, step) for step in range(STEPS - 4, STEPS + 1)]
+    found = weights(Result(0, "", "", folder), STEPS)
+    for name, tensor in found.items():
+        expected = sum(one[name].numpy() for one in sums) / 5
+        assert np.array_equal(tensor.numpy(), expected), name
+    record = json.loads((folder / "average.json").read_text())
+    assert [one["step"] for one in record["checkpoints"]] == [8, 9, 10, 11, 12]
+    model = library.load(folder).model()
+    assert torch.equal(model.head_weight, found["token_embedding.weight"])
+    begun = open_source(str(folder)).read("token_embedding.weight")
+    assert torch.equal(begun, model.head_weight)
+    refused = llmexp("resume", str(folder), cwd=tmp_path)
+    assert refused.code == 2
+    assert "model.init_from" in refused.err
+    assert find([tmp_path])[0] == []  # no run for compare and runs
+
+
+def test_averages_that_cannot_be_are_refused(double, settings, tmp_path, capsys):
+    run = str(double.folder)
+    other = train(tmp_path, "other", *settings, "train.max_steps=1", "model.d_ff=32")
+    before = sorted(tmp_path.rglob("*"))
+    refusals = {
+        (run, "--last", "99"): "has 13 of 99 checkpoints: 0, 1, 2",
+        (f"{run}@3", f"{run}@77"): "no checkpoint of step 77; there are those of 0, 1, 2",
+        (run, str(other.folder)): "name the folder",
+        (run, str(other.folder), "--out", "mean"): "model.d_ff (24 and 32)",
+        (run,): "is one checkpoint",
+        (run, f"{run}@{STEPS}"): "named twice",
+        (str(other.folder), "--weights", "ema"): "holds no ema",
+    }
+    for arguments, why in refusals.items():
+        code, said = average(capsys, *arguments)
+        assert code == 2, said
+        assert why in said
+    assert sorted(tmp_path.rglob("*")) == before

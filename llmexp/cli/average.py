@@ -1,0 +1,87 @@
+"""`llmexp average RUN --last 5`: the mean of the weights of several checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from llmexp import rundir
+from llmexp.compose import command_line
+from llmexp.config import ConfigError
+from llmexp.naming import add_weights, check_new, named_checkpoint
+
+
+def average(arguments: list[str]) -> int:
+    """Write the mean of checkpoints into a folder that other commands take as they take a run."""
+    parser = argparse.ArgumentParser(
+        prog="llmexp average",
+        description="Average the weights of several checkpoints, of one run or of several. "
+        "evaluate, sample, export and model.init_from take the result as they take a run.",
+        epilog=command_line.ALLOW_HELP,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN[@STEP]", help="run folder; without a step its newest one"
+    )
+    parser.add_argument(
+        "--last", type=int, metavar="N", help="the newest N checkpoints of each run"
+    )
+    add_weights(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="a new folder (default, of one run: in it)"
+    )
+    args = parser.parse_args(command_line.take_allowed(arguments))
+    found = chosen(args.runs, args.last)
+    if len(found) < 2 and args.weights == "model":
+        raise ConfigError(f"{args.runs[0]}: is one checkpoint; for example --last 5")
+    folder = args.out or default_folder(found, args.weights)
+    check_new(folder, "--out")
+    from llmexp.exchange import average as exchange
+    from llmexp.exchange.reading import open_checkpoint
+
+    try:
+        opened = [
+            open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), args.weights)
+            for path, step in found
+        ]
+        exchange.average(opened, args.weights, folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    steps = ", ".join(f"{one.step:,}" for one in opened)
+    size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())
+    kind = "ema" if args.weights == "ema" else "weights"
+    print(f"{folder}: mean of the {kind} of steps {steps}; {size:,} parameters")
+    print(f"use it: llmexp evaluate {folder}")
+    return 0
+
+
+def chosen(names: list[str], last: int | None) -> list[tuple[Path, int]]:
+    """Return the run and the step of each checkpoint. Raises ConfigError."""
+    found: list[tuple[Path, int]] = []
+    if last is not None and last < 1:
+        raise ConfigError(f"--last {last}: must be at least 1; for example --last 5")
+    for name in names:
+        path, step = named_checkpoint(name)
+        steps = rundir.saved_steps(path)
+        if step is not None and last is not None:
+            raise ConfigError(f"{name} --last {last}: give the step or --last; for example {path}")
+        if len(steps) < (last or 1):
+            there = ", ".join(map(str, steps)) or "none yet"
+            raise ConfigError(
+                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; "
+                f"checkpoint.keep={max(2, last or 1)} keeps more"
+            )
+        found += [(path, one) for one in ([step] if step is not None else steps[-(last or 1) :])]
+    if twice := [f"{path}@{step}" for path, step in found if found.count((path, step)) > 1]:
+        raise ConfigError(f"{twice[0]}: is named twice")
+    return found
+
+
+def default_folder(found: list[tuple[Path, int]], weights: str) -> Path:
+    """Return the folder of an average within its run. Raises ConfigError for several runs."""
+    (path, first), (other, last) = found[0], found[-1]
+    if any(one != path for one, _ in found):
+        raise ConfigError(f"{path} and {other}: name the folder of their average: --out FOLDER")
+    name = "-".join(dict.fromkeys((str(first), str(last))))
+    return path / "averages" / (name if weights == "model" else f"{weights}-{name}")

@@ -1,0 +1,96 @@
+"""The mean of the weights of several checkpoints, as a folder that is used as a run's is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmexp import rundir
+from llmexp.checkpoint import saving
+from llmexp.checkpoint.loading import Loaded, whole_tensor
+from llmexp.checkpoint.pieces import Piece
+from llmexp.config import ConfigError, flatten
+from llmexp.exchange.reading import FREE
+from llmexp.fileio import new_folder, read_json, write_json, write_whole
+
+RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
+
+
+def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
+    """Write the mean into a new folder: a config and a checkpoint, both of the last one's run and
+    step, and RECORD. `weights`: those of naming.WEIGHTS that were opened. Raises ConfigError where
+    they are of different models."""
+    runs = [one.path.parent.parent for one in checkpoints]
+    refuse_others(checkpoints, runs)
+    last, names = checkpoints[-1], checkpoints[0].model
+    pieces = {name: whole(mean(checkpoints, name)) for name in names}
+    record = {
+        "mean_of": ", ".join(f"{r.name}@{c.step}" for r, c in zip(runs, checkpoints, strict=True)),
+        "weights": weights,
+        "checkpoints": [
+            {"run": os.path.abspath(run), "step": one.step, "digest": one.manifest.get("digest")}
+            for run, one in zip(runs, checkpoints, strict=True)
+        ],
+    }
+    root = Path(rundir.CHECKPOINTS)
+    with new_folder(folder) as draft:
+        write_whole(draft / rundir.CONFIG, (runs[-1] / rundir.CONFIG).read_bytes())
+        write_json(draft / RECORD, record | {"run": rundir.read_run(runs[-1])})
+        held = saving.Pieces(0, 1, {"model.safetensors": pieces}, [])
+        saving.write(draft / root, last.step, held)
+        saving.commit(draft / root, last.step, held, {}, {"average": record}, keep=None)
+
+
+def mean(checkpoints: Sequence[Loaded], name: str) -> Tensor:
+    """Return the mean of a tensor, summed in float64 and rounded once; of whole numbers the last
+    ones."""
+    last = whole_tensor(checkpoints[-1], name)
+    if not last.is_floating_point():
+        return last
+    total = torch.zeros(last.shape, dtype=torch.float64)
+    for one in checkpoints:
+        total += whole_tensor(one, name).double()
+    return (total / len(checkpoints)).to(last.dtype)
+
+
+def whole(tensor: Tensor) -> Piece:
+    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
+    """Raise ConfigError where a checkpoint is of another model than the first, with the knobs or
+    tensors that differ."""
+    first, *others = map(what_it_is, runs)
+    for run, here in zip(runs[1:], others, strict=True):
+        if keys := sorted(k for k in first.keys() | here if first.get(k) != here.get(k)):
+            texts = [f"{key} ({first.get(key)} and {here.get(key)})" for key in keys]
+            raise ConfigError(f"{runs[0]} and {run}: have other models: {', '.join(texts)}")
+    first_shapes, *shapes = [{n: p[0].shape for n, p in one.model.items()} for one in checkpoints]
+    for run, there in zip(runs[1:], shapes, strict=True):
+        if there != first_shapes:
+            names = sorted(dict(there.items() ^ first_shapes.items()))
+            raise ConfigError(f"{runs[0]} and {run}: have other tensors: {', '.join(names[:8])}")
+
+
+def what_it_is(run: Path) -> dict[str, Any]:
+    """Return the knobs of a run that tell its model and its tokenizer."""
+    config = rundir.built_config(run)
+    flat = flatten({"model": config.model, "tokenizer": config.tokenizer})
+    free = {f"model.{key}" for key in FREE if key != "_target_"}
+    return {key: value for key, value in flat.items() if key not in free}
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return run.json of a run; of an average, that of its last run, and what it is the mean of."""
+    if not (folder / RECORD).is_file():
+        return rundir.read_run(folder)
+    record = read_json(folder / RECORD)
+    try:
+        return record["run"] | {"mean_of": record["mean_of"]}
+    except (KeyError, TypeError):
+        raise ConfigError(f"{folder / RECORD}: is damaged; make the average anew") from None
