@@ -62,6 +62,12 @@ def logits(model: Any, tokens_bt: Tensor) -> Tensor:
     return F.linear(model.features(tokens_bt), model.head_weight)
 
 
+def can_remember(model: Any, length: int) -> bool:
+    """Return whether `features` goes on from a `Past` of up to `length` tokens."""
+    window = getattr(model, "sliding_window", None)
+    return model.document_end is None and (window is None or window >= length)
+
+
 def autocast_dtype(x: Tensor) -> Tensor:
     """Return x in the dtype that products will have: once for several of them."""
     kind = x.device.type

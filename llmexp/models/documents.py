@@ -1,8 +1,9 @@
-"""Causal attention, inside documents where a model knows the last id of one."""
+"""Causal attention, inside documents where a model knows the last id of one; and back to the tokens
+of earlier calls, where text is made token by token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,32 @@ class Documents:
     positions_bt: Tensor  # int64, from 0 in each document
     spans: list[tuple[int, int, int]] | None  # (row, start, stop)
     mask_b1ts: Tensor | None  # bool: true where the query t may look at s
+
+
+@dataclass
+class Past:
+    """Keys and values of the `length` tokens of earlier calls, a pair a layer. A first call may
+    bring several tokens, each later one brings one."""
+
+    length: int = 0
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _layer: int = 0  # which one comes next
+
+    def begin(self, tokens: int) -> int:
+        """Begin a call with so many tokens; return the position of the first."""
+        self._layer, first = 0, self.length
+        self.length += tokens
+        return first
+
+    def join(self, k_bgtk: Tensor, v_bgtk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of this layer for all tokens so far."""
+        if self._layer == len(self.pairs):
+            self.pairs.append((k_bgtk, v_bgtk))
+        else:
+            k_old, v_old = self.pairs[self._layer]
+            self.pairs[self._layer] = torch.cat((k_old, k_bgtk), 2), torch.cat((v_old, v_bgtk), 2)
+        self._layer += 1
+        return self.pairs[self._layer - 1]
 
 
 def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents:
@@ -75,12 +102,18 @@ def attend(
     q_bhtk: Tensor,
     k_bgtk: Tensor,
     v_bgtk: Tensor,
-    documents: Documents | None,
+    documents: Documents | Past | None,
     dropout: float,
     grouped: bool = False,
 ) -> Tensor:
     """Return (b, h, t, k): causal attention, each token to those of its own document. `grouped`:
     several query heads share a key and value head."""
+    if isinstance(documents, Past):
+        k_bgtk, v_bgtk = documents.join(k_bgtk, v_bgtk)
+        several = q_bhtk.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q_bhtk, k_bgtk, v_bgtk, is_causal=several, enable_gqa=grouped
+        )
     if documents is None or documents.spans is None:
         mask = None if documents is None else documents.mask_b1ts
         if grouped and repeats_heads(q_bhtk, mask):

@@ -21,6 +21,7 @@ from llmexp.models.common import (
     FLOPS_FORMULA,
     RESIDUALS,
     begin,
+    can_remember,
     embedding,
     flops_per_token,
     init_weights,
@@ -29,7 +30,7 @@ from llmexp.models.common import (
     same_in_training,
     stream,
 )
-from llmexp.models.documents import Documents, attend, find_documents
+from llmexp.models.documents import Documents, Past, attend, find_documents
 
 
 class Attention(nn.Module):
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d_model, d_model)
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def forward(self, x_btd: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, x_btd: Tensor, documents: Documents | Past | None = None) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q_bhtk, k_bhtk, v_bhtk = (
@@ -83,7 +84,7 @@ class Block(nn.Module):
         self.mlp = MLP(d_model, d_ff, gelu)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h_btd: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, h_btd: Tensor, documents: Documents | Past | None = None) -> Tensor:
         h_btd = h_btd + self.dropout(self.attention(self.attention_norm(h_btd), documents))
         return h_btd + self.dropout(self.mlp(self.mlp_norm(h_btd)))
 
@@ -102,6 +103,7 @@ class GPT2(nn.Module):
     flops_formula = FLOPS_FORMULA
     init_weights, forward, stream = init_weights, logits, stream
     flops_per_token, same_in_training = flops_per_token, same_in_training
+    can_remember = can_remember
 
     def __init__(
         self,
@@ -148,16 +150,18 @@ class GPT2(nn.Module):
         """Output projection (v, d), a Parameter: the token embedding's weight."""
         return self.token_embedding.weight
 
-    def features(self, tokens_bt: Tensor) -> Tensor:
+    def features(self, tokens_bt: Tensor, past: Past | None = None) -> Tensor:
         """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
         sequence."""
         t = tokens_bt.shape[1]
-        check_length(t, self.max_position_embeddings)
-        positions, documents = torch.arange(t, device=tokens_bt.device), None
+        first = 0 if past is None else past.begin(t)
+        check_length(first + t, self.max_position_embeddings)
+        positions = torch.arange(first, first + t, device=tokens_bt.device)
+        documents = None
         if self.document_end is not None:
             documents = find_documents(tokens_bt, self.document_end, self.document_spans)
             positions = documents.positions_bt
         h_btd = self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions))
         for block in self.blocks:
-            h_btd = block(self.stream(h_btd), documents)
+            h_btd = block(self.stream(h_btd), past or documents)
         return self.final_norm(h_btd)

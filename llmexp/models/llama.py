@@ -28,6 +28,7 @@ from llmexp.models.common import (
     FLOPS_FORMULA,
     RESIDUALS,
     begin,
+    can_remember,
     embedding,
     flops_per_token,
     init_weights,
@@ -36,7 +37,7 @@ from llmexp.models.common import (
     same_in_training,
     stream,
 )
-from llmexp.models.documents import Documents, attend, find_documents, within
+from llmexp.models.documents import Documents, Past, attend, find_documents, within
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -133,7 +134,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=shape.norm_eps) for n in sizes)
 
     def forward(
-        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | Past | None = None
     ) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
@@ -181,7 +182,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
-        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self, h_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | Past | None = None
     ) -> Tensor:
         if self.after:
             attended_btd = self.attention_norm(self.attention(h_btd, cos, sin, documents))
@@ -241,6 +242,7 @@ class Llama(nn.Module):
     flops_formula = FLOPS_FORMULA
     init_weights, forward, stream = init_weights, logits, stream
     flops_per_token, same_in_training = flops_per_token, same_in_training
+    can_remember = can_remember
 
     def __init__(
         self,
@@ -308,15 +310,17 @@ class Llama(nn.Module):
         false."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
-    def features(self, tokens_bt: Tensor) -> Tensor:
+    def features(self, tokens_bt: Tensor, past: Past | None = None) -> Tensor:
         """Hidden states (b, t, d) after the final norm. Raises ValueError for too long a
         sequence."""
         t = tokens_bt.shape[1]
-        check_length(t, self.max_position_embeddings)
+        first = 0 if past is None else past.begin(t)
+        check_length(first + t, self.max_position_embeddings)
         h_btd = self.dropout(self.token_embedding(tokens_bt))
         # Made anew each time: a buffer would not survive `to_empty`, and the tables are a few
         # kilobytes.
-        cos, sin = rope_tables(t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
+        cos, sin = rope_tables(first + t, self.head_dim, self.rope_theta, h_btd, self.rope_scaling)
+        cos, sin = cos[first:], sin[first:]
         documents = None
         if self.document_end is not None:
             documents = find_documents(tokens_bt, self.document_end, self.document_spans)
@@ -325,5 +329,5 @@ class Llama(nn.Module):
         if self.sliding_window is not None and self.sliding_window < t:
             documents = within(self.sliding_window, tokens_bt, documents)
         for block in self.blocks:
-            h_btd = block(self.stream(h_btd), cos, sin, documents)
+            h_btd = block(self.stream(h_btd), cos, sin, past or documents)
         return self.final_norm(h_btd)

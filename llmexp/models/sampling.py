@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from llmexp.models.documents import Past
 
 
 def generate(
@@ -21,7 +25,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield `max_new_tokens` token ids that continue `prompt_tokens`.
 
-    The model sees the last `context_length` tokens, on the generator's device. `temperature` 0
+    The model sees the last `context_length` tokens, on the generator's device; one that can
+    remember computes each of them once, until the context is full. `temperature` 0
     takes the most likely token; `top_k` keeps the k most likely ones (None: all). Ids that are not
     true in `allowed_v` (bool; None: all are), such as rows that only pad the vocabulary, never come
     out. The generator is the only source of randomness. For each token the model is put into eval
@@ -44,8 +49,13 @@ def generate(
     def continuation() -> Iterator[int]:
         tokens = list(prompt_tokens)
         barred_v = None if allowed_v is None else ~allowed_v.to(generator.device)
+        remembers = getattr(model, "can_remember", lambda length: False)(context_length)
+        past = Past()
         for _ in range(max_new_tokens):
-            logits_v = _last_logits(model, tokens[-context_length:], generator.device)
+            if remembers and len(tokens) <= context_length:
+                logits_v = _last_logits(model, tokens[past.length :], generator.device, past)
+            else:
+                logits_v = _last_logits(model, tokens[-context_length:], generator.device)
             if barred_v is not None:
                 logits_v = logits_v[: len(barred_v)]
                 logits_v = logits_v.masked_fill(barred_v[: len(logits_v)], -math.inf)
@@ -56,13 +66,18 @@ def generate(
 
 
 @torch.no_grad()
-def _last_logits(model: nn.Module, tokens: list[int], device: torch.device) -> Tensor:
-    """Return logits (v,) of the token after `tokens`, in eval mode, which is then undone module by
-    module."""
+def _last_logits(
+    model: Any, tokens: list[int], device: torch.device, past: Past | None = None
+) -> Tensor:
+    """Return logits (v,) of the token after `tokens` and those of the past, in eval mode, which is
+    then undone module by module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        return model(torch.tensor([tokens], device=device))[0, -1].float()
+        tokens_bt = torch.tensor([tokens], device=device)
+        if past is None:
+            return model(tokens_bt)[0, -1].float()
+        return F.linear(model.features(tokens_bt, past)[0, -1], model.head_weight).float()
     finally:
         for module, training in modes:
             module.training = training

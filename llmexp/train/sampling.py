@@ -85,7 +85,9 @@ def sample_text(loop: Loop) -> str:
     length = loop.run.sequence_length  # no position that was never trained
     prompt = first_words(parts.tokenizer, parts.corpus, parts.document_end)
     with one_thread(small=loop.run.facts.parameters < SMALL):
-        text = sample(parts.tokenizer, loop.setup.loss, length, parts.precision, prompt, tokens)
+        # a split model is whole within the loss alone
+        model = loop.setup.loss if loop.mesh.sharded else loop.setup.model
+        text = sample(parts.tokenizer, model, length, parts.precision, prompt, tokens)
     return " ".join(text.split())
 
 

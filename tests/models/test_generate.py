@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from llmexp.models.documents import Past
 from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
 from llmexp.models.sampling import generate
 
 
@@ -27,16 +29,50 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_greedy_follows_the_argmax_of_the_cropped_context() -> None:
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS = {
+    "gpt2": lambda: GPT2(30, 8, 2, 4, 16, 32),
+    "llama": lambda: Llama(
+        30, 8, 2, 4, 2, 16, 24, qk_norm="head", sliding_window=8,
+        rope_scaling=SCALING | {"original_max_position_embeddings": 8},
+    ),
+    "a narrow window": lambda: Llama(30, 8, 2, 4, 4, 16, 24, sliding_window=4),
+    "documents": lambda: GPT2(30, 8, 2, 4, 16, 32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_follows_the_argmax_of_the_cropped_context(kind: str) -> None:
+    """In float64, where rounding decides nothing; those that remember compute each token once."""
     torch.manual_seed(0)
-    model = GPT2(30, 8, 2, 2, 16, 32).eval()
+    model = MODELS[kind]().double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    model.document_end = 3 if kind == "documents" else None
     expected = [3, 1, 4]
     for _ in range(12):
         with torch.no_grad():
             expected.append(int(model(torch.tensor([expected[-8:]]))[0, -1].argmax()))
-    assert (
-        list(generate(model, [3, 1, 4], 12, 0.0, None, seeded(), context_length=8)) == expected[3:]
-    )
+    lengths: list[int] = []
+    model.token_embedding.register_forward_hook(lambda _, tokens, out: lengths.append(out.shape[1]))
+    found = list(generate(model, [3, 1, 4], 12, 0.0, None, seeded(), context_length=8))
+    assert found == expected[3:]
+    remembers = kind in ("gpt2", "llama")
+    assert lengths == [3, *([1] * 5 if remembers else range(4, 9)), *[8] * 6]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_is_remembered_gives_the_hidden_states_of_the_whole(kind: str) -> None:
+    torch.manual_seed(1)
+    model = MODELS[kind]().double().eval()
+    tokens_bt = torch.randint(0, 30, (2, 8))
+    past = Past()
+    parts = [model.features(part, past) for part in tokens_bt.split([3, 1, 1, 1, 1, 1], 1)]
+    # float64 through two layers, of sums in another order
+    torch.testing.assert_close(torch.cat(parts, 1), model.features(tokens_bt), rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match="9 tokens"):
+        model.features(tokens_bt[:, :1], past)
 
 
 def test_context_never_exceeds_its_length() -> None:

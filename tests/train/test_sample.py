@@ -67,7 +67,7 @@ def looped(
         config=SimpleNamespace(train=SimpleNamespace(sample_tokens=20)),
         corpus=SimpleNamespace(is_text=False),
     )  # fmt: skip
-    setup = SimpleNamespace(parts=parts, loss=model)
+    setup = SimpleNamespace(parts=parts, loss=model, model=model)
     return SimpleNamespace(
         setup=setup, run=parts.run, config=parts.config, mesh=SimpleNamespace(sharded=sharded),
         out=SimpleNamespace(console=SimpleNamespace(line=said.append)),
