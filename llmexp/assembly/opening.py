@@ -21,6 +21,7 @@ from llmexp.assembly.parts import (
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.exchange.export import Exported, export
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.models.common import give_memory, init_weights
 
@@ -53,6 +54,26 @@ def open_run(
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
     return Opened(path, loaded.step, config, tokenizer, model)
+
+
+def export_run(
+    checkpoint: tuple[Path, int | None, str],
+    folder: Path,
+    dtype: str | None,
+    warn: Callable[[str], None],
+) -> Exported:
+    """Write a checkpoint, (run, step, weights) as for `open_checkpoint`, as a folder of Hugging
+    Face; `dtype` as in `export`. Raises ConfigError."""
+    path, step, weights = checkpoint
+    config = filled(rundir.built_config(path))
+    try:
+        tokenizer, section = build_tokenizer(config)
+        loaded = open_checkpoint(path, step, warn, weights)
+        return export(loaded, section, tokenizer, folder, dtype, path, weights)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 def _build(section: dict[str, Any]) -> nn.Module:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,18 +31,16 @@ def evaluate(arguments: list[str]) -> int:
     config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
     names = _tasks(args)
-    from llmexp.assembly.opening import open_run
-    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+    found: dict[str, Any] = {"run": str(path), "weights": args.weights}
+    if args.lm_eval:
+        from llmexp.evaluate.harness import evaluate_by_harness, figures
 
-    judge = place(open_run(path, step, _warn, args.weights))
-    if judge.note:
-        _warn(judge.note)
-    found: dict[str, Any] = {"run": str(path), "step": judge.opened.step, "weights": args.weights}
-    if names:
-        folder = args.tasks_folder or config.train.tasks_folder
-        found |= evaluate_tasks(judge, names, folder, args.by == "item")
+        checkpoint = (path, step, args.weights)
+        scored = evaluate_by_harness(checkpoint, names, args.tasks_folder, _warn)
+        found |= {key: scored[key] for key in ("step", "device", "precision")}
+        found["tasks"] = figures(scored)
     else:
-        found |= evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+        found |= _own(args, path, step, config, tokens, names)
     if args.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
@@ -54,6 +53,29 @@ def evaluate(arguments: list[str]) -> int:
         ]
         print(redacted("\n".join(lines)))
     return 0
+
+
+def _own(
+    args: argparse.Namespace,
+    path: Path,
+    step: int | None,
+    config: Config,
+    tokens: int | None,
+    names: Sequence[str],
+) -> dict[str, Any]:
+    """Return the figures of the run's model on tasks, or where there are no names, on sets."""
+    from llmexp.assembly.opening import open_run
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+
+    judge = place(open_run(path, step, _warn, args.weights))
+    if judge.note:
+        _warn(judge.note)
+    if names:
+        folder = args.tasks_folder or config.train.tasks_folder
+        found = evaluate_tasks(judge, names, folder, args.by == "item")
+    else:
+        found = evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+    return {"step": judge.opened.step} | found
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -85,7 +107,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--tasks-folder",
         metavar="DIR",
         help="folder of NAME.jsonl (default: train.tasks_folder, else $LLMEXP_TASKS, else the "
-        "shipped tiny_facts)",
+        "shipped tiny_facts); of --lm-eval: of YAML files that describe more tasks",
+    )
+    parser.add_argument(
+        "--lm-eval", metavar="NAME,...", help="tasks of lm-eval, on the model exported to it"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--config-dir", help="folder with options of your own, as for train")
@@ -98,19 +123,21 @@ def _warn(text: str) -> None:
 
 def _tasks(args: argparse.Namespace) -> list[str]:
     """Return the names of the tasks; none where sets are evaluated. Raises ConfigError."""
-    names = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
-    for flag, given in (("--tokens", args.tokens), ("data=...", args.overrides)):
-        if args.tasks is not None and given:
-            raise ConfigError(
-                f"--tasks {args.tasks}: takes no {flag}; tasks have items of their own"
-            )
-    if args.tasks is not None and not names:
-        raise ConfigError("--tasks: a name is needed; for example --tasks tiny_facts")
+    flag, given = ("--tasks", args.tasks) if args.lm_eval is None else ("--lm-eval", args.lm_eval)
+    names = [name.strip() for name in (given or "").split(",") if name.strip()]
+    beside = {"--tokens": args.tokens, "data=...": args.overrides}
+    if args.lm_eval is not None:
+        beside |= {"--tasks": args.tasks, "--by item": args.by == "item"}
+    for other, there in beside.items():
+        if given is not None and there:
+            raise ConfigError(f"{flag} {given}: takes no {other}; tasks have items of their own")
+    if given is not None and not names:
+        raise ConfigError(f"{flag}: a name is needed; for example {flag} tiny_facts")
     wrong = "item" if not names else "document"
     if args.by == wrong or (args.tasks_folder and not names):
-        flag = f"--by {args.by}" if args.by == wrong else "--tasks-folder"
+        other = f"--by {args.by}" if args.by == wrong else "--tasks-folder"
         instead = "--by item" if names else "--tasks tiny_facts"
-        raise ConfigError(f"{flag}: does not go with this; for example {instead}")
+        raise ConfigError(f"{other}: does not go with this; for example {instead}")
     return names
 
 
@@ -175,8 +202,8 @@ def _put(tree: dict[str, Any], override: Any) -> None:
 
 def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of tasks, and those of their items."""
-    keys = ("acc", "acc_norm", "bits_per_byte")
-    rows = [["task", "items", "acc", "acc_norm", "bits/byte"]]
+    keys = [key for key in dict.fromkeys(key for one in tasks for key in one) if _is_figure(key)]
+    rows = [["task", "items", *({"bits_per_byte": "bits/byte"}.get(key, key) for key in keys)]]
     rows += [[one["task"], f"{one['items']:,}", *_figures(one, keys)] for one in tasks]
     lines = [show.table(rows, left=1)]
     for one in tasks:
@@ -188,6 +215,10 @@ def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
                 rows.append([item["id"], str(item["answer"]), *right, lls])
             lines += ["", f"{one['task']}, by item", show.table(rows, left=1)]
     return lines
+
+
+def _is_figure(key: str) -> bool:
+    return key not in ("task", "items", "scores") and "_stderr" not in key
 
 
 def _of_sets(sets: Sequence[Mapping[str, Any]]) -> list[str]:

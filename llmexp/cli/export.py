@@ -7,9 +7,7 @@ import functools
 import sys
 from pathlib import Path
 
-from llmexp import rundir
 from llmexp.compose import command_line
-from llmexp.config import ConfigError
 from llmexp.naming import add_weights, check_new, named_checkpoint
 
 
@@ -30,22 +28,10 @@ def export(arguments: list[str]) -> int:
     args = parser.parse_args(command_line.take_allowed(arguments))
     path, step = named_checkpoint(args.run)
     check_new(args.folder, "FOLDER")
-    from llmexp.assembly.parts import build_tokenizer, filled
-    from llmexp.exchange import export as exchange
-    from llmexp.exchange.reading import open_checkpoint
+    from llmexp.assembly.opening import export_run
 
-    config = filled(rundir.built_config(path))
-    try:
-        tokenizer, section = build_tokenizer(config)
-        warn = functools.partial(print, file=sys.stderr)
-        loaded = open_checkpoint(path, step, warn, args.weights)
-        done = exchange.export(
-            loaded, section, tokenizer, args.folder, args.dtype, path, args.weights
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:
-        raise ConfigError(f"{args.folder}: cannot be written: {error.strerror}") from None
+    warn = functools.partial(print, file=sys.stderr)
+    done = export_run((path, step, args.weights), args.folder, args.dtype, warn)
     for text in done.notes:
         print(f"note: {text}", file=sys.stderr)
     print(

@@ -31,14 +31,14 @@ RECORDS = 256  # of a stream, waited for at a time
 MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
-def need(package: str, key: str, what: str) -> Any:
+def need(package: str, key: str, what: str, extra: str = "data") -> Any:
     """Import an optional package. Raise ValueError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError:
         raise ValueError(
             f"{key}: {what} needs the package {package}, which is not installed; "
-            "pip install 'llmexp[data]'"
+            f"pip install 'llmexp[{extra}]'"
         ) from None
 
 

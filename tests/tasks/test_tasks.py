@@ -3,6 +3,7 @@ and two; lm-eval itself where it is installed; what is refused."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from llmexp import mesh
 from llmexp.__main__ import run as command
 from llmexp.assembly.opening import Opened, open_run
 from llmexp.compare.figures import columns_of
+from llmexp.config import ConfigError
+from llmexp.evaluate import harness, sets
 from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, read_items, read_task
 from tests.conftest import llmexp, train
@@ -182,6 +186,46 @@ def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path
     figures, _ = scoring.score(task, loss, alone, "fp64", 10**6)
     for key, value in figures.items():
         assert asked[-1][f"task/mixed/{key}"] == pytest.approx(value, rel=1e-12)
+
+
+def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, capsys):
+    """On the model that is exported for it, in float64; contexts of their own for each choice need
+    another kind of its tasks, and long ones are cut alike."""
+    monkeypatch.chdir(folder)
+    items = [json.loads(line) for line in Path("sets/mixed.jsonl").read_text().splitlines()]
+    kept = [item for item in items if isinstance(item["context"], str)]
+    (tmp_path / "like.jsonl").write_text("".join(json.dumps(item) + "\n" for item in kept))
+    (tmp_path / "like.yaml").write_text(
+        f"task: like\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/like.jsonl}}}}\ndoc_to_target: answer\n"
+        'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\n'
+    )
+    given = ["evaluate", "run", "--lm-eval", "like", "--tasks-folder", str(tmp_path), "--json"]
+    if not all(map(importlib.util.find_spec, ("lm_eval", "accelerate"))):
+        assert command(given) == 2
+        assert "pip install 'llmexp[eval]'" in capsys.readouterr().err
+        pytest.skip("lm-eval is not installed")
+    found = harness.evaluate_by_harness(
+        (Path("run"), None, "model"), ["like"], str(tmp_path), print
+    )
+    task = scoring.prepare(
+        "like",
+        read_items(tmp_path / "like.jsonl"),
+        open_run(Path("run"), 4, print).tokenizer,
+        LENGTH,
+    )
+    judge = sets.place(open_run(Path("run"), 4, print))
+    ours, own = scoring.score(task, judge.loss, mesh.join("cpu", "single", 1, 1, 1), "fp64", 96)
+    theirs = sorted(found["samples"]["like"], key=lambda one: one["doc_id"])
+    for one, other in zip(own, theirs, strict=True):
+        lls = [ll for ll, _ in other["filtered_resps"]]
+        assert one["loglikelihoods"] == pytest.approx(lls, rel=1e-10)
+        assert one["acc"] == other["acc"]
+    (figures,) = harness.figures(found)
+    assert figures["acc"] == ours["acc"]
+    assert figures["acc_stderr"] == pytest.approx(ours["acc_stderr"], rel=1e-12)
+    with pytest.raises(ConfigError, match="there is no task nix"):
+        harness.evaluate_by_harness((Path("run"), None, "model"), ["nix"], None, print)
 
 
 GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}
