@@ -283,6 +283,7 @@ def test_a_search_by_optuna(work):
     assert [p["attempts"] for p in after] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_does_not_end_the_search(work):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     (work / "fails.py").write_text(
@@ -340,6 +341,7 @@ def rate(event, context):
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_rates_of_the_minimal_experiment(work, tiktoken_cache):
     """The warm-up is twice as long as the run: a tenth of the base rate at step 10, half of it at
     step 50."""

@@ -73,9 +73,9 @@ _ALL = (
 )  # fmt: skip
 KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
-# Those whose last values end a run's summary, before those of named validation sets.
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
+# Those whose last values end a run's summary, before those of named validation sets.
 LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
 
 

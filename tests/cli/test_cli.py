@@ -221,7 +221,9 @@ def test_completion_for_other_shells_prints(capsys, monkeypatch, shell):
 
 ASCII = [
     {"PYTHONIOENCODING": "ascii"},
-    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    pytest.param(
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, marks=pytest.mark.slow
+    ),
 ]
 
 

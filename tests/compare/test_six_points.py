@@ -48,6 +48,7 @@ def answer_of(output: str) -> list[str]:
     return lines[start:end]
 
 
+@pytest.mark.slow
 def test_the_sweep_of_the_help_gives_both_readings_in_twelve_lines(tmp_path):
     assert " ".join(SWEEP) in llmexp("train", "--help", cwd=tmp_path).out
     where = tmp_path / "sweep"

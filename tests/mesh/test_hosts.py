@@ -277,6 +277,7 @@ def test_a_killed_agent_takes_its_rank_with_it(here, run, work):
     assert run.checkpoint(status["summary"]["steps"]).is_dir()
 
 
+@pytest.mark.slow
 def test_a_start_too_many_leaves_the_run_alone(here, run, work):
     """A third agent for two hosts, as after a forgotten terminal: it finds nobody, and the two
     train on."""
@@ -293,6 +294,7 @@ def test_a_start_too_many_leaves_the_run_alone(here, run, work):
             until_row(run, len(run.rows()) + 4, first, second)
 
 
+@pytest.mark.slow
 def test_a_host_that_never_comes_is_missed(here, run, work, tmp_path):
     """By the host where they were to meet, and by one that waits for that host."""
     change(run, start_timeout_s=5.0)
@@ -388,6 +390,7 @@ def ranks(number: int, run: Result, work: Path, here: Host, **last: str) -> list
     return said
 
 
+@pytest.mark.slow
 def test_a_world_of_another_size_is_refused_on_every_rank(here, run, work):
     why = "parallelism.nproc_per_node=2 x 1: 3 ranks were started, but the run's parallelism has 2"
     assert all(why in err for err in ranks(3, run, work, here))

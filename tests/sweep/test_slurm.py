@@ -176,6 +176,7 @@ def state_of(run: Path) -> str:
 
 
 @needs_slurm
+@pytest.mark.slow
 def test_a_sweep_from_inside_a_job(cluster, work, undisturbed):
     """A job array for each number of nodes, submitted from a job, of whose variables the new jobs
     inherit none."""

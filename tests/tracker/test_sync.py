@@ -178,6 +178,7 @@ def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
         assert server.run.lines_sent == 30
 
 
+@pytest.mark.slow
 def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
     """wandb takes rows at the end alone: neither a hole nor a row too many can be mended in
     place."""

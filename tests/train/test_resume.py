@@ -104,7 +104,9 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_signal_in_mid_run(whole, tmp_path, number):
     """INT and TERM save and exit 75; KILL does neither. Either way the resumed run is the
     undisturbed one."""
