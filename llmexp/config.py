@@ -292,6 +292,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fork:
+    run: str | None = knob("folder of the parent; null: none", "outputs/trunk", default=None)
+    step: int | None = knob(
+        "step of the parent's checkpoint; null: the newest", 4000, at_least=0, default=None
+    )
+    moments: str = choice("what becomes of the parent's moments", "keep | drop", default="keep")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run depends on. The open sections (dicts) name a function in `_target_` and its
     arguments."""
@@ -312,6 +321,7 @@ class Config:
     parallelism: Parallelism
     tracker: Tracker
     checkpoint: Checkpoint
+    fork: Fork
     hooks: list[Any] = knob(
         "your own functions, called at the events of a step (README)", "[mymodel.watch]"
     )

@@ -81,6 +81,8 @@ def section(cls: type[T], mapping: Any, prefix: str) -> T:
         knob = field.metadata.get("knob", Knob("a section"))
         if key in mapping:
             values[field.name] = _converted(hints[field.name], mapping[key], prefix + key, knob)
+        elif dataclasses.is_dataclass(hints[field.name]):  # a section that older configs lack
+            values[field.name] = _converted(hints[field.name], {}, prefix + key, knob)
         elif knob.default is NO_DEFAULT:
             raise ConfigError(f"{prefix}{key}: this key is missing ({knob.doc})")
     return cls(**values)

@@ -59,6 +59,8 @@ def _where(key: str, *values: Any) -> Acts:
 ACTS = {
     "model.init_grow": Acts(("model.init_from",)),
     "model.residual": _where("precision.kind", "auto", "bf16", "fp16"),
+    "fork.step": Acts(("fork.run",)),
+    "fork.moments": Acts(("fork.run",)),
     "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
     "train.sample_every": Acts(("train.sample_tokens",)),
     "train.tasks_every": Acts(("train.tasks",)),
@@ -71,6 +73,7 @@ ACTS = {
     "optimizer.nesterov": Acts(("optimizer.momentum",)),
     "optimizer.reference_batch": _where("optimizer.lr_rule", "linear", "sqrt"),
     "schedule.warmup_ratio": _where("schedule.warmup_steps", None),
+    "schedule.decay_ratio": _where("schedule.decay_steps", None),
     "schedule.end_ratio": Acts(("schedule.decay_ratio",)),
     "clip.max_norm": _where("clip.kind", "norm"),
     "clip.max_value": _where("clip.kind", "value"),

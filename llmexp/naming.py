@@ -1,14 +1,26 @@
-"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder. No torch here."""
+"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder; rows. No torch."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
+from typing import Any
 
 from llmexp import rundir
 from llmexp.config import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
+LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
+
+
+def lineage(path: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of a run and of its own parents up to a step, those that can be read."""
+    found: list[dict[str, Any]] = []
+    for name in (LINEAGE, rundir.METRICS):
+        with contextlib.suppress(ConfigError, OSError):
+            found += rundir.read_rows(path / name)
+    return [row for row in found if row["step"] <= step]
 
 
 def named_checkpoint(text: str) -> tuple[Path, int | None]:

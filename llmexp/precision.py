@@ -143,6 +143,6 @@ class Scaler:
         return {"scale": float(self.value), "steps": int(self._steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.enabled:
+        if self.enabled and state:  # a fork's parent may have had another precision
             self.value.fill_(state["scale"])
             self._steps.fill_(state["steps"])

@@ -118,3 +118,41 @@ def wsd(
     return (
         1.0 if left >= decay else 1 + (_share("end_ratio", end_ratio) - 1) * (decay - left) / decay
     )
+
+
+def cooldown(
+    update: int,
+    total_updates: int,
+    warmup_steps: int | None = None,
+    warmup_ratio: float | None = None,
+    decay_start: int | None = None,
+    decay_steps: int | None = None,
+    decay_ratio: float = 0.2,
+    end_ratio: float = 0.0,
+) -> float:
+    """Warm-up, stable, then a line to `end_ratio` from update `decay_start` on, over `decay_steps`
+    updates, else to the end. Without a start the decay is the last `decay_steps` updates, else the
+    last `decay_ratio` of all: as in `wsd`.
+
+    Raises ValueError where the warm-up reaches into the decay.
+    """
+    for key, value, least in (("decay_start", decay_start, 0), ("decay_steps", decay_steps, 1)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < least
+        ):
+            raise ValueError(f"schedule.{key}={value}: a whole number from {least} is needed")
+    start = decay_start
+    if start is None:
+        whole = round(_share("decay_ratio", decay_ratio) * total_updates)
+        start = max(0, total_updates - (decay_steps or whole))
+    risen = warmup_updates(total_updates, warmup_steps, warmup_ratio)
+    if start < risen:
+        raise ValueError(
+            f"schedule.warmup_steps={risen}: the warm-up reaches into the decay, which starts at "
+            f"update {start}; for example schedule.warmup_steps={start}"
+        )
+    if update < risen:
+        return (update + 1) / risen
+    decayed = update + 1 - start  # updates of the decay, with this one
+    progress = min(1.0, max(0.0, decayed / (decay_steps or max(1, total_updates - start))))
+    return 1 + (_share("end_ratio", end_ratio) - 1) * progress

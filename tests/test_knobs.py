@@ -92,6 +92,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "schedule.warmup_steps": {"schedule.warmup_steps": 2},
     "schedule.warmup_ratio": {"schedule.warmup_ratio": 0.7},
     "schedule.decay_ratio": {"schedule.decay_ratio": 0.9},
+    "schedule.decay_start": {"schedule.decay_start": 1},
+    "schedule.decay_steps": {"schedule.decay_steps": 2},
     "schedule.end_ratio": {"schedule.end_ratio": 0.6},
     "clip.max_norm": {"clip.max_norm": 0.01},
     "clip.max_value": {"clip.max_value": 1e-4},

@@ -3,6 +3,7 @@
 assemble   config -> `Parts`: every check and every fact, then the solved `Run`
 placement  device, ranks and arithmetic
 parts      tokenizer, data, model and optimizers, each checked when it is built
+parent     the checkpoint that a fork goes on from
 opening    a checkpoint for use without training
 targets    `_target_`: from a dotted name to a function, if its package is allowed
 trial      one forward pass of a user's own model, before anything is written

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import schedule
+from llmexp.assembly.parent import find_parent
 from llmexp.assembly.parts import (
     DATA_COMMON,
     Shared,
@@ -52,7 +53,7 @@ from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
-from llmexp.run import Facts, Run, SourceShare, check_model, solve
+from llmexp.run import Facts, Parent, Run, SourceShare, check_model, solve
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
@@ -88,13 +89,18 @@ class Parts:
 
 
 def assemble(
-    config: Config, *, write: bool, shared: Shared | None = None, tried: bool = False
+    config: Config,
+    *,
+    write: bool,
+    shared: Shared | None = None,
+    tried: bool = False,
+    parent: Parent | None = None,
 ) -> Parts:
     """Check everything and look up every fact; cheap checks come before expensive ones.
 
     With `write` false no token cache is written and the corpus may know its length only. `tried`: a
-    model of the user's has had its trial pass before the run's folder was made. Raises ConfigError.
-    """
+    model of the user's has had its trial pass before the run's folder was made. `parent`: that of a
+    fork, from its run.json. Raises ConfigError."""
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     saved, config, once = config, filled(config), (shared or Shared()).once
     place = placed(config)
@@ -116,21 +122,16 @@ def assemble(
     vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
     initial = _initial(once, config, loss.model, tokenizer, tried)
     if _own(config.model) and not tried:
-        target = str(config.model["_target_"])
-        sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
         meta = shared is not None or not write  # a process that trains nothing
-        once(
-            "trial",
-            [*deciding, _own(optimizer), *sizes],
-            lambda: try_model(target, loss.model, make_model, *sizes, place.device, meta),
-        )
+        sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
+        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place.device, meta)
+        once("trial", [*deciding, _own(optimizer), *sizes], lambda: try_model(*asked))
     tasks = tasks_of(once, config, tokenizer)
-    ids = vocab_size or tokenizer.n_vocab
-    of_data = [config.data, config.tokenizer, ids, length, write]
-    corpus = once("corpus", of_data, lambda: build_corpus(config, tokenizer, ids, write=write))
-    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    facts = _facts(config, place, loss, tokenizer, corpus, rates, initial)
+    corpus = _corpus(once, config, tokenizer, vocab_size or tokenizer.n_vocab, write)
+    parent = parent or find_parent(dataclasses.replace(saved, batch=batch), loss.model, corpus)
+    facts = _facts(config, place, loss, tokenizer, corpus, rates, {**initial, "parent": parent})
     warmup = functools.partial(_warmup, config.schedule)
+    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
     run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
     solved = _solved(saved, config, optimizer, batch, place)
     return Parts(
@@ -142,11 +143,21 @@ def assemble(
         corpus=corpus,
         build_model=make_model,
         build_optimizers=make_optimizers,
-        rate_factor=_rate_factor(config.schedule, run.max_steps),
+        rate_factor=rate_factor(config.schedule, run.max_steps),
         hooks=hooks,
         tasks=tasks,
         user=config.user,
     )
+
+
+def _corpus(
+    once: Callable[..., Any], config: Config, tokenizer: Tokenizer, ids: int, write: bool
+) -> Corpus:
+    deciding = [config.data, config.tokenizer, ids, config.batch.sequence_length, write]
+    found: Corpus = once(
+        "corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write)
+    )
+    return found
 
 
 def _own(section: dict[str, Any]) -> dict[str, Any] | None:
@@ -187,7 +198,7 @@ def _initial(
 ) -> dict[str, Any]:
     """Return the facts about the weights that the model begins with. Raise ConfigError for those
     that do not fit; a run that was `tried` may go on without them."""
-    if (given := config.model.get("init_from")) is None:
+    if (given := config.model.get("init_from")) is None or config.fork.run is not None:
         return {}
 
     def notes() -> list[str]:
@@ -256,7 +267,7 @@ def _warmup(section: dict[str, Any], total: int) -> int:
         raise ConfigError(str(error)) from None
 
 
-def _rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
+def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
     """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
     knobs."""
     factor = bind("schedule", section, {})

@@ -101,16 +101,17 @@ def latest(
     agree: Callable[[bool], bool] = lambda bad: bad,
     part: tuple[int, int] = ALL,
     kinds: tuple[str, ...] = KINDS,
+    only: int | None = None,
 ) -> Loaded | None:
-    """Return the newest checkpoint whose manifest and hashes hold; each damaged one before it is
-    named in a warning.
+    """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`; each
+    damaged one before it is named in a warning.
 
     On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
     whether its argument is true on any rank. Ranks that know the damage name it. None when there is
     no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
     NewerFormat for one of a newer format version, on all ranks.
     """
-    found = steps(root)
+    found = [path for path in steps(root) if only in (None, int(path.name[5:]))]
     for path in reversed(found):
         loaded = None
         try:
@@ -223,7 +224,7 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
     Raises CheckpointError listing the names or shapes that differ, before anything is changed.
     """
     own = named_tensors(model)
-    _refuse_other_model(loaded, own)
+    refuse_other_model(loaded, own)
     opened: dict[Path, Any] = {}
     for name, tensor in own.items():
         _fill(tensor, name, loaded.model[name], opened)
@@ -246,15 +247,18 @@ def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
         _fill(tensor, name, (loaded.ema or loaded.model)[name], opened)
 
 
-def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Put the checkpoint's states and the values of the parameter groups into the optimizers.
+def restore_optimizers(
+    loaded: Loaded, model: nn.Module, optimizers: list[Optimizer], values: bool = True
+) -> None:
+    """Put the checkpoint's states and, with `values`, those of the parameter groups into the
+    optimizers.
 
     A group takes the values that its first parameter had: the split into groups may have been
     another one. torch's load_state_dict is not used because it wants whole tensors and casts them
     to the parameters' dtype. Raises CheckpointError listing the parameters that differ, before
     anything is changed.
     """
-    _refuse_other_model(loaded, named_tensors(model))
+    refuse_other_model(loaded, named_tensors(model))
     names = names_by_id(model, optimizers)
     described = loaded.state["optimizers"]
     own = {
@@ -275,9 +279,9 @@ def restore_optimizers(loaded: Loaded, model: nn.Module, optimizers: list[Optimi
         )
 
     for number, (optimizer, plain) in enumerate(zip(optimizers, described, strict=True)):
-        for group in optimizer.param_groups:
-            values = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
-            group |= {key: value for key, value in values.items() if key not in NOT_RESTORED}
+        for group in optimizer.param_groups if values else ():
+            there = saved[f"{number}/{names[id(group['params'][0])]}"] if group["params"] else {}
+            group |= {key: value for key, value in there.items() if key not in NOT_RESTORED}
         optimizer.state.clear()
         for name, states in plain["state"].items():
             optimizer.state[own[f"{number}/{name}"][0]] = dict(states)
@@ -301,7 +305,7 @@ def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, An
     return torch.empty(piece.shape, dtype=piece.dtype, device=parameter.device)
 
 
-def _refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
+def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
     differing = sorted(own.keys() ^ loaded.model.keys()) or [
         f"{name}: {loaded.model[name][0].shape} for {tuple(t.shape)}"
         for name, t in own.items()

@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
     args = command_line.parse("explain", [a for a in rest if a != "--json"])
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
-    with app.hydra_app(args.config_dir) as hydra:
+    with app.hydra_app(args.config_dir, args.overrides) as hydra:
         cfg, _ = app.compose(hydra, args.overrides, args.multirun)
         found = explained(hydra.config_loader, cfg, app.typed(cfg), key)
     if as_json:

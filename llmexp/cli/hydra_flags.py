@@ -36,7 +36,7 @@ def answer(args: Any) -> int:
     # Hydra answers through logging, which would trace a closed pipe line by line
     logging.raiseExceptions = False
     with (
-        app.hydra_app(args.config_dir) as hydra,
+        app.hydra_app(args.config_dir, args.overrides) as hydra,
         errors.user_errors(hydra.config_loader, args.overrides),
         variables_kept(),
     ):

@@ -26,7 +26,7 @@ def plan(arguments: list[str]) -> int:
     args = command_line.parse("plan", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
-    with app.hydra_app(args.config_dir) as hydra:
+    with app.hydra_app(args.config_dir, args.overrides) as hydra:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
         origin.refuse_unused(kept, multirun)

@@ -30,7 +30,7 @@ def prepare(arguments: list[str]) -> int:
         return hydra_flags.answer(args)
     if args.multirun:
         raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
-    with app.hydra_app(args.config_dir) as hydra:
+    with app.hydra_app(args.config_dir, args.overrides) as hydra:
         cfg, _ = app.compose(hydra, args.overrides)
         settings, typed = prepare_settings(cfg), app.typed(cfg)
     if settings.on == "ray":

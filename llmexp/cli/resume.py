@@ -17,6 +17,7 @@ from llmexp.compose.command_line import recordable
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
 from llmexp.run.batch import cut_anew
+from llmexp.run.budget import BUDGETS
 from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
 
@@ -37,7 +38,7 @@ def resume(arguments: list[str]) -> int:
         nargs="*",
         metavar="KEY=VALUE",
         help="changes to how the run is executed, for example batch.micro_batch_size=4; what it "
-        "computes is fixed",
+        "computes is fixed, but for a longer budget: train.max_steps=600",
     )
     args = parser.parse_args(command_line.take_allowed(arguments))
     command_line.check_overrides(args.overrides)
@@ -57,21 +58,25 @@ def resume(arguments: list[str]) -> int:
 def resume_run(path: Path, overrides: Sequence[str]) -> int:
     """Go on with a run in its folder; return the exit code. Raises ConfigError."""
     tree, recorded = plain(rundir.built_config(path)), rundir.read_run(path)
-    if rundir.read_status(path).get("state") == "finished":
+    given = [o.partition("=")[0] for o in overrides]
+    budget = set(given).intersection(BUDGETS)
+    if rundir.read_status(path).get("state") == "finished" and not budget:
         if overrides:
             words = " ".join(overrides)
             raise ConfigError(
-                f"{path}: this run is finished, so {words} would change nothing; for another run: "
-                f"llmexp train ... {words}"
+                f"{path}: this run is finished, so {words} would change nothing; to train on, give "
+                f"a longer budget (train.max_steps=...), or fork it: llmexp train fork.run={path} "
+                f"{words}"
             )
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
-    given = [o.partition("=")[0] for o in overrides]
     tree["train"]["stop_step"] = None  # it has been there
     micro, accum = "micro_batch_size", "gradient_accumulation_steps"
     cut = [key for key in (micro, accum) if f"batch.{key}" in given]
     if cut:  # the real batch stays, and its cut is solved anew
         tree["batch"][micro if accum in cut else accum] = None
+    if budget:
+        extend(tree, recorded.get("warmup_updates"), given)
     change(tree, overrides, path, recorded.get("parallelism"))
     for line in environment.fill_tracker(tree):
         child.say(line)
@@ -88,6 +93,17 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     request = {"config": plain(config), "folder": str(path), "fixed": True}
     request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
     return worker.Worker().run(request)[0]
+
+
+def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> None:
+    """Make room for another budget in the config of a run, and keep the length of its warm-up,
+    which was a share of the old one."""
+    tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
+    schedule = tree["schedule"]
+    relative = schedule.get("warmup_steps", 0) is None and schedule.get("warmup_ratio")
+    if relative and isinstance(warmup, int) and "schedule.warmup_steps" not in given:
+        schedule["warmup_steps"] = warmup
+        child.say(f"the warm-up stays {warmup} updates: schedule.warmup_steps={warmup}")
 
 
 def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:

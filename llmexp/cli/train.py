@@ -25,6 +25,7 @@ from llmexp.compose.app import (
 )
 from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
+from llmexp.compose.forking import newest_step
 from llmexp.compose.origin import refuse_unused
 from llmexp.config import ConfigError, plain, refuse
 
@@ -68,7 +69,7 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
     try:
         from llmexp.sweep.main import sweep
 
-        with hydra_app(args.config_dir) as hydra:
+        with hydra_app(args.config_dir, args.overrides) as hydra:
             cfg, multirun = compose(hydra, args.overrides, args.multirun)
             refuse_unused(args.overrides, multirun)
             if multirun:
@@ -80,7 +81,8 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
                     worker.discard()
                     worker = None
                 say_tracker(cfg, points=True)
-                return sweep(hydra, cfg, args.overrides, arguments)
+                step = newest_step(args.overrides)
+                return sweep(hydra, cfg, [*args.overrides, *step], [*arguments, *step])
             config = typed(cfg)
             wanted = chosen_folder(cfg, "hydra.run.dir")
         refuse_secrets(args.overrides, "the command line")

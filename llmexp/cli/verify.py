@@ -18,7 +18,7 @@ from typing import Any
 from llmexp import __version__, fileio, rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
-from llmexp.config import Config, ConfigError, nearest, plain
+from llmexp.config import Config, ConfigError, nearest, plain, refuse
 from llmexp.redact import concealed, redacted
 from llmexp.verify.checks import Check, print_wrapped
 
@@ -40,12 +40,15 @@ def run(arguments: list[str]) -> int:
         usage()
         return PASS
     args = parse(what, rest)
-    with app.hydra_app(args.config_dir) as hydra:
+    with app.hydra_app(args.config_dir, args.overrides) as hydra:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
         if multirun:
             raise ConfigError("verify: takes one config, not a sweep; leave out -m")
         origin.refuse_unused(args.overrides, multirun)
         config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
+        if config.fork.run is not None:
+            text = "verify proves runs from their beginning; leave it out"
+            raise refuse("fork.run", config.fork.run, text)
     environment.refuse_secrets(args.overrides, "the command line")
     rundir.check_writable(wanted)
     fixed = app.fixed_folder(args.overrides, "hydra.run.dir")

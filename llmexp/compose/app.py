@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp.compose import forking
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
@@ -27,13 +28,24 @@ from llmexp.run.budget import replace_budgets
 
 
 @contextmanager
-def hydra_app(config_dir: str | None) -> Iterator[Hydra]:
-    """Start Hydra over conf/ and the user's --config-dir."""
+def hydra_app(config_dir: str | None, overrides: Sequence[str] = ()) -> Iterator[Hydra]:
+    """Start Hydra over conf/ and the user's --config-dir; over the config of its parent for a fork,
+    which the overrides of the command line ask for."""
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
+    if (parent := forking.parent_in(overrides)) is not None:
+        with forking.options(parent) as folder:
+            search_path.prepend("parent", f"file://{folder}")
+            yield from started(search_path)
+        return
+    yield from started(search_path)
+
+
+def started(search_path: Any) -> Iterator[Hydra]:
+    """Yield Hydra over the folders of configs, and end it."""
     GlobalHydra.instance().clear()
     # At once: OmegaConf can lose an exception that comes out of nowhere. Workers die with their
     # parent.
@@ -89,8 +101,10 @@ def typed(cfg: DictConfig) -> Config:
     refuse_secrets(tree)
     fill_names(tree, cfg)
     refuse_unplaced(tree, cfg)
-    replace_budgets(tree, OmegaConf.select(cfg, "hydra.overrides.task") or [])
-    config = build({str(k): v for k, v in tree.items()})
+    given = OmegaConf.select(cfg, "hydra.overrides.task") or []
+    replace_budgets(tree, given)
+    forking.settle(tree, given)
+    config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:
         raise refuse(

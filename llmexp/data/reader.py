@@ -76,6 +76,7 @@ class Order:
     shuffle: bool = True
     hidden: Hidden = Hidden()
     mixed: Mixed | None = None  # where the stream holds several sources
+    skipped: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
 
     def read(self, starts_nr: np.ndarray) -> np.ndarray:
         """Return the ids (n, r, s) of the sequences that begin at these tokens."""
@@ -138,13 +139,13 @@ def _windows(
     step = known_from = steps.start
     known_nr: np.ndarray = np.empty((0, per_rank), np.int64)
     while step < steps.stop:
-        left = order.total_sequences - step * real
+        left = order.total_sequences - order.skipped - step * real
         # The tail window comes alone; rank 0 has the most rows in it.
         count = min(block, max(1, left // real), steps.stop - step)
         rows, most = min(max(0, left - first_row), per_rank), min(left, per_rank)
         if step + count > known_from + len(known_nr):
             windows = step + np.arange(max(block, min(_STARTS // per_rank, steps.stop - step)))
-            k_nr = windows[:, None] * real + first_row + np.arange(per_rank)
+            k_nr = windows[:, None] * real + order.skipped + first_row + np.arange(per_rank)
             known_nr = order.starts(k_nr.ravel()).reshape(k_nr.shape)
             known_from = step
         starts_nr = known_nr[step - known_from :][:count, :rows]

@@ -17,6 +17,20 @@ from llmexp.run.layout import Layout
 
 
 @dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a fork goes on from, with what the runs before it had trained on."""
+
+    folder: str
+    run_id: str  # in trackers
+    step: int
+    sequences: int  # the place in the order of sequences where the fork begins
+    tokens: int  # of the budget, all runs before the fork together
+    tokens_seen: int  # target tokens that count, likewise
+    order: str  # in words, how the data go on
+    digest: dict[str, str]  # of the checkpoint's tensors
+
+
+@dataclass(frozen=True)
 class Facts:
     """Hold what has to be looked up before a run can be solved: the ranks, the data, the model, the
     device."""
@@ -46,6 +60,7 @@ class Facts:
     single_rank_rate: float | None = None
     compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
     initial: str | None = None  # the weights that the model begins with, where they are given
+    parent: Parent | None = None  # of a fork
     warnings: tuple[str, ...] = ()
 
 
@@ -86,6 +101,23 @@ class Run:
     commit: str | None
     sources: tuple[SourceShare, ...] = ()  # of data that are mixed from several
 
+    @property
+    def skipped_sequences(self) -> int:
+        """Return where the window of a step s begins, less s x real_batch_size: not 0 in a fork
+        that has another batch than its parent, or other data."""
+        parent = self.facts.parent
+        return 0 if parent is None else parent.sequences - parent.step * self.real_batch_size
+
+    def sequences_at(self, step: int) -> int:
+        """Return the place in the order of sequences after a step."""
+        return min(step * self.real_batch_size + self.skipped_sequences, self.total_sequences)
+
+    def tokens_at(self, step: int) -> int:
+        """Return the tokens of the budget that are spent after a step, a parent's with them."""
+        parent = self.facts.parent
+        first, before = (parent.sequences, parent.tokens) if parent else (0, 0)
+        return before + (self.sequences_at(step) - first) * self.sequence_length
+
     def as_dict(self) -> dict[str, Any]:
         """Flat and plain, for run.json and the tracker."""
         flat = asdict(self)
@@ -94,8 +126,9 @@ class Run:
             flat.pop("sources")
         if not self.facts.compiled:
             facts.pop("compiled")
-        if facts["initial"] is None:
-            facts.pop("initial")
+        for key in ("initial", "parent"):
+            if facts[key] is None:
+                facts.pop(key)
         return {**facts.pop("layout"), **facts, **flat}
 
 
@@ -147,10 +180,11 @@ def solve(
         )
     if real > train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
-    budget = solve_budget(config.train, real, length, train_sequences)
+    budget = solve_budget(config.train, real, length, train_sequences, facts.parent)
     check_steps(config.train, budget.max_steps)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
-    tokens = budget.total_sequences * length
+    new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
+    tokens = new * length + (facts.parent.tokens if facts.parent else 0)
     return Run(
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmexp.run import Run, SourceShare
+from llmexp.run import Parent, Run, SourceShare
 
 
 def batch_equation(run: Run) -> str:
@@ -44,6 +44,13 @@ def _source_text(run: Run, source: SourceShare) -> str:
     )
 
 
+def _parent_text(parent: Parent) -> str:
+    return (
+        f"step {parent.step:,} of {parent.folder}, with its {parent.tokens:,} tokens; budgets and "
+        f"steps count them too; the data {parent.order}"
+    )
+
+
 def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs that say in plain words what is about to happen."""
     f = run.facts
@@ -65,6 +72,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
     val = f"{f.val_tokens:,} tokens, {run.val_sequences:,} sequences"
     if run.val_sequences and run.eval_sequences < run.val_sequences:
         val += f", {run.eval_sequences:,} of them, evenly spread, per evaluation"
+    warmup = f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}"
     rows = [
         ("data", f"{f.data}; tokenizer {f.tokenizer}"),
         ("train", train),
@@ -72,13 +80,11 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         ("validation", val if run.val_sequences else "none"),
         ("model", f"{f.model}, {f.parameters:,} parameters"),
         *([("begins with", f.initial)] if f.initial else []),
+        *([("goes on from", _parent_text(f.parent))] if f.parent else []),
         ("batch", batch_equation(run)),
         ("budget", budget),
         *([("rate", f.rates)] if f.rates else []),
-        (
-            "warm-up",
-            f"{run.warmup_updates:,} optimizer step{'' if run.warmup_updates == 1 else 's'}",
-        ),
+        ("warm-up", warmup),
     ]
     if run.total_flops is not None and f.flops_per_token is not None:
         rows.append(

@@ -37,9 +37,14 @@ def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
 
 
 def solve_budget(
-    train: Train, real_batch_size: int, sequence_length: int, train_sequences: int
+    train: Train,
+    real_batch_size: int,
+    sequence_length: int,
+    train_sequences: int,
+    parent: Any = None,
 ) -> Budget:
-    """Exactly one of the three budgets, in sequences and optimizer steps. Raises ConfigError."""
+    """Exactly one of the three budgets, in sequences and optimizer steps: the whole way, in a fork
+    with what its `parent` (`run.Parent`) and those before it have gone. Raises ConfigError."""
     given = {
         key: value
         for key in BUDGETS
@@ -51,16 +56,26 @@ def solve_budget(
             f"{named}: one budget is needed, not {len(given)}; leave "
             f"{('one', 'two')[len(given) - 2]} out"
         )
+    first, tokens, before = (parent.sequences, parent.tokens, parent.step) if parent else (0, 0, 0)
     if train.max_epochs is not None:
         total = int(Fraction(str(train.max_epochs)) * train_sequences)
     elif train.max_tokens is not None:
-        total = train.max_tokens // sequence_length
+        total = first + (train.max_tokens - tokens) // sequence_length
     else:
-        total = (train.max_steps or DEFAULT_MAX_STEPS) * real_batch_size
+        total = first + ((train.max_steps or DEFAULT_MAX_STEPS) - before) * real_batch_size
     key, value = next(iter(given.items()), ("train.max_steps", DEFAULT_MAX_STEPS))
+    if total <= first and parent:
+        raise refuse(
+            key,
+            value,
+            f"counts the parent's part too, and that is {before:,} steps, {tokens:,} tokens and "
+            f"{first / train_sequences:.4g} epochs at fork.step={before}: nothing is left to train",
+            _beyond(key, before, tokens, first / train_sequences),
+        )
     if total < 1:
         raise refuse(key, value, f"is less than one sequence of {sequence_length} tokens")
-    steps, rest = divmod(total, real_batch_size)
+    steps, rest = divmod(total - first, real_batch_size)
+    full = before + steps
     if rest and train.tail == "drop":
         if not steps:
             raise refuse(
@@ -69,5 +84,14 @@ def solve_budget(
                 f"with train.tail=drop no window of {real_batch_size} sequences is full ({total} "
                 "there)",
             )
-        return Budget(total - rest, steps, 0, rest)
-    return Budget(total, steps + bool(rest), rest, 0)
+        return Budget(total - rest, full, 0, rest)
+    return Budget(total, full + bool(rest), rest, 0)
+
+
+def _beyond(key: str, steps: int, tokens: int, epochs: float) -> str:
+    """Return an example of a budget that a fork can train to, a quarter longer than its parent."""
+    longer = {
+        "train.max_steps": str(steps + max(1, steps // 4)),
+        "train.max_tokens": str(tokens + max(1, tokens // 4)),
+    }
+    return longer.get(key, f"{epochs * 1.25:.3g}")

@@ -25,9 +25,7 @@ from llmexp.train import folder
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
     """Assemble a point; return what is known of its run. `shared`: what points have in common.
     Raises ConfigError."""
-    parts = assemble(
-        build(request["config"]), write=True, shared=shared, tried=folder.goes_on(request)
-    )
+    parts = assemble(build(request["config"]), write=True, shared=shared, **folder.known(request))
     if purpose == "queue":
         path, fresh = folder.open_folder(parts, request)
         if fresh or not folder.is_finished(path):

@@ -13,6 +13,7 @@ hooks          the user's own functions, called in one place
 checkpointing  stages of a save between the steps; changed data files
 worker         the process: request or folder -> trained run, status, exit code
 folder         the run folder: made or found, compared with the run that it holds, written
+extending      another budget for a run that would have come as far as it has
 beginning      what there is before the first step: console, checkpoint, rows, tracker, loop
 calibration    a run's steps and what comes between them, timed before it is started
 failing        what an exception means for the run, and the places where that is written

@@ -14,13 +14,14 @@ import torch
 from llmexp import mesh, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.checkpoint import loading, saving
-from llmexp.config import ConfigError
+from llmexp.config import ConfigError, flatten, plain, refuse
 from llmexp.data.tokenizers import text_bytes
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
@@ -49,11 +50,37 @@ def open_console(path: Path, parts: Parts, joined: mesh.Mesh) -> Console:
     return console
 
 
+def checkpoint_at(
+    root: Path, joined: mesh.Mesh, console: Console, only: int | None = None
+) -> loading.Loaded | None:
+    """Return the newest whole checkpoint below `root`, or that of the step `only`: the same on all
+    ranks."""
+    return loading.latest(
+        root,
+        console.line if joined.rank == 0 else log_line,
+        lambda bad: mesh.any_rank(joined, bad)[0],
+        (joined.rank, joined.world_size),
+        only=only,
+    )
+
+
+def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> loading.Loaded:
+    """Return the checkpoint that a fork begins with, the same on all ranks. Raises ConfigError
+    where it is gone, or another one by now."""
+    root = Path(parent.folder) / rundir.CHECKPOINTS
+    loaded = checkpoint_at(root, joined, console, parent.step)
+    if loaded is None or loaded.manifest.get("digest") != parent.digest:
+        what = "is gone" if loaded is None else "is another one than when this fork was made"
+        text = f"the checkpoint of step {parent.step} {what}"
+        raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")
+    return loaded
+
+
 def newest_checkpoint(
     path: Path, parts: Parts, joined: mesh.Mesh, console: Console
 ) -> loading.Loaded | None:
-    """Return the newest whole checkpoint, the same on all ranks, or None. Raises ConfigError where
-    it is of another run, or where ranks see other folders."""
+    """Return the newest whole checkpoint of the run, the same on all ranks, or None. Raises
+    ConfigError where it is of another run, or where ranks see other folders."""
     root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
     if main_rank:
         saving.clean(root)
@@ -64,18 +91,13 @@ def newest_checkpoint(
             f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank "
             "0; all hosts need one shared run folder"
         )
-    loaded = loading.latest(
-        root,
-        console.line if main_rank else log_line,
-        lambda bad: mesh.any_rank(joined, bad)[0],
-        (joined.rank, joined.world_size),
-    )
+    loaded = checkpoint_at(root, joined, console)
     if loaded is None:
         return None
     # its folder's config could have been edited
     here, there = fixed_facts(parts), loaded.manifest
     if isinstance(there.get("config"), dict):
-        refuse_other_config(loaded.path, there["config"], here["config"])
+        refuse_other_config(loaded.path, there["config"], here["config"], parts, loaded)
     if there.get("data") not in (None, here["data"]):
         raise other_data(loaded.path, parts)
     return loaded
@@ -89,23 +111,28 @@ def measuring(setup: Setup) -> Measured:
     )
 
 
-def resume(setup: Setup, loaded: loading.Loaded) -> tuple[Progress, Meter, Measured]:
+def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress, Meter, Measured]:
     """Put a checkpoint back, whatever the layout that saved it: parameters, moments, scaler,
-    counters, measurements. (The RNG and the data position follow from the step number.) Raises
+    counters, measurements. (The RNG and the data position follow from the step number.) A run that
+    is `forked` has its own knobs of the optimizer, and maybe fresh moments. Raises
     CheckpointError."""
-    measured = measuring(setup)
+    measured, config = measuring(setup), setup.parts.config
     try:
         loading.restore_model(loaded, setup.model)
-        loading.restore_optimizers(loaded, setup.model, setup.optimizers)
+        if not forked or config.fork.moments == "keep":
+            loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if setup.ema is not None:
             loading.restore_ema(loaded, setup.ema.average)
         setup.scaler.load_state_dict(loaded.state["scaler"])
+        there, here = loaded.manifest.get("config") or {}, flatten(plain(config))
+        clips = [key for key in here if key.startswith("clip.") and here[key] != there.get(key)]
         for name, part in (
             ("norms", measured.norms),
             ("noise", measured.noise),
             ("outliers", setup.outliers),
         ):
-            if name in loaded.state:  # older checkpoints have none
+            # older checkpoints have none; clipped shares of two limits make no sum
+            if name in loaded.state and not (forked and clips and name == "norms"):
                 part.load_state_dict(loaded.state[name])
         progress, meter = (
             Progress(**loaded.state["progress"]),
@@ -125,13 +152,18 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
     """Return the loop at the step from which the run goes on. Raises ConfigError and
     CheckpointError."""
     console = open_console(path, parts, joined)
-    loaded = newest_checkpoint(path, parts, joined, console)
+    loaded, parent = newest_checkpoint(path, parts, joined, console), parts.run.facts.parent
+    forked = loaded is None and parent is not None
+    if forked and parent is not None:
+        loaded = parents_checkpoint(parent, joined, console)
     setup = set_up(parts, joined, fresh=loaded is None)
     fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(setup)
-    progress, meter, measured = resume(setup, loaded) if loaded else fresh
+    progress, meter, measured = resume(setup, loaded, forked) if loaded else fresh
     if loaded:
+        source = loaded.path if forked else loaded.path.name
         console.line(
-            f"resumed from {loaded.path.name}: step {progress.step:,} of {parts.run.max_steps:,}"
+            f"{'forked' if forked else 'resumed'} from {source}: step {progress.step:,} of "
+            f"{parts.run.max_steps:,}"
         )
     main = joined.rank == 0
     rows = rundir.Rows(path / rundir.METRICS, progress.step) if main else None
@@ -147,5 +179,5 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
             text_bytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size)
         ),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
-        saved=[progress.step] if loaded else [],
+        saved=[progress.step] if loaded and not forked else [],
     )

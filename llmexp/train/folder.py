@@ -18,28 +18,49 @@ import yaml
 
 from llmexp import fileio, provenance, rundir
 from llmexp.assembly.assemble import Parts
+from llmexp.checkpoint import loading
 from llmexp.child import REFUSED
 from llmexp.config import ConfigError, flatten, plain
 from llmexp.exchange.average import RECORD
 from llmexp.knobs import default_of, may_change
 from llmexp.metrics import hardware
+from llmexp.naming import LINEAGE, lineage
 from llmexp.redact import concealed, marks
+from llmexp.run import Parent
+from llmexp.train import extending
 
 REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
-def is_finished(path: Path) -> bool:
-    """Return whether the folder's run is finished, and print it."""
+def is_finished(path: Path, max_steps: int | None = None) -> bool:
+    """Return whether the folder's run is finished, and print it; one that is extended to
+    `max_steps` is not."""
     if rundir.read_status(path).get("state") != "finished":
+        return False
+    if max_steps is not None and rundir.read_run(path).get("max_steps", max_steps) < max_steps:
         return False
     print(f"{path}: this run is finished; nothing to do")
     return True
 
 
-def goes_on(request: dict[str, Any]) -> bool:
-    """Return whether the folder of a request holds a checkpoint to go on from."""
-    return request["fixed"] and rundir.saved_step(Path(request["folder"])) is not None
+def parent_of(path: Path) -> Parent | None:
+    """Return the parent of the fork in the folder, as it was recorded; None where there is none.
+    Raises ConfigError."""
+    recorded = rundir.read_run(path).get("parent")
+    try:
+        return Parent(**recorded) if recorded else None
+    except TypeError:
+        raise ConfigError(f"{path / rundir.RUN}: is damaged at parent") from None
+
+
+def known(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what `assemble` needs to know of the folder of a request: whether it holds a
+    checkpoint to go on from, and the parent of a fork there. Raises ConfigError."""
+    path = Path(request["folder"])
+    if not request["fixed"]:
+        return {}
+    return {"tried": rundir.saved_step(path) is not None, "parent": parent_of(path)}
 
 
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
@@ -80,7 +101,8 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 def refuse_other_run(path: Path, parts: Parts) -> None:
     """Raise ConfigError when the folder's run differs from `parts` in anything that changes
     results."""
-    refuse_other_config(path, fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config)))
+    old, new = fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config))
+    refuse_other_config(path, old, new, parts)
     there = rundir.read_run(path)
     if not there:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
@@ -97,20 +119,31 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
         raise other_data(path, parts)
 
 
-def refuse_other_config(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise ConfigError with the keys in which the fixed parts of two configs differ. A key that
-    one of them does not have yet has its default there."""
+def refuse_other_config(
+    path: Path,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    parts: Parts,
+    loaded: loading.Loaded | None = None,
+) -> None:
+    """Raise ConfigError with the keys in which the fixed parts of two configs differ, but for the
+    keys of an extension that holds; `loaded`: the checkpoint that it goes on from, null: the newest
+    one of the run in `path`. A key that one of them does not have yet has its default there."""
     keys = [
         key
         for key in sorted(old.keys() | new.keys())
         if old.get(key, default_of(key)) != new.get(key, default_of(key))
     ]
-    differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in keys)
+    fixed = [key for key in keys if key not in extending.KEYS]
+    differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in fixed)
     if differing:
         raise ConfigError(
             f"{path}: is another run; differing keys, which change results and so are fixed: "
-            f"{differing}"
+            f"{differing}; for a new run with other values that goes on from here: llmexp train "
+            f"fork.run={path} ..."
         )
+    if keys:
+        extending.check(path, old, parts, loaded)
 
 
 def other_data(path: Path, parts: Parts) -> ConfigError:
@@ -151,6 +184,9 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         "data_files": parts.corpus.states(),
     }
     fileio.write_json(path / rundir.RUN, concealed(run))
+    if (parent := parts.run.facts.parent) is not None and not (path / LINEAGE).exists():
+        rows = lineage(Path(parent.folder), parent.step)
+        fileio.write_whole(path / LINEAGE, "".join(f"{json.dumps(row)}\n" for row in rows))
     provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
     rundir.write_status(

@@ -31,9 +31,7 @@ def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> d
     is absent."""
     facts, applied = run.facts, seen.code in (OK, OUTLIER)
     row: dict[str, Any] = {"step": progress.step, "tokens_seen": measures.tokens_seen}
-    row["epoch"] = (
-        min(progress.step * run.real_batch_size, run.total_sequences) / run.train_sequences
-    )
+    row["epoch"] = run.sequences_at(progress.step) / run.train_sequences
     if seen.code not in (EMPTY, BAD_LOSS):
         row["train/loss"] = seen.loss
     row["lr"] = measures.lr

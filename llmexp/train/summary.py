@@ -22,11 +22,14 @@ def summarise(loop: Loop) -> dict[str, Any]:
     rows = loop.out.rows.rows if loop.out.rows is not None else []
     last = rows[-1] if rows else {}
     found: dict[str, Any] = {"steps": loop.progress.step}
-    tokens_seen = None
+    tokens_seen, parent = None, loop.run.facts.parent
+    before = parent.tokens_seen if parent else 0
     with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
         tokens_seen = loop.meter.counts()[0]
     if loop.progress.step and tokens_seen is not None:
         found["tokens_seen"] = tokens_seen
+        if parent:
+            found["own tokens_seen"] = tokens_seen - before
     for key in losses_in(rows):
         with contextlib.suppress(StopIteration):
             row = next(row for row in reversed(rows) if key in row)
@@ -39,7 +42,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
     if seconds := training_time(loop, rows):
         found["train_time"] = seconds
         if tokens_seen is not None:
-            found["mean tokens_per_sec"] = tokens_seen / seconds
+            found["mean tokens_per_sec"] = (tokens_seen - before) / seconds
     found |= {k: last[k] for k in ("mfu", "peak_memory_gib") if k in last}
     if loop.progress.step:
         found["skipped_steps"] = loop.progress.skipped_steps
@@ -52,9 +55,9 @@ def summarise(loop: Loop) -> dict[str, Any]:
 
 
 def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
-    """Return seconds of training of the whole run; what a resumed run did twice counts once. None
-    where steps after the last row were not timed."""
-    step, seconds = 0, 0.0
+    """Return seconds of training of the whole run, of a fork without its parent; what a resumed run
+    did twice counts once. None where steps after the last row were not timed."""
+    step, seconds = parent.step if (parent := loop.run.facts.parent) else 0, 0.0
     for row in rows:
         if isinstance(mean := row.get("step_time"), float):
             seconds += (row["step"] - step) * mean

@@ -21,6 +21,7 @@ def order_of(parts: Parts) -> Order:
         config.data.get("shuffle", True),
         parts.hidden,
         parts.corpus.mixed,
+        run.skipped_sequences,
     )
 
 

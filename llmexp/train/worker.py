@@ -59,10 +59,10 @@ def begin(argument: str, task: Task) -> int:
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
-        parts = assemble(build(request["config"]), write=True, tried=folder.goes_on(request))
+        parts = assemble(build(request["config"]), write=True, **folder.known(request))
         task.path, fresh = path, _ = folder.open_folder(parts, request)
         if not fresh:
-            if folder.is_finished(path):
+            if folder.is_finished(path, parts.run.max_steps):
                 return DONE
             task.before = folder.before_going_on(path)
     else:
@@ -71,7 +71,8 @@ def begin(argument: str, task: Task) -> int:
             rundir.check_plain(path)
         if folder.is_finished(path):
             return DONE
-        parts = assemble(rundir.built_config(path), write=True, tried=True)
+        parent = folder.parent_of(path)
+        parts = assemble(rundir.built_config(path), write=True, tried=True, parent=parent)
         folder.refuse_other_run(path, parts)
         recorded = rundir.read_run(path)
         request = {key: recorded.get(key) for key in folder.RECORDED}

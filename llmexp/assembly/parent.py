@@ -1,0 +1,127 @@
+"""Find the checkpoint that a fork goes on from, check that it fits, and tell how the data go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from llmexp import precision, rundir
+from llmexp.checkpoint import loading
+from llmexp.checkpoint.pieces import named_tensors
+from llmexp.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.data.stream import Corpus
+from llmexp.knobs import default_of, is_record
+from llmexp.redact import concealed
+from llmexp.run import Parent
+from llmexp.tracker.fields import run_fields
+
+# Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
+ORDER = ("batch.sequence_length", "train.seed")
+
+
+def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | None:
+    """Return the parent of a fork with this solved config, None for a run that is no fork; `model`
+    may be without memory. Raise ConfigError for a run, a step or a checkpoint that the fork cannot
+    go on from."""
+    if config.fork.run is None:
+        return None
+    path, step = Path(str(config.fork.run)), config.fork.step
+    recorded, tree = rundir.read_run(path), rundir.built_config(path)
+    if step is None or step not in (kept := rundir.saved_steps(path)):
+        text = f"{path} keeps no checkpoint of this step; it keeps those of "
+        raise refuse("fork.step", step, text + _listed(kept), kept[-1] if kept else None)
+    try:
+        root = path / rundir.CHECKPOINTS
+        loaded = loading.load(root / f"step_{step:08d}", loading.NONE, ("model",))
+    except loading.CheckpointError as error:
+        raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
+    _check_fit(config, tree, loaded, model)
+    before = recorded.get("parent") or {}
+    try:
+        real, length = recorded["real_batch_size"], recorded["sequence_length"]
+        first = before.get("sequences", 0)
+        done = first + (step - before.get("step", 0)) * real
+        done = min(done, recorded["total_sequences"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path / rundir.RUN}: has no {error} of the run") from None
+    where, order = _place(plain(config), plain(tree), recorded, corpus, done)
+    return Parent(
+        folder=str(path),
+        run_id=run_fields(path, plain(tree), recorded).run_id,
+        step=step,
+        sequences=where,
+        tokens=before.get("tokens", 0) + (done - first) * length,
+        tokens_seen=int(loaded.manifest["tokens_seen"]),
+        order=order,
+        digest=dict(loaded.manifest["digest"]),
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    """Return steps as text, the first and the last of many."""
+    if len(steps) > 12:
+        return f"{', '.join(map(str, steps[:4]))}, ... {', '.join(map(str, steps[-4:]))}"
+    return ", ".join(map(str, steps)) or "no step yet"
+
+
+def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.Module) -> None:
+    """Raise ConfigError where the parent's weights or moments are not those of this config."""
+    run, step, begin = config.fork.run, config.fork.step, config.model.get("init_from")
+    if begin != there.model.get("init_from"):
+        text = "a fork begins with the weights of its parent; leave it out, or leave fork.run out"
+        raise refuse("model.init_from", begin, text)
+    try:
+        loading.refuse_other_model(loaded, named_tensors(model))
+    except loading.CheckpointError as error:
+        old = flatten({"model": there.model})
+        new = flatten({"model": config.model})
+        keys = [key for key in new if new[key] != old.get(key, default_of(key))]
+        given = ", ".join(f"{key}={new[key]} ({old.get(key)} there)" for key in keys) or "model"
+        raise ConfigError(
+            f"{given}: a fork has the model of its parent, and {error}; leave it out, or "
+            f"begin a new run with these weights where they fit: model.init_from={run}@{step}"
+        ) from None
+    if config.fork.moments == "drop":
+        return
+    kinds = config.optimizer["_target_"], there.optimizer["_target_"]
+    types = [precision.parameter_dtype(c.precision.kind) for c in (config, there)]
+    if kinds[0] != kinds[1]:
+        text = f"the parent's are of {kinds[1]}, and this run has {kinds[0]}"
+        raise refuse("fork.moments", "keep", text, "drop")
+    if types[0] != types[1]:
+        text = f"the parent's are {types[1]}, and those of this run {types[0]}"
+        raise refuse("fork.moments", "keep", text, "drop")
+
+
+def _place(
+    config: dict[str, Any], there: dict[str, Any], recorded: dict[str, Any], corpus: Corpus, at: int
+) -> tuple[int, str]:
+    """Return where in its order of sequences a fork begins, and that in words: where the parent
+    was, unless the k-th sequence is another one now."""
+
+    def deciding(tree: dict[str, Any]) -> dict[str, Any]:
+        flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
+        return {
+            key: value
+            for key, value in flat.items()
+            if not is_record(key) and (key.startswith(("data.", "tokenizer.")) or key in ORDER)
+        }
+
+    new, old = deciding(config), deciding(there)
+    differing = sorted(
+        key
+        for key in new.keys() | old.keys()
+        if new.get(key, default_of(key)) != old.get(key, default_of(key))
+    )
+    now = json.loads(json.dumps(concealed(corpus.fingerprint)))
+    if not differing and now and recorded.get("data_fingerprint") != now:
+        differing = ["the content of the data"]
+    if not differing:
+        return at, f"go on at sequence {at:,}, where the parent was"
+    return 0, (
+        f"begin anew at sequence 0: {', '.join(differing)} differs from the parent's, so its place "
+        f"(sequence {at:,}) has no meaning here"
+    )

@@ -1,0 +1,137 @@
+"""Compose a fork: the saved config of its parent takes the place of ours, as options that Hydra
+finds first, and the overrides of the command line change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from llmexp import rundir
+from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
+from llmexp.run.batch import cut_anew
+from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.run.layout import solve_layout
+
+OPTION = "parent"  # of each group: what the parent had
+CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
+
+
+def parent_in(overrides: Sequence[str]) -> Path | None:
+    """Return the run that a command line forks, None where it forks none. Raises ConfigError for
+    several, and for a folder that holds no run."""
+    given = [o for o in overrides if o.lstrip("+").startswith("fork.run=")]
+    with suppress(HydraException):  # refused later, in words
+        for override in OverridesParser.create().parse_overrides(given):
+            if override.is_sweep_override():
+                text = "several runs are several sweeps; fork.step takes several steps of one run"
+                raise ConfigError(f"{override.input_line}: {text}")
+            if override.value() is not None:
+                return existing_run(str(override.value()))
+    return None
+
+
+def existing_run(given: str) -> Path:
+    """Return the folder of a run with a checkpoint. Raises ConfigError."""
+    path = Path(given)
+    rundir.check_plain(path)
+    if not rundir.is_run(path):
+        text = "is no run folder (it has no config.yaml)"
+        raise refuse("fork.run", given, text, "outputs/default/2030-01-01_12-00-00")
+    if not rundir.saved_steps(path):
+        raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
+    return path
+
+
+def newest_step(overrides: Sequence[str]) -> list[str]:
+    """Return the override of fork.step that a sweep over a fork lacks: the newest checkpoint may be
+    another one when the sweep is resumed."""
+    run = parent_in(overrides)
+    if run is None or any(o.lstrip("+").startswith("fork.step=") for o in overrides):
+        return []
+    return [f"fork.step={rundir.saved_steps(run)[-1]}"]
+
+
+@contextmanager
+def options(run: Path) -> Iterator[Path]:
+    """Write the config of a run as a folder of options, and a config.yaml that chooses them; yield
+    the folder, which goes again. Raises ConfigError."""
+    tree = plain(rundir.built_config(run))
+    tree["train"] |= {"stop_step": None, "profile_start": None}  # it has been there
+    tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
+    del tree["fork"]
+    whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="llmexp-fork-") as name:
+        for entry in whole["defaults"]:
+            group = next(iter(entry)) if isinstance(entry, dict) else ""
+            if group in tree:
+                entry[group] = OPTION
+                _write(Path(name, group, f"{OPTION}.yaml"), tree.pop(group))
+        _write(Path(name, "config.yaml"), whole | tree)
+        yield Path(name)
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+
+
+def settle(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put into the plain config of a fork what follows from its overrides: the step, the cut of its
+    batch, start and end of a cooldown. Raises ConfigError."""
+    fork = tree.get("fork")
+    if not isinstance(fork, dict) or fork.get("run") is None:
+        return
+    if (run := parent_in(overrides)) is None:
+        text = "is taken from the command line, because all that is not given follows from it"
+        raise refuse("fork.run", fork["run"], text, "outputs/trunk")
+    if fork.get("step") is None:
+        fork["step"] = rundir.saved_steps(run)[-1]
+    given, batch = _keys(overrides), tree.get("batch")
+    if isinstance(batch, dict) and given.intersection(CUT):  # as resume has it
+        for key in CUT:
+            if key not in given:
+                batch[key.partition(".")[2]] = None
+    schedule, step = tree.get("schedule"), fork["step"]
+    if not isinstance(schedule, dict) or not isinstance(step, int):
+        return
+    if schedule.get("_target_") == "llmexp.schedule.cooldown" and "decay_start" in schedule:
+        if schedule["decay_start"] is not None:
+            return
+        schedule["decay_start"] = step
+        if not budgets_in(overrides) and isinstance(tree.get("train"), dict):
+            tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
+            tree["train"]["max_steps"] = step + _updates(step, schedule)
+
+
+def _updates(step: int, schedule: dict[str, Any]) -> int:
+    """Return the length of a cooldown that starts after `step`: its decay_steps, or so many that
+    they are the share decay_ratio of all."""
+    steps, ratio = schedule.get("decay_steps"), schedule.get("decay_ratio")
+    if steps is not None:
+        return steps if isinstance(steps, int) else 1  # refused by its schedule
+    if not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
+        text = "this share of all updates makes no length of a cooldown; give one between 0 and 1"
+        raise refuse("schedule.decay_ratio", ratio, text, 0.2)
+    return max(1, math.floor(step * ratio / (1 - ratio) + 0.5))
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    return {o.lstrip("+~").partition("=")[0] for o in overrides}
+
+
+def recut(config: Config, overrides: Sequence[str]) -> Config:
+    """Return the config of a fork with its batch cut for its own ranks, unless the cut is given."""
+    ranks = config.parallelism.nproc_per_node
+    if config.fork.run is None or _keys(overrides).intersection(CUT):
+        return config
+    dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
+    return dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))

@@ -1,0 +1,66 @@
+"""Extend a run: another budget, where all that it has done so far would have been the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from llmexp import rundir
+from llmexp.assembly.assemble import Parts, rate_factor
+from llmexp.checkpoint import loading
+from llmexp.config import ConfigError, fill, refuse
+from llmexp.run.budget import BUDGETS, solve_budget
+
+# A warm-up that was a share of the budget is fixed in steps when the budget changes.
+KEYS = (*BUDGETS, "schedule.warmup_steps")
+
+
+def check(
+    path: Path, old: dict[str, Any], parts: Parts, loaded: loading.Loaded | None = None
+) -> None:
+    """Raise ConfigError where a run with the flat config `old` and the budget of `parts` would not
+    have come to its checkpoint: to the one that is `loaded`, or to the newest in the folder."""
+    if loaded is None:
+        root = path / rundir.CHECKPOINTS
+        loaded = loading.latest(root, lambda text: None, part=loading.NONE, kinds=())
+    if loaded is None:  # nothing is trained yet
+        return
+    run, config = parts.run, parts.config
+    budgets: dict[str, Any] = {key.partition(".")[2]: old.get(key) for key in BUDGETS}
+    before = solve_budget(
+        dataclasses.replace(config.train, **budgets),
+        run.real_batch_size,
+        run.sequence_length,
+        run.train_sequences,
+        run.facts.parent,
+    )
+    key = next((k for k in BUDGETS if getattr(config.train, k[6:]) is not None), BUDGETS[0])
+    value = getattr(config.train, key[6:])
+    if run.max_steps <= loaded.step:
+        text = f"is {run.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
+        raise refuse(key, value, text)
+    if before.tail_sequences and loaded.step == before.max_steps:
+        step = max((s for s in rundir.saved_steps(path) if s < loaded.step), default=None)
+        text = f"the last window of {path} was a short one, which a longer run does not have"
+        raise ConfigError(f"{key}={value}: {text}; {_fork(path, step, key, value)}")
+    section = {k[9:]: v for k, v in old.items() if k.startswith("schedule.")}
+    then = rate_factor(fill(section, "schedule"), before.max_steps)
+    updates = int(loaded.state["progress"]["updates"])
+    other = next((u for u in range(updates) if then(u) != parts.rate_factor(u)), None)
+    if other is not None:
+        step = max((s for s in rundir.saved_steps(path) if s <= other), default=None)
+        name = str(section["_target_"]).rpartition(".")[2]
+        raise ConfigError(
+            f"{key}={value}: the schedule of {path} ({name}, over {before.max_steps:,} updates) "
+            f"would have had another rate from update {other:,} on, and the run has done "
+            f"{updates:,}; {_fork(path, step, key, value)}"
+        )
+
+
+def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
+    """Return the command of a fork in the place of an extension: from the last checkpoint up to
+    which both are the same, where one is kept."""
+    at = "" if step is None else f"fork.step={step} "
+    return f"fork it: llmexp train fork.run={shlex.quote(str(path))} {at}{key}={value}"

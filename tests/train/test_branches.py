@@ -1,0 +1,226 @@
+"""Branches of a run: forks, cooldowns, extensions. What they share with a run made in one go is the
+same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmexp.assembly.assemble import assemble
+from llmexp.compose.app import compose, hydra_app, typed
+from llmexp.compose.command_line import parse
+from llmexp.config import ConfigError
+from llmexp.schedule import cooldown, wsd
+from tests.conftest import TINY, Result, llmexp, train
+from tests.tools import exact, same_state
+
+# Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
+SETTINGS = [
+    "data=tokens", "data.val_ratio=0.1", "batch.micro_batch_size=4",
+    "batch.gradient_accumulation_steps=2", "model.dropout=0.1", "train.log_every=1",
+    "train.eval_every=4", "train.data_digest=true", "checkpoint.keep=null", "checkpoint.every=4",
+    "optimizer.lr=0.01", "precision=fp64",
+]  # fmt: skip
+# A trunk and its cooldown in one go, as a function of one's own.
+ONCE = """
+def trunk_then_cooldown(update, total_updates, start, warmup_steps, warmup_ratio):
+    if update < start:
+        return 1.0
+    return 1 - (update + 1 - start) / (total_updates - start)
+"""
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory, tokens) -> Result:
+    """Twelve steps at one rate."""
+    cwd = tmp_path_factory.mktemp("branches")
+    shutil.copy(tokens, cwd / "train.npy")
+    more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=12"]
+    return train(cwd, "trunk", *SETTINGS, *more, "schedule.warmup_ratio=0")
+
+
+def fork(trunk: Result, name: str, *overrides: str, step: int = 4) -> Result:
+    """A fork of the trunk that has to succeed."""
+    cwd = trunk.folder.parent
+    given = ["fork.run=trunk", f"fork.step={step}", f"hydra.run.dir={name}", *overrides]
+    result = llmexp("train", *given, cwd=cwd)
+    assert result.code == 0, result.err + result.out
+    return result
+
+
+def test_a_fork_that_changes_nothing_is_its_parent(trunk):
+    same = fork(trunk, "same")
+    assert exact(same) == [row for row in exact(trunk) if row["step"] > 4]
+    same_state(same.checkpoint(12), trunk.checkpoint(12))
+    parent = same.json("run.json")["parent"]
+    manifest = json.loads((trunk.checkpoint(4) / "manifest.json").read_text())
+    assert (parent["folder"], parent["step"], parent["digest"]) == ("trunk", 4, manifest["digest"])
+    text = (same.folder / "lineage.jsonl").read_text()
+    lineage = [json.loads(line) for line in text.splitlines()]
+    assert lineage == trunk.rows()[:4]
+    summary = same.json("status.json")["summary"]
+    assert summary["tokens_seen"] == trunk.rows()[-1]["tokens_seen"]
+    assert summary["own tokens_seen"] == summary["tokens_seen"] - lineage[-1]["tokens_seen"]
+    steps = [row["step_time"] for row in same.rows()]
+    assert summary["train_time"] == pytest.approx(sum(steps))
+    # Killed before its first checkpoint it begins again where its parent was.
+    again = Result(0, "", "", same.folder.with_name("again"))
+    shutil.copytree(same.folder, again.folder)
+    for step in (8, 12):
+        shutil.rmtree(again.checkpoint(step))
+    (again.folder / "status.json").write_text('{"state": "running"}')
+    resumed = llmexp("resume", "again", cwd=again.folder.parent)
+    assert resumed.code == 0, resumed.err
+    assert "forked from trunk/checkpoints/step_00000004" in resumed.out
+    assert exact(again) == exact(same)
+
+
+def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
+    cold = fork(trunk, "cold", "schedule=cooldown", step=8)
+    assert cold.json("run.json")["max_steps"] == 10  # 8 / (1 - 0.2)
+    cwd = trunk.folder.parent
+    (cwd / "once.py").write_text(ONCE)
+    more = ["data.train_files=[train.npy]", "train.max_steps=10", "--allow", "once"]
+    own = ["schedule=constant", "schedule._target_=once.trunk_then_cooldown", "+schedule.start=8"]
+    whole = train(cwd, "whole", *SETTINGS, *more, *own)
+    assert exact(cold) == [row for row in exact(whole) if row["step"] > 8]
+    same_state(cold.checkpoint(10), whole.checkpoint(10))
+
+
+def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk):
+    """Another real batch reads on at the same sequence: 4 steps of 8 sequences are 8 of 4, so a run
+    that has taken 4 sequences a step from the start reads the same windows."""
+    small = fork(trunk, "small", "batch.real_batch_size=4", "train.max_steps=8")
+    assert "go on at sequence 32, where the parent was" in " ".join(small.out.split())
+    run = small.json("run.json")
+    assert (run["total_sequences"], run["max_tokens"]) == (48, 48 * 12)
+    cwd, more = trunk.folder.parent, ["data.train_files=[train.npy]", "train.max_steps=12"]
+    four = ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
+    other = train(cwd, "other", *SETTINGS, *more, *four)
+    digests = [row["data_digest"] for row in exact(other)][8:12]
+    assert [row["data_digest"] for row in exact(small)] == digests
+    assert small.rows()[-1]["epoch"] == other.rows()[-1]["epoch"]
+    anew = fork(trunk, "anew", "train.seed=5", "fork.moments=drop", "train.max_tokens=480")
+    assert "begin anew at sequence 0: train.seed differs" in " ".join(anew.out.split())
+    assert [row["step"] for row in anew.rows()] == [5]
+    assert anew.rows()[-1]["tokens_seen"] == 480
+
+
+def test_a_fork_on_two_ranks(trunk):
+    """The same windows, and the same losses but for the order of sums; without dropout, which ranks
+    draw otherwise."""
+    more = ["model.dropout=0", "train.max_steps=6"]
+    one = fork(trunk, "one", *more)
+    two = fork(trunk, "two", *more, "parallelism=ddp", "parallelism.nproc_per_node=2")
+    for a, b in zip(exact(one), exact(two), strict=True):
+        assert a["data_digest"] == b["data_digest"]
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-12)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
+
+
+def copy(trunk: Result, name: str) -> Result:
+    made = Result(0, "", "", trunk.folder.with_name(name))
+    shutil.copytree(trunk.folder, made.folder)
+    return made
+
+
+def test_an_extended_run_is_the_longer_one(trunk):
+    cwd = trunk.folder.parent
+    longer = copy(trunk, "longer")
+    result = llmexp("resume", "longer", "train.max_steps=16", cwd=cwd)
+    assert result.code == 0, result.err
+    more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=16"]
+    whole = train(cwd, "sixteen", *SETTINGS, *more, "schedule.warmup_ratio=0")
+    assert exact(longer) == exact(whole)
+    same_state(longer.checkpoint(16), whole.checkpoint(16))
+    wsd_run = ["data.train_files=[train.npy]", "schedule=wsd", "schedule.warmup_steps=2"]
+    cut = train_to(cwd, "cut", 8, *wsd_run, "train.max_steps=12")  # its decay begins after step 10
+    assert llmexp("resume", "cut", "train.max_tokens=1536", cwd=cwd).code == 0
+    whole = train(cwd, "whole16", *SETTINGS, *wsd_run, "train.max_tokens=1536")
+    assert exact(cut) == exact(whole)
+    same_state(cut.checkpoint(16), whole.checkpoint(16))
+    # Now it has decayed: a fork from before that is the way.
+    refused = llmexp("resume", "cut", "train.max_steps=20", cwd=cwd)
+    assert refused.code == 2
+    assert "llmexp train fork.run=cut fork.step=12 train.max_steps=20" in refused.err
+    assert cut.json("run.json")["max_steps"] == 16
+    assert cut.json("status.json")["state"] == "finished"
+
+
+def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:
+    result = llmexp(
+        "train", *TINY, *SETTINGS, *overrides, f"train.stop_step={stop}", f"hydra.run.dir={name}",
+        cwd=cwd,
+    )  # fmt: skip
+    assert result.code == 75, result.err
+    return result
+
+
+def planned(overrides: list[str]) -> None:
+    """What `llmexp plan` does, in this process."""
+    args = parse("train", overrides)
+    with hydra_app(None, args.overrides) as hydra:
+        config = typed(compose(hydra, args.overrides)[0])
+    assemble(config, write=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["fork.step=5"], ["fork.step=5: ", "keeps no checkpoint", "4, 8, 12", "fork.step=12"]),
+        (["fork.run=nowhere"], ["fork.run=nowhere: is no run folder"]),
+        (["model.n_layers=1"], ["model.n_layers=1 (2 there)", "model.init_from=trunk@12"]),
+        (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
+        (["data.train_files=[gone.npy]"], ["gone.npy"]),
+        (["train.max_steps=12"], ["train.max_steps=12: counts the parent's part too", "=15"]),
+        (["fork.moments=some"], ["fork.moments=some: must be one of keep, drop"]),
+        (["schedule=cooldown", "schedule.decay_ratio=1"], ["schedule.decay_ratio=1: "]),
+        (["model.init_from=trunk"], ["model.init_from=trunk: a fork begins with"]),
+    ],
+)
+def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
+    monkeypatch.chdir(trunk.folder.parent)
+    if not overrides[0].startswith("fork.run"):
+        overrides = ["fork.run=trunk", *overrides]
+    with pytest.raises(ConfigError) as refused:
+        planned(overrides)
+    for text in words:
+        assert text in str(refused.value)
+
+
+def test_a_fork_into_a_used_folder_leaves_it(trunk):
+    cwd = trunk.folder.parent
+    before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
+    given = ["fork.run=trunk", "train.max_steps=20", "hydra.run.dir=trunk"]
+    result = llmexp("train", *given, cwd=cwd)
+    assert result.code == 2
+    assert "hydra.run.dir=trunk: holds a run already" in result.err
+    assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before
+
+
+def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
+    made = copy(trunk, "short")
+    config = made.folder / "config.yaml"
+    config.write_text(config.read_text().replace("schedule.constant", "schedule.linear"))
+    for name in made.folder.glob("checkpoints/*/manifest.json"):
+        name.write_text(name.read_text().replace("schedule.constant", "schedule.linear"))
+    result = llmexp("resume", "short", "train.max_steps=24", cwd=trunk.folder.parent)
+    assert result.code == 2
+    assert "(linear, over 12 updates)" in result.err
+    assert "llmexp train fork.run=short train.max_steps=24" in result.err
+
+
+def test_a_cooldown_is_a_line_from_its_start_to_the_end_value():
+    """Without a start it is `wsd`."""
+    line = [cooldown(u, 20, decay_start=8, decay_steps=4, end_ratio=0.2) for u in range(20)]
+    assert np.allclose(line, [1.0] * 8 + [0.8, 0.6, 0.4] + [0.2] * 9, rtol=1e-15)
+    for total in (7, 20, 33):
+        given = {"warmup_steps": 3, "decay_ratio": 0.3, "end_ratio": 0.1}
+        both = [(cooldown(u, total, **given), wsd(u, total, **given)) for u in range(total)]
+        assert all(a == pytest.approx(b, rel=1e-15) for a, b in both)
+    with pytest.raises(ValueError, match="reaches into the decay"):
+        cooldown(0, 20, warmup_steps=9, decay_start=8)
