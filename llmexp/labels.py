@@ -15,6 +15,8 @@ ALIASES = {
     "clip.max_norm": "clip",
     "clip.max_value": "clip_value",
     "clip.kind": "clip",
+    "fork.run": "parent",
+    "fork.step": "from",
     "optimizer.weight_decay": "wd",
     "parallelism.kind": "parallelism",
     "parallelism.nproc_per_node": "ranks",

@@ -250,8 +250,7 @@ def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
 def restore_optimizers(
     loaded: Loaded, model: nn.Module, optimizers: list[Optimizer], values: bool = True
 ) -> None:
-    """Put the checkpoint's states and, with `values`, those of the parameter groups into the
-    optimizers.
+    """Put the checkpoint's states and the `values` of the parameter groups into the optimizers.
 
     A group takes the values that its first parameter had: the split into groups may have been
     another one. torch's load_state_dict is not used because it wants whole tensors and casts them

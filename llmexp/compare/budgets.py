@@ -66,7 +66,8 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
         return []
     groups: dict[tuple[str, ...], list[Spent]] = {}
     for point in points:  # a budget that is swept on purpose sets points apart
-        groups.setdefault(tuple(str(point.values.get(key)) for key in BUDGETS), []).append(point)
+        chosen = tuple(str(point.values.get(key)) for key in (*BUDGETS, "fork.step"))
+        groups.setdefault(chosen, []).append(point)
     if all(equal(p.tokens for p in group) for group in groups.values()):
         low, high = min(p.tokens for p in points), max(p.tokens for p in points)
         return [

@@ -14,7 +14,14 @@ from pathlib import Path
 
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import columns_of, common_position, figures, left_out, rounded
+from llmexp.compare.figures import (
+    begins_after,
+    columns_of,
+    common_position,
+    figures,
+    left_out,
+    rounded,
+)
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
 from llmexp.compare.notes import notes, why
 from llmexp.compare.reading import find, read
@@ -61,7 +68,10 @@ def compare_records(
 ) -> Comparison:
     """Compare runs that have been read."""
     out = left_out(records, align)
-    at, limiting = common_position([r for r in records if r not in out], align) or (None, None)
+    alive = [r for r in records if r not in out]
+    at, limiting = common_position(alive, align) or (None, None)
+    if at is not None and any(begins_after(r, align, at) for r in alive):
+        at = limiting = None  # branches of a trunk: each is read at its own end
     records = [replace(r, out=out.get(r, ""), figures=figures(r, align, at)) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = settings.folded(records)
@@ -148,6 +158,8 @@ def _columns(
         titles["final val/loss"] = "val loss"
     elif at is not None:
         titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
+    if "own_tokens" in known:
+        titles |= {"tokens_seen": "tokens with parent", "train_time": "own time (s)"}
     for key in [key for key in known if is_of_named_set(key) and key != metric.key]:
         # A named set shows what orders: its loss, or bits per byte where tokenizers differ; the
         # main one's stands there already.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,22 @@ def curve(entry: Entry, key: str) -> Curve | None:
         if all(len(positions(r, axis)) for r in runs)
     }
     return Curve(x, np.stack([r.columns[key][at] for r, at in rows]))
+
+
+def lineage(entry: Entry, key: str) -> Curve | None:
+    """Return the quantity over the rows of a fork's parents, up to the first row of its own; None
+    for a run that is no fork."""
+    runs = [r for r in entry.runs if r.parent and len(r.before.get(key, ()))]
+    own = curve(entry, key)
+    if not runs or own is None:
+        return None
+    parents = tuple(replace(r, columns=r.before, facts={**r.facts, "parent": None}) for r in runs)
+    found = curve(replace(entry, runs=parents), key)
+    if found is None:
+        return None
+    x = {a: np.append(found.x[a], own.x[a][0]) for a in found.x.keys() & own.x.keys()}
+    y = np.append(found.y.mean(axis=0), own.y[:, 0].mean())[None]
+    return Curve(x, y)
 
 
 def smooth(y: np.ndarray, share: float) -> np.ndarray:

@@ -40,8 +40,10 @@ COLUMNS = (
     _column("val/bits_per_byte"),
     _column("train/loss"),
     _column("tokens_seen"),
+    Column("own_tokens", "own tokens"),
     Column("steps", "steps"),
     Column("train_time", "time (s)", "lower"),
+    Column("line_time", "time with parent (s)", "lower"),
     _column("tokens_per_sec"),
     _column("peak_memory_gib"),
     Column("clip_share", "steps clipped", "", 3),
@@ -121,13 +123,23 @@ def half_width(entry: Entry, column: Column) -> float | None:
 
 def positions(record: Record, align: str) -> np.ndarray:
     """Return the position of each row in target tokens, steps, or seconds of training; empty where
-    not known. Document masks hide other targets in each mixture: there it is in tokens read."""
+    not known; of a fork with what its parents had. Document masks hide other targets in each
+    mixture: there it is in tokens read."""
+    parent = record.parent
     if align == "time":
-        return elapsed(record.columns)
+        own = elapsed(record.columns, number(parent.get("step")) or 0.0)
+        return own + (time_before(record) or 0.0)
     per_step, most = record.facts.get("tokens_per_step"), record.facts.get("max_tokens")
     if align == "tokens" and per_step and most and record.config.get("batch.document_mask"):
-        return np.minimum(record.columns["step"] * per_step, most)
+        step, tokens = (number(parent.get(key)) or 0.0 for key in ("step", "tokens"))
+        return np.minimum(tokens + (record.columns["step"] - step) * per_step, most)
     return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
+
+
+def time_before(record: Record) -> float | None:
+    """Return the seconds of training of a fork's parents up to its step, as far as it has their
+    rows."""
+    return next(iter(elapsed(record.before)[-1:].tolist()), None) if record.before else None
 
 
 def rows_until(where: np.ndarray, at: float) -> int:
@@ -208,6 +220,11 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
     return [r for r in short if spoils(r)]
 
 
+def begins_after(record: Record, align: str, at: float) -> bool:
+    """Tell whether a fork has no row of its own up to the position."""
+    return bool(record.parent) and not rows_until(positions(record, align), at)
+
+
 def common_position(records: Sequence[Record], align: str) -> tuple[float, int] | None:
     """Return the last position that all runs have reached, and the place in the list of the run
     that came no further."""
@@ -236,7 +253,14 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run
         found[key] = number(record.last[key])
     if found["train_time"] is None and record.state != "finished":
-        found["train_time"] = next(iter(elapsed(columns)[-1:].tolist()), None)
+        own = elapsed(columns, number(record.parent.get("step")) or 0.0)
+        found["train_time"] = next(iter(own[-1:].tolist()), None)
+    if record.parent:
+        before, tokens = number(record.parent.get("tokens_seen")), found["tokens_seen"]
+        if before is not None and tokens is not None:
+            found["own_tokens"] = tokens - before
+        if found["train_time"] is not None and (seconds := time_before(record)) is not None:
+            found["line_time"] = found["train_time"] + seconds
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -70,7 +70,7 @@ def _budgets(f: Findings) -> Iterator[str]:
         yield f"Losses are read at {', '.join(shares)} % of the whole runs ({names})."
     if equal(round(p.planned) for p in places.values()):
         return
-    if any(key.startswith("train.max_") for r in f.c.runs for key in r.swept):
+    if any(key.startswith(("train.max_", "fork.step")) for r in f.c.runs for key in r.swept):
         yield (
             "The budget itself was swept: read each run at its own end, as points of a curve over "
             "tokens."

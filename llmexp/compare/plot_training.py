@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.curves import AXES, Curve, curve, downsample, smooth
+from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage, smooth
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 from llmexp.compare.rows import named_sets
@@ -26,6 +26,7 @@ OTHERS = ("grad_norm", "lr", "tokens_per_sec", "clip_coefficient", "val/bits_per
 CAPTION = (
     "Lines are train losses, smoothed, with their rows pale behind them; validation is dashed."
 )
+FORKS = " The rows of a fork's parents, up to its step, are thin and dotted."
 SEEDS = " A band spans the seeds, from the lowest to the highest; the line is their mean."
 CLICK = " A click on a name hides its curves, a double click shows them alone."
 
@@ -76,7 +77,8 @@ def losses(c: Comparison) -> Plot | None:
         "range": Choice("losses", ranges),
     }
     several = any(len(e.runs) > 1 for e in c.entries)
-    caption = CAPTION + SEEDS * several + CLICK * (len(c.entries) > 1)
+    forks = any(r.parent for r in c.runs)
+    caption = CAPTION + FORKS * forks + SEEDS * several + CLICK * (len(c.entries) > 1)
     layout = _layout(c, axis, "Loss (nats per token)") | {
         "yaxis.range": later,
         "hoverdistance": max(20, 600 // min(len(line.y[0]) for line in lines)),
@@ -96,6 +98,11 @@ def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
     behind = {**group, "hoverinfo": "skip", "zorder": 0, "mode": "lines"}
     front = {**group, "zorder": 2 if look.lead else 1, "showlegend": len(c.entries) > 1}
     lines = []
+    for key in ("train/loss", "val/loss"):
+        if (before := lineage(entry, key)) is not None:
+            drawn = before.at(downsample(before.y[0], points(c)))
+            thin = {**behind, "line": {"color": look.colour, "width": 1, "dash": "dot"}}
+            lines.append(Line(thin, drawn.x, [drawn.y[0]]))
     if train is not None:
         kept = downsample(train.y.mean(axis=0), points(c))
         drawn = train.at(kept)

@@ -23,10 +23,11 @@ import yaml
 
 from llmexp import ending, rundir
 from llmexp.compare.figures import number
-from llmexp.compare.records import Record
+from llmexp.compare.records import Record, as_dict
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
 from llmexp.knobs import default_of
+from llmexp.naming import LINEAGE
 from llmexp.redact import clean
 from llmexp.rundir import ends_early
 
@@ -213,6 +214,7 @@ def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
         planned=sweep.planned.get(_setting(point), 0),
         lost=lost,
         last=columns.last,
+        before=Columns(path / LINEAGE) if as_dict(facts.get("parent")) else {},
     )
 
 

@@ -38,6 +38,8 @@ class Record:
     planned: int = 0  # seeds of its setting that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
     last: dict[str, Any] = field(default_factory=dict)  # its last row
+    # of a fork: the rows of its parents, up to its step
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)
     # As compared: why it takes no part (empty where it does), and its figures by name.
     out: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -49,6 +51,11 @@ class Record:
     @property
     def summary(self) -> dict[str, Any]:
         return as_dict(self.status.get("summary"))
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        """Return what a fork goes on from; empty for a run that is none."""
+        return as_dict(self.facts.get("parent"))
 
     def batch(self, key: str) -> Any:
         """Return a number of the batch as the run solved it, else as its config has it."""

@@ -86,15 +86,16 @@ def named_sets(columns: Mapping[str, np.ndarray]) -> list[str]:
     return [key for key in known if is_of_named_set(key)]
 
 
-def elapsed(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return seconds of training until each row; empty where they were not measured.
+def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:
+    """Return seconds of training from the step `first` until each row; empty where they were not
+    measured.
 
     `step_time` is the mean over the steps since the row before, so what a resumed run did twice
     counts once.
     """
     if "step_time" not in columns:
         return np.zeros(0)
-    steps = np.diff(columns["step"], prepend=0.0)
+    steps = np.diff(columns["step"], prepend=first)
     return np.cumsum(np.nan_to_num(steps * columns["step_time"], nan=0.0, posinf=0.0, neginf=0.0))
 
 

@@ -149,7 +149,7 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 
     def weight(key: str) -> tuple[bool, bool, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
-        return key not in swept, not key.startswith("batch."), preferred
+        return key not in swept, not key.startswith(("batch.", "fork.")), preferred
 
     kept: list[str] = []
     for key in sorted(keys, key=weight):
@@ -161,7 +161,9 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
     """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch
     that decides the budget, or a tokenizer that decides the model's vocabulary."""
-    budget = key.startswith("train.max_") and other.startswith("batch.")
+    budget = key.startswith("train.max_") and other.startswith(("batch.", "fork.step"))
+    if other == "fork.step" and key == "schedule.decay_start":
+        budget = True
     ids = key == "model.vocab_size" and other.startswith("tokenizer.")
     if not budget and not ids and key.partition(".")[0] != other.partition(".")[0]:
         return False

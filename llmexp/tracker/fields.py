@@ -109,6 +109,8 @@ def run_fields(run_dir: Path, config: dict[str, Any], recorded: dict[str, Any]) 
     swept = set(recorded.get("swept") or [])
     sweep = [part for part in Path(recorded.get("group") or "").parts[-2:] if part != os.sep]
     tags = [*chosen["tags"], *(o.lstrip("+") for o in overrides if o.partition("=")[0] in swept)]
+    if isinstance(parent := recorded.get("parent"), dict):
+        tags.append(f"fork:{parent.get('run_id')}@{parent.get('step')}")
     label = str(recorded.get("label") or "")
     name = " ".join(filter(None, (chosen["name"], label))) or ",".join(overrides) or run_dir.name
     # null where the run had no tracker

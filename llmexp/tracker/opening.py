@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from llmexp import config, rundir
@@ -23,8 +24,13 @@ class Trackers:
         self._open = tuple(open_ones)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        for tracker in self._open:
-            tracker.finish(summary, exit_code)
+        """Wait for all at once, so that several dead ones cost no more than one."""
+        end = (summary, exit_code)
+        waiting = [Thread(target=t.finish, args=end, daemon=True) for t in self._open]
+        for thread in waiting:
+            thread.start()
+        for thread in waiting:
+            thread.join()
 
 
 def open_trackers(run_dir: Path, chosen: config.Config, say: Callable[[str], None]) -> Trackers:

@@ -186,7 +186,8 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     fileio.write_json(path / rundir.RUN, concealed(run))
     if (parent := parts.run.facts.parent) is not None and not (path / LINEAGE).exists():
         rows = lineage(Path(parent.folder), parent.step)
-        fileio.write_whole(path / LINEAGE, "".join(f"{json.dumps(row)}\n" for row in rows))
+        lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+        fileio.write_whole(path / LINEAGE, "".join(lines))
     provenance.write(path, hardware.drivers(), resumed=(path / rundir.METRICS).exists())
     fresh = dict.fromkeys(("error", "exit_code", "ended", "final"))
     rundir.write_status(

@@ -18,6 +18,7 @@ from llmexp.rundir import Rows, read_rows
 from llmexp.tracker import stores
 from llmexp.tracker.copies import Copy
 from llmexp.tracker.fields import Fields
+from llmexp.tracker.opening import Trackers
 from tests.conftest import ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
@@ -200,3 +201,15 @@ def test_each_holds_the_rows_after_a_kill_and_a_resume(tmp_path, monkeypatch, ki
         expected = stores.numbers(row)
         assert {**kept[row["step"]], "step": row["step"]} == expected
     assert not [t for t in threading.enumerate() if t.name == "tracker"]
+
+
+def test_several_trackers_end_at_the_same_time():
+    """Each of two waits until the other one has come to its end too."""
+    both, ended = threading.Barrier(2, timeout=30), []
+
+    class Waiting:
+        def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+            ended.append(both.wait())
+
+    Trackers([Waiting(), Waiting()]).finish({}, 0)
+    assert sorted(ended) == [0, 1]

@@ -4,19 +4,24 @@ same, bit for bit."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmexp import rundir
 from llmexp.assembly.assemble import assemble
+from llmexp.compare.comparing import compare
+from llmexp.compare.curves import lineage
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.config import ConfigError
 from llmexp.schedule import cooldown, wsd
-from tests.conftest import TINY, Result, llmexp, train
-from tests.tools import exact, same_state
+from tests.conftest import TINY, Result, llmexp, start, train
+from tests.tools import exact, same_state, wait_for
 
 # Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
 SETTINGS = [
@@ -89,6 +94,34 @@ def test_a_cooldown_from_a_trunk_is_one_run_with_that_schedule(trunk):
     whole = train(cwd, "whole", *SETTINGS, *more, *own)
     assert exact(cold) == [row for row in exact(whole) if row["step"] > 8]
     same_state(cold.checkpoint(10), whole.checkpoint(10))
+
+
+def test_a_sweep_over_branch_points_is_killed_and_resumed(trunk):
+    """It ends in one comparison, in which the curve of each point begins with its parent's."""
+    cwd = trunk.folder.parent
+    swept = ["fork.run=trunk", "fork.step=4,8", "schedule=cooldown", "hydra.sweep.dir=swept"]
+    process = start("train", "-m", *swept, cwd=cwd)
+    first = Result(0, "", "", cwd / "swept" / "0-step_4")
+    wait_for(lambda: rundir.read_status(first.folder).get("state") == "finished", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    again = llmexp("resume", "swept", cwd=cwd)
+    assert again.code == 0, again.err
+    assert (cwd / "swept" / "compare.html").exists()
+    second = Result(0, "", "", cwd / "swept" / "1-step_8")
+    assert [r.json("run.json")["max_steps"] for r in (first, second)] == [5, 10]
+    compared = compare([cwd / "swept"])
+    assert [entry.label for entry in compared.entries] == ["from=8", "from=4"]
+    for entry, steps in zip(compared.entries, (8, 4), strict=True):
+        drawn = lineage(entry, "train/loss")
+        losses = [row["train/loss"] for row in trunk.rows()[:steps]]
+        assert drawn.y[0].tolist() == [*losses, entry.runs[0].columns["train/loss"][0]]
+        assert drawn.x["tokens"].tolist() == [96.0 * (k + 1) for k in range(steps + 1)]
+        time = [row["step_time"] for row in trunk.rows()[:steps]]
+        own = entry.figures["train_time"]
+        assert entry.figures["line_time"] == pytest.approx(sum(time) + own)
+        assert entry.figures["own_tokens"] == 96 * (1 if steps == 4 else 2)
+        assert entry.figures["tokens_seen"] == entry.figures["own_tokens"] + 96 * steps
 
 
 def test_the_data_go_on_by_sequences_or_begin_anew_and_the_banner_says_so(trunk):
