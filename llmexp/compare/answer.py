@@ -12,7 +12,7 @@ import numpy as np
 
 from llmexp.compare import budgets
 from llmexp.compare.evidence import FEW, Floor, Rival, Verdict
-from llmexp.compare.figures import with_interval
+from llmexp.compare.figures import half_width, with_interval
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED
 from llmexp.compare.statistics import seeds_needed
@@ -34,7 +34,7 @@ def headline(f: Findings) -> str:
         return _alone(f)
     if not f.is_loss:
         second = f.ranked[1]
-        return f"{_leads(f, 'has')}; next is {second.label}, {f.figure(second)}."
+        return f"{_leads(f, 'has')}; next is {second.label}, {f.figure(second)}{_by_items(f)}."
     if f.verdicts == {Verdict.ROUNDING}:
         return _one_computation(f)
     if all(len(r.seeds) == 1 for r in f.ranked):
@@ -54,6 +54,19 @@ def _leads(f: Findings, start: str, of: str = "") -> str:
     """Return `accum=1 has the lowest val loss, 2.6`."""
     best = f.ranked[0]
     return f"{best.label} {start} the {f.extreme} {f.metric.title}{of}, {f.figure(best)}"
+
+
+def _by_items(f: Findings) -> str:
+    """Tell whether the items of a task tell the first two models apart, by the errors of both as if
+    they had answered other items: at most that wide where both err on the same."""
+    first, second = (r.entry for r in f.ranked[:2])
+    halves = [half for e in (first, second) if (half := half_width(e, f.metric))]
+    if len(halves) < 2:
+        return ""
+    apart = abs(first.figures[f.metric.key] - second.figures[f.metric.key])
+    told = "tell" if apart > math.hypot(*halves) else "do not tell"
+    size = with_interval(apart, math.hypot(*halves), f.metric.digits)
+    return f"; the items {told} these models apart, {size} between them"
 
 
 def _alone(f: Findings) -> str:

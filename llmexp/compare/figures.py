@@ -61,6 +61,10 @@ def is_loss(key: str) -> bool:
     return key in LOSSES or is_of_named_set(key)
 
 
+def is_score(key: str) -> bool:
+    return TASK.fullmatch(key) is not None
+
+
 def number(value: Any) -> float | None:
     """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
@@ -115,10 +119,23 @@ def difference(entry: Entry) -> str:
 
 
 def half_width(entry: Entry, column: Column) -> float | None:
-    """Return the half width of a loss's interval over seeds; None where there is none, as of rates
-    and times."""
-    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if is_loss(column.key) else (0.0, 0.0)
+    """Return the half width of a loss's interval over seeds, or of a score's over the items of its
+    task; None where there is none, as of rates and times."""
+    known = is_loss(column.key) or is_score(column.key)
+    low, high = entry.intervals.get(column.key, (0.0, 0.0)) if known else (0.0, 0.0)
     return (high - low) / 2 or None
+
+
+def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean score of runs by the standard errors in their rows. The
+    runs answered the same items, so further runs make it no narrower."""
+    known = [r for r in runs if key in r.figures]
+    errors = [number(r.last.get(f"{key}_stderr")) or 0.0 for r in known]
+    if not known or min(errors) <= 0:
+        return None
+    half = 1.96 * float(np.mean(errors))
+    mean = float(np.mean([r.figures[key] for r in known]))
+    return mean - half, mean + half
 
 
 def positions(record: Record, align: str) -> np.ndarray:

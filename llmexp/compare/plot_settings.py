@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llmexp.compare.curves import Scale, cells, scale
 from llmexp.compare.evidence import Verdict
-from llmexp.compare.figures import figure, half_width, shown
+from llmexp.compare.figures import figure, half_width, is_score, shown
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
 from llmexp.compare.records import APART, Comparison, Entry
 from llmexp.labels import label, short_keys
@@ -72,7 +72,8 @@ def _over_key(c: Comparison, key: str, along: Scale, entries: list[Entry]) -> Pl
     if len(along.levels) <= 12:
         layout |= {f"xaxis.{name}": at for name, at in _ticks(along, along.levels).items()}
     seeds = any(half_width(e, column) for e in entries)
-    intervals = "The bars are 95 % intervals over the seeds."
+    what = "items of the task" if is_score(column.key) else "seeds"
+    intervals = f"The bars are 95 % intervals over the {what}."
     caption = intervals if seeds else "One seed each, so there are no intervals."
     title = f"{column.title[:1].upper()}{column.title[1:]} over {key}"
     return Plot(f"over {key}", title, traces, layout, caption=caption)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from llmexp import labels
-from llmexp.compare.figures import columns_of
+from llmexp.compare.figures import columns_of, is_score, over_items
 from llmexp.compare.records import APART, SEED, TWIN, Entry, Record
 from llmexp.compare.statistics import mean_interval
 from llmexp.knobs import affects, is_record
@@ -101,6 +101,8 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
             figures[key], interval = mean_interval(known)
             # of two it would be six times as wide as they lie apart
             intervals |= {key: interval} if interval and len(known) > 2 else {}
+        if is_score(key) and (interval := over_items(key, usable)):
+            intervals[key] = interval
     notes = [*_seeds(group, len(usable)), tokenizer, *(note for r in group for note in _notes(r))]
     notes += [] if first.config else ["without a config"]
     return Entry(

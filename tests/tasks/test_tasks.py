@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -336,9 +337,29 @@ def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path):
     assert (list(item.contexts), list(item.choices), item.answer) == (contexts, choices, answer)
 
 
-def test_compare_ranks_by_a_score(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    assert command(["compare", "run", "--sort", "task/mixed/acc"]) == 0
-    assert "mixed/acc" in capsys.readouterr().out
+def test_compare_ranks_by_a_score_and_asks_the_items(folder, tmp_path, monkeypatch, capsys):
+    """The interval of a score is 1.96 standard errors of its row; that of a difference, both."""
     (column,) = [c for c in columns_of({"task/mixed/acc"}) if c.key.startswith("task/")]
     assert column.sign == -1  # higher is better
+    monkeypatch.chdir(folder)
+    key, lead = "task/mixed/acc", {"task/mixed/acc": 0.9, "task/mixed/acc_stderr": 0.05}
+    for name, change, words in (
+        ("far", lead, "the items tell these models apart"),
+        ("wide", {**lead, "task/mixed/acc_stderr": 0.5}, "the items do not tell"),
+    ):
+        other = tmp_path / name
+        shutil.copytree("run", other)
+        *rows, last = (other / "metrics.jsonl").read_text().splitlines()
+        own = json.loads(last)
+        (other / "metrics.jsonl").write_text("\n".join([*rows, json.dumps(own | change)]) + "\n")
+        text = (other / "config.yaml").read_text()
+        (other / "config.yaml").write_text(text.replace("lr: 0.03", "lr: 0.05"))
+        assert command(["compare", "run", str(other), "--sort", key, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert words in found["headline"], found["headline"]
+        assert [run[key] for run in found["runs"]] == [0.9, own[key]]
+        errors = change[f"{key}_stderr"], own[f"{key}_stderr"]
+        for run, error in zip(found["runs"], errors, strict=True):
+            low, high = run["intervals"][key]
+            assert (low + high) / 2 == pytest.approx(run[key])
+            assert (high - low) / 2 == pytest.approx(1.96 * error)
