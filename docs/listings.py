@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ COLUMNS = "100"
 
 @dataclass(frozen=True)
 class Listing:
-    """A part of a block that begins with `$ llmexp COMMAND`, which may go on over lines.
+    """A part of a block that begins with `$ llmexp COMMAND` or `$ python ...`, which may go on over
+    lines.
 
     It shows the lines of the output that match a pattern of `keep`, with the lines indented below
     them; ... stands for the others.
@@ -34,12 +36,19 @@ class Listing:
     keep: tuple[str, ...] = ("",)
     small: tuple[str, ...] = ()  # overrides that make the same lines in a few seconds
     code: int = 0  # exit code
+    before: tuple[str, ...] = ()  # commands that run first, in the same folder
+
+    @property
+    def line(self) -> str:
+        return self.command if self.command.startswith("python ") else f"llmexp {self.command}"
 
 
 SMALL = (
     "model.n_layers=2", "model.n_heads=2", "model.d_model=16", "model.d_ff=16",
     "batch.sequence_length=16",
 )  # fmt: skip
+TRAINED = "train hydra.run.dir=run train.max_steps=200"
+EXPORTED = "export run --to hf my-model"
 LISTINGS = (
     Listing(
         "README.md",
@@ -58,6 +67,16 @@ LISTINGS = (
         "batch.sequence_length=64 model.n_layers=2 model.d_model=64 precision=fp32",
         (r"accum=1 is best", r"accum  ", r" +[124]  ", r"page  "),
         (*SMALL, "model.d_model=32", "train.max_tokens=6144", "train.eval_tokens=4096"),
+    ),
+    Listing("README.md", "evaluate run", ("(set|val) ",), before=(TRAINED,)),
+    Listing("README.md", EXPORTED, before=(TRAINED,)),
+    Listing(
+        "README.md",
+        "python -c 'from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        'ids = AutoTokenizer.from_pretrained("my-model")("import torch", return_tensors="pt")'
+        ".input_ids; "
+        'print(AutoModelForCausalLM.from_pretrained("my-model")(ids, labels=ids).loss)\'',
+        before=(TRAINED, EXPORTED),
     ),
     Listing(
         "docs/knobs.md",
@@ -96,19 +115,29 @@ def shown(output: str, keep: tuple[str, ...]) -> list[str]:
 
 def find(listing: Listing, text: str) -> re.Match[str]:
     """Find the command in its file, and its output up to the next command or the block's end."""
-    words = r"(?: +|\s*\\\n\s*)".join(re.escape(word) for word in listing.command.split())
-    found = re.search(rf"(\$ llmexp {words}(?: +#.*)?\n)(.*?)(?=```|\$ llmexp)", text, re.S)
-    assert found is not None, f"{listing.file} has no line $ llmexp {listing.command}"
+    words = r"(?:\s+|\s*\\\n\s*)".join(re.escape(word) for word in listing.line.split())
+    found = re.search(rf"(\$ {words}(?: +#.*)?\n)(.*?)(?=```|\$ (?:llmexp|python))", text, re.S)
+    assert found is not None, f"{listing.file} has no line $ {listing.line}"
     return found
 
 
 def written(listing: Listing, folder: str) -> list[str]:
-    """Run the command in `folder`; return what it prints."""
-    command = [sys.executable, "-m", "llmexp", *listing.command.split()]
+    """Run the command in `folder`, after those before it; return what it prints."""
     env = {**os.environ, "COLUMNS": COLUMNS, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == listing.code, done.stderr
+    for command in (*listing.before, listing.command):
+        done = subprocess.run(
+            arguments(command), cwd=folder, env=env, capture_output=True, text=True
+        )
+        wanted = listing.code if command == listing.command else 0
+        assert done.returncode == wanted, done.stderr
     return shown(done.stdout if listing.code == 0 else done.stderr, listing.keep)
+
+
+def arguments(command: str) -> list[str]:
+    """Return what a listed command runs."""
+    words = shlex.split(command)
+    own = words[0] == "python"
+    return [sys.executable, *words[1:]] if own else [sys.executable, "-m", "llmexp", *words]
 
 
 def main() -> None:

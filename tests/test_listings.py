@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from types import ModuleType
 
@@ -72,15 +73,27 @@ def shape(lines: list[str]) -> list[str]:
     return found
 
 
+def is_slow(listing) -> bool:
+    return listing.command not in FAST and bool(listing.small or listing.before)
+
+
 @pytest.mark.parametrize(
     "listing",
-    [
-        pytest.param(x, marks=() if x.command in FAST or not x.small else pytest.mark.slow)
-        for x in listings.LISTINGS
-    ],
+    [pytest.param(x, marks=pytest.mark.slow if is_slow(x) else ()) for x in listings.LISTINGS],
     ids=lambda x: " ".join(x.command.split()[:2]),
 )
 def test_a_listing_is_what_its_command_prints(listing, tmp_path):
+    for command in listing.before:
+        small = listings.SMALL if command.startswith("train") else ()
+        assert llmexp(*command.split(), *small, cwd=tmp_path).code == 0
+    block = listings.find(listing, (ROOT / listing.file).read_text())
+    if listing.line == listing.command:  # of another program
+        python = listings.arguments(listing.command)
+        out = subprocess.run(
+            python, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert shape(out.splitlines()) == shape(block[2].splitlines())
+        return
     done = llmexp(
         *listing.command.split(),
         *listing.small,
@@ -89,6 +102,5 @@ def test_a_listing_is_what_its_command_prints(listing, tmp_path):
         timeout=900,
     )
     assert done.code == listing.code, done.err
-    block = listings.find(listing, (ROOT / listing.file).read_text())
     printed = done.out if listing.code == 0 else done.err
     assert shape(listings.shown(printed, listing.keep)) == shape(block[2].splitlines())

@@ -222,6 +222,9 @@ class SentencePiece:
         text: str = self._model.DecodeIds(ids)
         return text
 
+    def piece(self, number: int) -> str:
+        return str(self._model.IdToPiece(number))
+
     def _bytes(self, number: int) -> int:
         if self._model.IsControl(number) or self._model.IsUnknown(number):
             return 0

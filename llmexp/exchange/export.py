@@ -13,7 +13,7 @@ from llmexp.checkpoint.loading import Loaded
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.exchange.card import card
 from llmexp.exchange.families import Rule, family_of, to_config
-from llmexp.exchange.tokenizer import SENTENCEPIECE, tokenizer_files
+from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.exchange.writing import DTYPES, write_weights
 from llmexp.fileio import new_folder, write_json, write_whole
 
@@ -53,14 +53,6 @@ def export(
     architecture = (described.get("architectures") or [described["model_type"]])[0]
     length = described.get("n_positions") or described.get("max_position_embeddings")
     files = tokenizer_files(tokenizer, length)
-    notes = []
-    if SENTENCEPIECE in files:
-        notes.append(
-            f"the tokenizer is written as {SENTENCEPIECE}, which the package sentencepiece reads; "
-            "AutoTokenizer does not"
-        )
-    if not files:
-        notes.append(f"the tokenizer {tokenizer.name} is one of your own and is not written")
     with new_folder(folder) as draft:
         size = write_weights(draft, loaded, rules, kind)
         write_json(draft / "config.json", described)
@@ -69,7 +61,7 @@ def export(
             write_whole(draft / name, content)
         write_whole(draft / "README.md", card(run, loaded.step, architecture, weights))
     parameters = sum(math.prod(pieces[0].shape) for pieces in loaded.model.values())
-    return Exported(architecture, parameters, loaded.step, size, notes)
+    return Exported(architecture, parameters, loaded.step, size, doubts(tokenizer, files))
 
 
 def _described(

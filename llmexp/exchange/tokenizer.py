@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tiktoken
 from llmexp.data.tokenizer_files import HuggingFace, SentencePiece, from_file
 from llmexp.data.tokenizers import PROBE, Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.train_tokenizer import byte_names
+from llmexp.exchange.pieces import converted
 
 # AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
 SENTENCEPIECE = "sentencepiece.model"
@@ -29,8 +31,30 @@ def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str |
         held = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
         return {"tokenizer.json": held, "tokenizer_config.json": _config(tokenizer, length)}
     if isinstance(tokenizer.given, SentencePiece):
-        return {SENTENCEPIECE: tokenizer.given.content}
+        if (found := converted(tokenizer.given.content)) is None:
+            return {SENTENCEPIECE: tokenizer.given.content}
+        held = json.dumps(found, ensure_ascii=False)
+        return {"tokenizer.json": held, "tokenizer_config.json": _config(tokenizer, length)}
     return {}
+
+
+def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
+    """Return what is to be said of the files of a tokenizer."""
+    if not files:
+        return [f"the tokenizer {tokenizer.name} is one of your own and is not written"]
+    if SENTENCEPIECE in files:
+        return [
+            f"the tokenizer is written as {SENTENCEPIECE}, which the package sentencepiece reads; "
+            "AutoTokenizer does not; it becomes a tokenizer.json where the package protobuf is "
+            "installed, unless it has symbols of its user"
+        ]
+    given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
+    if isinstance(given, SentencePiece) and '"Precompiled"' in str(files["tokenizer.json"]):
+        return [
+            "the tokenizer normalizes text: of a letter that it replaces and a combining mark "
+            "behind it, AutoTokenizer may give other ids"
+        ]
+    return []
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
@@ -53,13 +77,13 @@ def _config(tokenizer: Tokenizer, length: int | None) -> str:
         "clean_up_tokenization_spaces": False,
     }
     if (end := end_of_text(tokenizer)) is not None:
-        text = _text_of(tokenizer, end)
+        given = None if isinstance(tokenizer, tiktoken.Encoding) else tokenizer.given
+        if isinstance(given, SentencePiece):  # it decodes a control piece to nothing
+            text = given.piece(end)
+        else:
+            text = tokenizer.decode([end])
         found |= {"bos_token": text, "eos_token": text}
     return json.dumps(found, indent=2) + "\n"
-
-
-def _text_of(tokenizer: Tokenizer, number: int) -> str:
-    return tokenizer.decode([number])
 
 
 def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmexp.data.tokenizer_files import from_file
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
 from llmexp.data.train_tokenizer import train
-from llmexp.exchange.tokenizer import tokenizer_files
+from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from tests.data.common import encoding
 
 library = pytest.importorskip("tokenizers")
@@ -59,6 +59,39 @@ def test_ids_are_the_same(kind: str, tmp_path: Path) -> None:
     config = json.loads(tokenizer_files(tokenizer, 64)["tokenizer_config.json"])
     assert config["eos_token"] == "<|endoftext|>"
     assert config["model_max_length"] == 64
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_ids_of_sentencepiece_are_the_same(kind: str, rule: str, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    texts = [
+        "the cat sat on the mat, 12345",
+        "caf\u00e9 \u4f60\u597d \ufb01ne aaaa",
+        *WORDS[:2],
+    ] * 9
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 9), model_prefix=str(tmp_path / "own"), model_type=kind,
+        vocab_size=330 if rule == "identity" else 70, byte_fallback=rule == "identity",
+        remove_extra_whitespaces=rule != "identity", normalization_rule_name=rule,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = as_tokenizer(from_file(str(tmp_path / "own.model"), None, None))
+    other = there(tokenizer)
+
+    def same(text: str) -> None:
+        ids = tokenizer.encode_ordinary(text)
+        assert other.encode(text, add_special_tokens=False).ids == ids
+        assert other.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids) or 0 in ids
+
+    for text in [*texts[:3], "  a  b ", "\uff21\u00bd\u2026\n\tx"]:
+        same(text)
+    files = tokenizer_files(tokenizer, 64)
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "</s>"
+    assert len(doubts(tokenizer, files)) == (rule != "identity")
+    if rule == "identity":  # the other library reads the table of the other rule a little otherwise
+        settings(max_examples=200)(given(TEXTS)(same))()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])

@@ -328,11 +328,18 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path):
-    row, (context, choices, answer) = HUB[name]
-    path = tmp_path / f"{name}.jsonl"
-    path.write_text(make.lines(make.SOURCES[name], [row]))
-    (item,) = read_items(path)
+def test_rows_of_the_hub_become_the_requests_of_lm_eval(name, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)  # where the library finds a set of the hub as a folder
+    (row, (context, choices, answer)), source = HUB[name], make.SOURCES[name]
+    Path(source.path).mkdir(parents=True)
+    (tmp_path / source.path / "rows.jsonl").write_text(json.dumps(row))
+    files = {"data_files": [{"split": source.split, "path": "rows.jsonl"}]}
+    page = json.dumps({"configs": [{"config_name": source.name or "default", **files}]})
+    (tmp_path / source.path / "README.md").write_text(f"---\n{page}\n---\n")
+    assert make.main([name, "--to", "tasks"]) == 0
+    (item,) = read_items(tmp_path / "tasks" / f"{name}.jsonl")
     contexts = context if isinstance(context, list) else [context] * len(choices)
     assert (list(item.contexts), list(item.choices), item.answer) == (contexts, choices, answer)
 
