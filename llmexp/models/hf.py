@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from llmexp.models.checks import check_length
@@ -27,12 +28,18 @@ class HuggingFace(nn.Module):
         self.vocab_size = int(config.vocab_size)
         self.max_position_embeddings = getattr(config, "max_position_embeddings", None)
         causal, on_meta = library.AutoModelForCausalLM, torch.get_default_device().type == "meta"
+        if pretrained:
+            _check_weights(Path(str(path)))
         try:
             if pretrained and not on_meta:
-                self.model = causal.from_pretrained(path, config=config, use_safetensors=True)
+                self.model, found = causal.from_pretrained(
+                    path, config=config, use_safetensors=True, output_loading_info=True
+                )
+                if missing := sorted(found["missing_keys"]):  # which the library would draw
+                    raise ValueError(f"its weights lack {', '.join(missing[:8])}")
             else:
                 self.model = causal.from_config(config)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"model.path={path}: {why}") from None
 
@@ -72,3 +79,22 @@ def _config(path: str | None) -> tuple[Any, Any]:
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise ValueError(f"model.path={path}: {kind} is no causal language model")
     return library, config
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise ValueError unless the files of weights are there, as whole safetensors."""
+    names = ["model.safetensors"]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"model.path={folder}: {name} is missing; pickled weights are not read; download "
+                "it again, or save it anew with transformers: model.save_pretrained(DIR)"
+            )
+        try:
+            safe_open(folder / name, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"model.path={folder}: {name} cannot be read: {error}; download it again"
+            ) from None

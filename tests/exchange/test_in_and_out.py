@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from llmexp import rundir
 from llmexp.__main__ import run as command
 from llmexp.exchange.tokenizer import tokenizer_files
+from llmexp.models.hf import HuggingFace
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import same_state, weights
 
@@ -204,6 +205,14 @@ def test_a_model_of_transformers_trains_as_ours_does(
     for name, tensor in weights(theirs, 3).items():
         assert torch.equal(again[name.removeprefix("model.")].double(), tensor), name
     assert "config.json is needed" in told(capsys, "plan", "model=hf", "model.path=nowhere")
+    for what, text in (("cut", "cannot be read"), ("gone", "pickled weights are not read")):
+        shutil.copytree(folder, tmp_path / what)
+        broken(tmp_path / what, what)
+        assert text in told(capsys, "plan", "model=hf", f"model.path={tmp_path / what}")
+    shutil.copytree(folder, tmp_path / "lacking")
+    broken(tmp_path / "lacking", "lacking")
+    with pytest.raises(ValueError, match="its weights lack transformer"):
+        HuggingFace(str(tmp_path / "lacking"))
 
 
 def test_exports_that_cannot_be_are_refused(
