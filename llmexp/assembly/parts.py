@@ -100,9 +100,13 @@ def build_corpus(
     knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
     found = bind("data", knobs, offered)()
     try:
-        return as_corpus(found, vocab_size=vocab_size)
+        found = as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(data, 'data')}") from None
+    if config.batch.document_mask and found.unmarked:
+        text = f"{found.unmarked:,} documents lack the end-of-text id and would run into the next"
+        raise refuse("batch.document_mask", True, text, False)
+    return found
 
 
 def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:

@@ -67,7 +67,7 @@ def compare_records(
     negligible: float | None = None,
 ) -> Comparison:
     """Compare runs that have been read."""
-    out = left_out(records, align)
+    out = left_out(records, align, sort or "val/loss")
     alive = [r for r in records if r not in out]
     at, limiting = common_position(alive, align) or (None, None)
     if at is not None and any(begins_after(r, align, at) for r in alive):

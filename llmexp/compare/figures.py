@@ -177,7 +177,7 @@ def counts(record: Record) -> bool:
     return not broken and len(record.columns["step"]) > 0
 
 
-def left_out(records: Sequence[Record], align: str) -> dict[Record, str]:
+def left_out(records: Sequence[Record], align: str, loss: str = "val/loss") -> dict[Record, str]:
     """Return the runs that take no part, with the reason as a word or two.
 
     Runs that broke off, lost rows or were left out by successive halving never take part. Those
@@ -192,9 +192,9 @@ def left_out(records: Sequence[Record], align: str) -> dict[Record, str]:
 
     if sum(r.state == "finished" for r in alive()) >= 2:
         reasons |= {r: r.state for r in alive() if r.state != "finished"}
-    ranked = Counter(task(r) for r in alive()).most_common(2)
+    ranked = Counter(task(r, loss) for r in alive()).most_common(2)
     if len(ranked) > 1 and ranked[0][1] > max(1, ranked[1][1]):
-        reasons |= {r: APART[0] for r in alive() if task(r) != ranked[0][0]}
+        reasons |= {r: APART[0] for r in alive() if task(r, loss) != ranked[0][0]}
     return reasons | dict.fromkeys(_short(alive(), align), APART[1])
 
 
@@ -206,9 +206,12 @@ def _broken(record: Record) -> str:
     return "rows lost" if record.lost else "no rows"
 
 
-def task(record: Record) -> str:
-    """Return what the validation loss is measured on: the files, else all of the data section but
+def task(record: Record, key: str = "val/loss") -> str:
+    """Return what a validation loss is measured on: the files, else all of the data section but
     what the sweep of the run varies and cannot move that text."""
+    texts = as_dict(record.facts.get("val_texts"))
+    if is_of_named_set(key) and (text := texts.get(key.split("/")[1])):
+        return repr(text)
     if files := as_dict(record.facts.get("data_fingerprint")).get("val_files"):
         return repr(files)
     still = {"data.max_tokens", *record.swept} - set(MOVE_VALIDATION)

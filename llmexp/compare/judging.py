@@ -95,7 +95,8 @@ def find_out(
         first = leader(ranked, level, sign)
         ordered.sort(key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
-    tasks = len({task(r) for rival in ranked for r in rival.entry.taking_part}) if loss else 1
+    taking_part = [r for rival in ranked for r in rival.entry.taking_part]
+    tasks = len({task(r, metric.key) for r in taking_part}) if loss else 1
     for group in budgets:  # those of one budget can be told apart among themselves
         members = [r for r in group if r in ordered]
         for other in members:

@@ -21,12 +21,11 @@ from llmexp.data.sections import (
     read_sources,
     read_stages,
     read_validation,
-    refuse_shared_files,
 )
 from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, identity
-from llmexp.data.work import Work, work_of
+from llmexp.data.work import Work, refuse_shared, work_of
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
@@ -74,12 +73,29 @@ def work(data: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Pat
     check_kinds(data["val"], data["stages"], data["on_bad_record"])
     cache = cache_folder(data["cache_dir"])
     answers = Answers(cache, write=True, anew=True)
-    chosen, _ = read_sources(data["sources"], answers)
-    held_out, shares = read_validation(data["val"], answers)
-    sources = [*(replace(one, shares=shares) for one in chosen.values()), *held_out.values()]
-    refuse_shared_files(sources)
     skip_bad = data["on_bad_record"] == "skip"
-    return [work_of(source, skip_bad, tokenizer, answers) for source in sources], cache
+    works, held_out, _ = _works(data["sources"], data["val"], skip_bad, tokenizer, answers)
+    return [*works.values(), *held_out.values()], cache
+
+
+def _works(
+    sources: Mapping[str, Any],
+    val: Mapping[str, Any],
+    skip_bad: bool,
+    tokenizer: Tokenizer,
+    answers: Answers,
+) -> tuple[dict[str, Work], dict[str, Work], dict[str, float] | None]:
+    """Return the work for each source, and for each validation set with files of its own; and the
+    weights of the sources, None where none is given."""
+    chosen, weights = read_sources(sources, answers)
+    held_out, shares = read_validation(val, answers)
+    chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
+    works, works_val = (
+        {name: work_of(source, skip_bad, tokenizer, answers) for name, source in some.items()}
+        for some in (chosen, held_out)
+    )
+    refuse_shared([*works.values(), *works_val.values()])
+    return works, works_val, weights
 
 
 def _corpus(  # noqa: PLR0913 (its knobs)
@@ -93,16 +109,13 @@ def _corpus(  # noqa: PLR0913 (its knobs)
     sequence_length: int,
     answers: Answers,
 ) -> Corpus:
-    chosen, weights = read_sources(sources, answers)
-    held_out, shares = read_validation(val, answers)
     main = main_set(val_main, list(val))
-    mixed = read_stages(stages, list(chosen), sequence_length)
-    chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
-    refuse_shared_files([*chosen.values(), *held_out.values()])
+    works, works_val, weights = _works(sources, val, skip_bad, tokenizer, answers)
+    mixed = read_stages(stages, list(works), sequence_length)
     ready, ready_val = (
-        {name: prepare(source, skip_bad, tokenizer, answers) for name, source in some.items()}
-        for some in (chosen, held_out)
+        {name: prepare(one, answers) for name, one in some.items()} for some in (works, works_val)
     )
+    texts = {name: _texts(name, ready, ready_val) for name in val}
     streams = {name: one.streams[TRAIN] for name, one in ready.items()}
     sequences = _check_lengths(streams, sequence_length)
     val_sets = _val_sets(list(val), ready, ready_val, sequence_length)
@@ -115,7 +128,7 @@ def _corpus(  # noqa: PLR0913 (its knobs)
             "tokenizer_sha256": identity(tokenizer),
             "sources": {name: one.content for name, one in ready.items()},
             "val_sets": {name: one.content for name, one in ready_val.items()},
-            "val_files": _main_texts(main, ready, ready_val, shares),
+            "val_files": texts[main] if main else {},
         },
         is_text=True,
         mixed=Mixed(
@@ -125,6 +138,7 @@ def _corpus(  # noqa: PLR0913 (its knobs)
             max_epochs,
         ),
         val_sets=val_sets,
+        val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
     )
 
@@ -179,19 +193,15 @@ def _description(ready: Mapping[str, Prepared], answers: Answers) -> str:
     return text
 
 
-def _main_texts(
-    main: str | None,
-    ready: Mapping[str, Prepared],
-    ready_val: Mapping[str, Prepared],
-    shares: Sequence[tuple[str, float]],
+def _texts(
+    name: str, ready: Mapping[str, Prepared], ready_val: Mapping[str, Prepared]
 ) -> dict[str, str]:
-    """Return what identifies the text of the main validation set."""
-    if main is None:
-        return {}
-    if main in ready_val:
-        return {main: ready_val[main].key.text}
-    at = [name for name, _ in shares].index(main)
-    found = {name: one.key.text for name, one in ready.items()}
+    """Return what identifies the text of a validation set."""
+    if name in ready_val:
+        return {name: ready_val[name].key.text}
+    found = {source: one.key.text for source, one in ready.items()}
+    shares = next(iter(ready.values())).source.shares
+    at = [other for other, _ in shares].index(name)
     return found | {"shares": str([share for _, share in shares[: at + 1]])}
 
 

@@ -3,7 +3,6 @@ piece."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,8 @@ import numpy as np
 
 from llmexp.data.files import refuse_packed, remembered, sha256_of, state_of
 from llmexp.data.order import sequence_index
+from llmexp.data.readers import BOM, decoded
 from llmexp.data.stream import DataChanged
-
-BOM = b"\xef\xbb\xbf"
-BLOCK_BYTES = 1 << 19  # of text, read at a time
 
 
 @dataclass(frozen=True)
@@ -90,26 +87,16 @@ def _character_start(document: Document, at: int) -> int:
     return first + len(around) - 1
 
 
-def blocks(document: Document) -> Iterator[tuple[bytes, str]]:
-    """Yield (bytes, their text) of a document. A character may be split between two blocks of
-    bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    at = document.start
+def blocks(document: Document) -> Iterator[str]:
+    """Yield the text of a document in blocks."""
     try:
         with open(document.path, "rb") as file:
-            file.seek(at)
-            while at < document.stop:
-                raw = file.read(min(BLOCK_BYTES, document.stop - at))
-                if not raw:
-                    raise ValueError(f"{document.path}: the file became shorter while it was read")
-                before = at - len(decoder.getstate()[0])
-                at += len(raw)
-                yield raw, decoder.decode(raw, final=at == document.stop)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{document.path}: not UTF-8 at byte {before + error.start:,} ({error.reason}); "
-            f"convert the file, for example with iconv -f latin1 -t utf-8"
-        ) from None
+            file.seek(document.start)
+            yield from decoded(file, document.start, document.stop)
+    except UnicodeError as error:
+        raise ValueError(f"{document.path}: {error}") from None
+    except EOFError:
+        raise ValueError(f"{document.path}: the file became shorter while it was read") from None
     except OSError as error:
         raise ValueError(f"{document.path}: cannot be read: {error.strerror}") from None
 

@@ -86,7 +86,8 @@ def _encode_bytes(documents: Sequence[Document], encoding: Tokenizer) -> Encodin
     for i, document in enumerate(documents):
         if i:
             yield np.array([end_of_text_id(encoding)]), 0
-        for raw, _ in blocks(document):
+        for text in blocks(document):
+            raw = text.encode()
             yield np.frombuffer(raw, dtype=np.uint8), len(raw)
 
 
@@ -108,7 +109,7 @@ def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encoding
         for i, document in enumerate(documents):
             if i:
                 yield None, document.path
-            texts = (text for _, text in blocks(document))
+            texts = blocks(document)
             for piece in cut(texts, PIECE_CHARACTERS) if cuttable else ["".join(texts)]:
                 yield piece, document.path
 

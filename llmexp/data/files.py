@@ -21,19 +21,25 @@ NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, a
 MOST_LINE = 1 << 24  # bytes of a first line that is looked at
 BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
 PARQUET = b"PAR1"
-# First bytes of files that are no plain text: what they are, and what to do with them.
 READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
-REPACK = "pack it as .gz or .zst, and " + READ_BY_CORPUS
+# First bytes of files that hold text, but not as it is; and expressions for those of files that
+# hold several documents in one piece, or none: what they are, and what to do with them.
 PACKED = {
-    b"\x1f\x8b": ("compressed by gzip", READ_BY_CORPUS),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", READ_BY_CORPUS),
-    PARQUET: ("a Parquet file", READ_BY_CORPUS),
-    b"BZh91AY&SY": ("compressed by bzip2", REPACK),
-    b"\xfd7zXZ\x00": ("compressed by xz", REPACK),
-    b"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
-    b"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    PARQUET: "a Parquet file",
 }
-ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")  # the start of a JSON array of objects
+OTHERS = {
+    rb"BZh[1-9]1AY&SY": ("compressed by bzip2", "unpack it first: bunzip2 {path}"),
+    rb"\xfd7zXZ\x00": ("compressed by xz", "unpack it first: unxz {path}"),
+    rb"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
+    rb"[\s\S]{257}ustar": ("a tar archive", "unpack it first: tar -xf {path}"),
+    rb"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
+    rb"ARROW1": ("an Arrow file", "name the folder of its dataset: data.sources.NAME.hf=FOLDER"),
+    rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]": (
+        "one JSON array", "write a record a line: jq -c '.[]' {path} > FILE.jsonl",
+    ),
+}  # fmt: skip
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -119,14 +125,12 @@ def match_files(key: str, patterns: Any) -> list[Path]:
     return list(found)
 
 
-def refused_form(head: bytes) -> tuple[str, str] | None:
-    """Return what a file is that holds several documents in one piece, by its first 512 bytes, and
-    what to do with it; None for any other file."""
-    if head[257:262] == b"ustar":
-        return "a tar archive", "unpack it first: tar -xf {path}"
-    if ARRAY.match(head):
-        return "one JSON array", "write a record a line: jq -c '.[]' {path} > FILE.jsonl"
-    return None
+def refuse_others(key: str, path: str, head: bytes) -> None:
+    """Raise ValueError, with what to do, for a file of OTHERS by its first 512 bytes."""
+    for form, (what, way) in OTHERS.items():
+        if re.match(form, head):
+            quoted = shlex.quote(path)
+            raise ValueError(f"{key}={path}: is {what}, not text; {way.format(path=quoted)}")
 
 
 def refuse_packed(key: str, path: Path) -> None:
@@ -138,13 +142,11 @@ def refuse_packed(key: str, path: Path) -> None:
         file.seek(max(0, path.stat().st_size - 4))
         is_parquet = file.read() == PARQUET  # at both ends
         file.seek(0)
-        for magic, (kind, way) in PACKED.items():
+        for magic, kind in PACKED.items():
             if head.startswith(magic) and (magic != PARQUET or is_parquet):
-                text = f"is {kind}, not plain text; {way.format(path=quoted)}"
-                raise ValueError(f"{key}={path}: {text}")
-        if other := refused_form(head):
-            text = f"is {other[0]}, not plain text; {other[1].format(path=quoted)}"
-            raise ValueError(f"{key}={path}: {text}")
+                way = READ_BY_CORPUS.format(path=quoted)
+                raise ValueError(f"{key}={path}: is {kind}, not plain text; {way}")
+        refuse_others(key, str(path), head)
         line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
     try:
         found = json.loads(line)

@@ -23,7 +23,7 @@ class Index:
 
     dtype: np.dtype
     tokens: int
-    documents: int
+    ends: np.ndarray  # int64: where each document ends, in ids
 
 
 def index_of(path: Path) -> Path:
@@ -60,7 +60,7 @@ def read_index(path: Path) -> Index:
     tokens = _tokens(path, lengths, starts, dtype.itemsize)
     if ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
         raise ValueError(f"{path.name}: its documents do not begin at 0, rise, and end with all")
-    return Index(dtype, tokens, marks - 1)
+    return Index(dtype, tokens, np.append(starts // dtype.itemsize, tokens)[ends[1:]])
 
 
 def _tokens(path: Path, lengths: np.ndarray, starts: np.ndarray, width: int) -> int:

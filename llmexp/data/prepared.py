@@ -21,7 +21,7 @@ from llmexp.data.progress import Progress
 from llmexp.data.readers import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer, identified
+from llmexp.data.tokenizers import identified
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
 
 MANIFEST = "manifest.json"
@@ -50,10 +50,10 @@ class Forgotten(Exception):
     there, and these are not."""
 
 
-def prepare(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answers) -> Prepared:
+def prepare(work: Work, answers: Answers) -> Prepared:
     """Return the shards of a source, from the cache where they are there. Without `answers.write`
     what is not there is counted. Raises ValueError, Forgotten."""
-    cache, work = answers.cache, work_of(source, skip_bad, tokenizer, answers)
+    cache, source = answers.cache, work.source
     if (found := _open(work)) is not None:
         return found
     if {f"{source.key}.files", f"{source.key}.hf"} & answers.remembered.keys():

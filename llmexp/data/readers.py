@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from llmexp.data.files import refused_form
+from llmexp.data.files import refuse_others
 from llmexp.data.places import need, open_file
 
 BOM = b"\xef\xbb\xbf"
@@ -26,14 +26,6 @@ BLOCK = 1 << 19  # bytes read at a time
 HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-# Other files, by their first bytes, and a way to read them.
-OTHERS = {
-    b"BZh": ("compressed by bzip2", "pack it as .gz or .zst"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "pack it as .gz or .zst"),
-    b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"\x93NUMPY": ("an array of NumPy", "token ids are read by data=tokens"),
-    b"ARROW1": ("an Arrow file", "give the folder of the dataset as data.sources.NAME.hf"),
-}
 
 
 class BadRecord(ValueError):
@@ -78,6 +70,7 @@ class Document:
 
     digest: bytes
     pieces: Iterator[str] = field(repr=False)
+    where: str = ""  # its file, and its place there
 
 
 class Zstd(io.RawIOBase):
@@ -127,12 +120,12 @@ def kind_of(key: str, place: str) -> str:
     """Return what a file is: "parquet", "jsonl", "text" or "empty". Raises ValueError for what
     holds no documents."""
     with open_file(key, place) as file:
-        _refuse_others(key, place, file.peek(HEAD))
+        refuse_others(key, place, file.peek(HEAD))
         if file.peek(4).startswith(PARQUET):
             return "parquet"
         try:
             with unpacked(key, place, file) as inner:
-                _refuse_others(key, place, inner.peek(HEAD))
+                refuse_others(key, place, inner.peek(HEAD))
                 return _kind_of_text(key, place, inner)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             raise ValueError(f"{key}={place}: {_torn(error)}") from None
@@ -140,15 +133,6 @@ def kind_of(key: str, place: str) -> str:
             if type(error).__name__ == "ZstdError":
                 raise ValueError(f"{key}={place}: {_torn(error)}") from None
             raise
-
-
-def _refuse_others(key: str, place: str, head: bytes) -> None:
-    """Raise ValueError for a file that holds other files, or no documents, by its first bytes."""
-    for magic, (what, way) in OTHERS.items():
-        if head.startswith(magic):
-            raise ValueError(f"{key}={place}: is {what}; {way}")
-    if found := refused_form(head):
-        raise ValueError(f"{key}={place}: is {found[0]}; {found[1].format(path=place)}")
 
 
 def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
@@ -216,11 +200,12 @@ def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterato
             yield found
 
 
-def whole(text: str) -> Found:
+def whole(text: str, where: str) -> Found:
     """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
     if not text:
         return None
-    return Document(hashlib.blake2b(text.encode(), digest_size=16).digest(), iter((text,)))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return Document(digest, iter((text,)), where)
 
 
 def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
@@ -238,32 +223,41 @@ def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found
     except BadRecord as bad:
         yield bad
         return
-    yield Document(digest.digest(), _pieces(key, place, counts)) if size else None
+    where = f"{key}={place}"
+    yield Document(digest.digest(), _pieces(key, place, counts), where) if size else None
 
 
 def _pieces(key: str, place: str, counts: Counts) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    at = 0
     with open_file(key, place) as packed, unpacked(key, place, packed) as file:
         counts.file = packed
-        while True:
-            raw = file.read(BLOCK)
-            before = at - len(decoder.getstate()[0])
-            at += len(raw)
-            if before == 0 and raw.startswith(BOM):
-                raw = raw[len(BOM) :]
-                before = len(BOM)
-            try:
-                text = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:
-                raise BadRecord(
-                    f"{key}={place}: not UTF-8 at byte {before + error.start:,} ({error.reason}); "
-                    "convert the file, for example with iconv -f latin1 -t utf-8"
-                ) from None
-            if text:
-                yield text
-            if not raw:
-                return
+        try:
+            for number, text in enumerate(decoded(file)):
+                if piece := text if number else text.removeprefix("\ufeff"):
+                    yield piece
+        except UnicodeError as error:
+            raise BadRecord(f"{key}={place}: {error}") from None
+
+
+def decoded(file: BinaryIO, at: int = 0, stop: int | None = None) -> Iterator[str]:
+    """Yield UTF-8 text from where a file stands, its byte `at`, to its end or to the byte `stop`.
+    Raises UnicodeError with the place and what to do, EOFError where the file ends before."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while True:
+        raw = file.read(BLOCK if stop is None else min(BLOCK, stop - at))
+        if not raw and stop is not None and at < stop:
+            raise EOFError
+        before = at - len(decoder.getstate()[0])
+        at += len(raw)
+        try:
+            text = decoder.decode(raw, final=not raw)
+        except UnicodeDecodeError as error:
+            raise UnicodeError(
+                f"not UTF-8 at byte {before + error.start:,} ({error.reason}); "
+                "convert the file, for example with iconv -f latin1 -t utf-8"
+            ) from None
+        if not raw:
+            return
+        yield text
 
 
 def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
@@ -294,7 +288,7 @@ def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
     if not isinstance(text, str):
         return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
     try:
-        return whole(text)
+        return whole(text, where)
     except UnicodeEncodeError:
         return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
 
@@ -318,7 +312,7 @@ def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fo
                 number += 1
                 where = f"{key}={place}, row {number:,}"
                 if isinstance(text, str):
-                    yield whole(text)
+                    yield whole(text, where)
                 elif text is None:
                     yield BadRecord(f"{where}: {text_key!r} is null")
                 else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmexp.data.places import Answers, is_remote, match_places
+from llmexp.data.places import Answers, match_places
 from llmexp.data.source import TRAIN, Source
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
@@ -158,20 +157,3 @@ def read_stages(
             )
         found[start] = checked
     return found
-
-
-def refuse_shared_files(sources: Sequence[Source]) -> None:
-    """Refuse a file that two sources read: it would count twice, or be trained and validated."""
-    seen: dict[str, str] = {}
-    for source in sources:
-        hf = source.hf
-        if hf is not None and os.path.isdir(hf):
-            hf = os.path.realpath(hf)
-        names = source.files or (f"{hf}, split {source.split}",)
-        for name in names:
-            real = name if source.hf or is_remote(name) else os.path.realpath(name)
-            if real in seen:
-                raise ValueError(
-                    f"{source.key}: {name} is in {seen[real]} too; a file belongs to one source"
-                )
-            seen[real] = source.key

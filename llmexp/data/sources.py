@@ -26,7 +26,7 @@ from llmexp.data.files import (
 )
 from llmexp.data.prepare import Split, prepare, refuse_tokenizer
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
-from llmexp.data.token_files import documents_in, open_tokens
+from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
 
 
@@ -153,7 +153,7 @@ def training_documents(
     if len(paths) == 1:
         found = split(found, amount.val_ratio, amount.seed)["train"]
     for document in found:
-        yield (text for _, text in blocks(document))
+        yield blocks(document)
 
 
 def _text_corpus(
@@ -251,16 +251,19 @@ def tokens(
             f"{sequence_length + 1:,}"
         )
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
-    counts = [count for p in arrays if (count := documents_in(p)) is not None]
-    if counts:
-        description += f", {_counted(sum(counts), 'document')} by their indexes"
+    there, unmarked = documents_of(arrays, tokenizer, cache_folder(cache_dir), write)
+    if there:
+        description += f", {_counted(there, 'document')} by their indexes"
+    if unmarked:
+        description += f" ({unmarked:,} do not end with the end-of-text id)"
     fingerprint: dict[str, Any] = {
         "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),
         "val_files": files_fingerprint(val_paths, [digests[p] for p in val_paths]),
         "max_tokens": max_tokens,
         "val_ratio": None if val_paths else val_ratio,
     }
-    return Corpus(train, val or None, description + _overlap(paths), fingerprint)
+    description += _overlap(paths)
+    return Corpus(train, val or None, description, fingerprint, unmarked=unmarked)
 
 
 def _check_all_ids(

@@ -236,6 +236,10 @@ class Corpus:
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
     mixed: Mixed | None = None  # of several sources; None: one stream in one order
     val_sets: dict[str, TokenStream] = field(default_factory=dict)  # named ones, `val` among them
+    # Documents that do not end with the tokenizer's end-of-text id, by an index of their own.
+    unmarked: int = 0
+    # By set, what identifies its text, whatever the tokenizer.
+    val_texts: dict[str, dict[str, str]] = field(default_factory=dict)
     table: list[dict[str, Any]] = field(default_factory=list)  # a row for each source, to print
 
     def train_sequences(self, sequence_length: int) -> int:

@@ -3,11 +3,14 @@ header) or of Megatron (has an index beside it), other .bin (flat)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from llmexp.data.files import remembered
 from llmexp.data.megatron import index_of, read_index
+from llmexp.data.tokenizers import Tokenizer, end_of_text
 
 NUMPY = b"\x93NUMPY"
 # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
@@ -56,10 +59,26 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
     return array
 
 
-def documents_in(path: Path) -> int | None:
-    """Return how many documents the index beside a token file knows; None where there is none."""
-    there = path.suffix == ".bin" and index_of(path).exists()
-    return read_index(index_of(path)).documents if there else None
+def documents_of(
+    arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path, write: bool
+) -> tuple[int, int]:
+    """Return how many documents the indexes beside token files know, and how many of those do not
+    end with the tokenizer's end-of-text id."""
+    end = None if tokenizer is None else end_of_text(tokenizer)
+
+    def count() -> list[int]:
+        there = unmarked = 0
+        for path, ids in arrays.items():
+            if path.suffix == ".bin" and index_of(path).exists():
+                ends = read_index(index_of(path)).ends
+                there += len(ends)
+                # an empty document ends where the one before it does
+                last = ids[np.unique(ends[ends > 0]) - 1]
+                unmarked += int((last != end).sum()) if end is not None else 0
+        return [there, unmarked]
+
+    there, unmarked = remembered(cache, "documents", end, list(arrays), count, write)
+    return there, unmarked
 
 
 def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -43,6 +43,7 @@ class Work:
     source: Source
     folder: Path
     key: Key
+    contents: dict[str, str]  # what identifies the content of each file, or of the dataset
     units: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]  # bytes of each file
     states: dict[str, tuple[int, int]]  # of the files here, from before they were hashed
@@ -104,12 +105,31 @@ def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answe
     else:
         content, commit = hub_identity(f"{source.key}.hf", source.hf, answers)
         contents, source = [content], replace(source, revision=commit)
+    places = source.files or (f"{source.hf}, split {source.split}",)
     text = _digest([contents, source.text_key, source.split if source.hf else None])
     key = Key(text, _digest([FORMAT, identity(tokenizer), text, source.shares]))
     folder = answers.cache / "corpus" / (f"{key.shards}-skipped" if skip_bad else key.shards)
     of_files = dict(zip(source.files, sizes, strict=True))
     units = _units(source, sizes)
-    return Work(source, folder, key, units, of_files, states, skip_bad, tokenizer)
+    known = dict(zip(places, contents, strict=True))
+    return Work(source, folder, key, known, units, of_files, states, skip_bad, tokenizer)
+
+
+def refuse_shared(works: Iterable[Work]) -> None:
+    """Refuse a file that two sources read, under whatever name: it would count twice, or be trained
+    and validated."""
+    seen: dict[str, tuple[str, str]] = {}
+    for work in works:
+        key = work.source.key
+        for name, content in work.contents.items():
+            mark = f"{content}, split {work.source.split}"
+            if not work.sizes.get(name, 1):
+                continue
+            other, there = seen.setdefault(mark, (name, key))
+            if there != key:
+                alike = "" if other == name else f" under the name {other}"
+                text = f"{name} is in {there} too{alike}; a file belongs to one source"
+                raise ValueError(f"{key}: {text}")
 
 
 def _digest(recipe: list[Any]) -> str:

@@ -4,10 +4,12 @@ of earlier calls, where text is made token by token."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from llmexp.models.planned import kind_of
 
@@ -23,6 +25,7 @@ class Documents:
     positions_bt: Tensor  # int64, from 0 in each document
     spans: list[tuple[int, int, int]] | None  # (row, start, stop)
     mask_b1ts: Tensor | None  # bool: true where the query t may look at s
+    blocks: Any = None  # the mask as FlexAttention takes it, beside the other one
 
 
 @dataclass
@@ -55,8 +58,8 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
     """Return where documents lie; `end` is the last id of each. A window's start begins one.
 
     Spans are for the CPU, where the host knows the ids, and save what attention between documents
-    would cost; a device is not waited for and gets a mask, and so do compiled graphs. `spans`
-    false: never spans.
+    would cost; a device is not waited for and gets a mask, and so do compiled graphs. On CUDA a
+    graph gets blocks too; what it has no use for is not computed. `spans` false: never spans.
     """
     b, t = tokens_bt.shape
     index_t = torch.arange(t, device=tokens_bt.device)
@@ -75,7 +78,21 @@ def find_documents(tokens_bt: Tensor, end: int, spans: bool = True) -> Documents
             return Documents(positions_bt, lying, None)
     causal_ts = index_t[:, None] >= index_t
     same_bts = first_bt[:, :, None] == first_bt[:, None, :]
-    return Documents(positions_bt, None, (causal_ts & same_bts)[:, None])
+    mask_b1ts = (causal_ts & same_bts)[:, None]
+    if kind_of(tokens_bt.device) == "cuda" and torch.compiler.is_compiling():
+        return Documents(positions_bt, None, mask_b1ts, blocks_of(first_bt))
+    return Documents(positions_bt, None, mask_b1ts)
+
+
+def blocks_of(first_bt: Tensor) -> Any:
+    """Return the mask of documents, by the first place of each token's, for FlexAttention: it does
+    not compute blocks that are hidden, and compiled it makes no mask of all places."""
+
+    def visible(row: Tensor, head: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return (t >= s) & (first_bt[row, t] == first_bt[row, s])
+
+    b, t = first_bt.shape
+    return create_block_mask(visible, b, None, t, t, device=first_bt.device)
 
 
 def within(window: int, tokens_bt: Tensor, documents: Documents | None) -> Documents:
@@ -98,6 +115,12 @@ def repeats_heads(q_bhtk: Tensor, mask: Tensor | None) -> bool:
     return kind_of(q_bhtk.device) == "cuda" and (mask is not None or q_bhtk.dtype == torch.float32)
 
 
+def _flexible(q_bhtk: Tensor, dropout: float) -> bool:
+    """Return whether FlexAttention is for these queries: it knows no dropout and no narrow heads,
+    and in fp32 its blocks of wide heads outgrow a core's memory."""
+    return dropout == 0.0 and q_bhtk.shape[-1] >= 16 and q_bhtk.element_size() == 2
+
+
 def attend(
     q_bhtk: Tensor,
     k_bgtk: Tensor,
@@ -114,6 +137,11 @@ def attend(
         return F.scaled_dot_product_attention(
             q_bhtk, k_bgtk, v_bgtk, is_causal=several, enable_gqa=grouped
         )
+    if documents is not None and documents.blocks is not None and _flexible(q_bhtk, dropout):
+        found: Tensor = flex_attention(
+            q_bhtk, k_bgtk, v_bgtk, block_mask=documents.blocks, enable_gqa=grouped
+        )
+        return found
     if documents is None or documents.spans is None:
         mask = None if documents is None else documents.mask_b1ts
         if grouped and repeats_heads(q_bhtk, mask):

@@ -183,6 +183,8 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         "data_fingerprint": parts.corpus.fingerprint,
         "data_files": parts.corpus.states(),
     }
+    if parts.corpus.val_texts:
+        run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))
     if (parent := parts.run.facts.parent) is not None and not (path / LINEAGE).exists():
         rows = lineage(Path(parent.folder), parent.step)

@@ -14,6 +14,7 @@ import torch
 
 from llmexp import fileio
 from llmexp.assembly.assemble import Parts, assemble
+from llmexp.assembly.parts import corpus_work, filled
 from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
@@ -53,7 +54,7 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
-        checks += check_documents(corpus)
+        checks += check_documents(corpus, lambda: corpus_work(filled(config), parts.tokenizer)[0])
         checks += check_order(parts)
         changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
     except DataChanged as error:  # what is left could not be looked at

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
+from llmexp.data.readers import Counts
 from llmexp.data.stream import Corpus, Shard
+from llmexp.data.work import Work
 from llmexp.verify.checks import Check
 
 DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
 
 
-def check_documents(corpus: Corpus) -> list[Check]:
+def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list[Check]:
     """Check that the documents fill their shards, and that none is in two sets, by the digest of
     its text. Copies inside a set are counted. Nothing for data without documents."""
     if corpus.mixed is None:
@@ -30,7 +32,7 @@ def check_documents(corpus: Corpus) -> list[Check]:
         checks.append(_filled(f"validation set {name}", stream.shards))
         sets[name] = stream.shards
     unique = {name: np.unique(_digests(shards)) for name, shards in sets.items()}
-    return checks + [_apart(a, b, unique) for a, b in combinations(unique, 2)]
+    return checks + [_apart(a, b, unique, sets, works) for a, b in combinations(unique, 2)]
 
 
 def _beside(shard: Shard, ending: str, kind: np.dtype | str) -> np.ndarray:
@@ -57,10 +59,30 @@ def _filled(what: str, shards: Sequence[Shard]) -> Check:
     return Check(f"documents of the {what}", not wrong, f"{len(digests):,}", note=note)
 
 
-def _apart(first: str, second: str, unique: dict[str, np.ndarray]) -> Check:
+def _apart(
+    first: str,
+    second: str,
+    unique: Mapping[str, np.ndarray],
+    sets: Mapping[str, Sequence[Shard]],
+    works: Callable[[], Sequence[Work]],
+) -> Check:
     both = np.intersect1d(unique[first], unique[second], assume_unique=True)
     note = ""
     if len(both):
-        digest = both[:1].tobytes().hex()
-        note = f"digest {digest} (blake2b of its text) is the first; leave it out of one of them"
+        one, other = (_place(both[0], sets[name], works) for name in (first, second))
+        note = f"{one} is {other}; leave it out of one of them"
     return Check(f"documents in both {first} and {second}", not len(both), len(both), 0, note)
+
+
+def _place(digest: np.void, shards: Sequence[Shard], works: Callable[[], Sequence[Work]]) -> str:
+    """Return where a document of a set was read: the files of its unit are read again."""
+    path = next(Path(s.name) for s in shards if digest in _beside(s, "digests", DIGEST))
+    work = next(work for work in works() if work.folder == path.parent)
+    unit = int(path.name.split("-")[0])
+    try:
+        for document in work.source.read(Counts(), True, work.units[unit]):
+            if document.digest == digest.tobytes():
+                return document.where
+    except ValueError:  # such as of a bucket that does not answer now
+        pass
+    return f"a document of {work.source.key}"

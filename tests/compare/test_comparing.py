@@ -470,6 +470,21 @@ def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
         assert compare([where]).headline.startswith(only)
 
 
+def test_named_sets_of_other_text_are_not_ranked_by_them(tmp_path):
+    for number, code in enumerate(["one text", "another text"]):
+        texts = {"prose": {"prose": "p"}, "code": {"code": code}}
+        facts = {"val_texts": texts, "data_fingerprint": {"val_files": texts["prose"]}}
+        run = make_run(
+            tmp_path / str(number), offset=0.1 * number, max_norm=1.0 + number, facts=facts
+        )
+        rows = (run / "metrics.jsonl").read_text()
+        both = re.sub(r'"val/loss":([\d.]+)', r'"val/loss":\1,"val/code/loss":\1', rows)
+        (run / "metrics.jsonl").write_text(both)
+    by_code = compare([tmp_path], sort="val/code/loss")
+    assert by_code.headline.startswith("No ranking: the runs have 2 different validation texts")
+    assert compare([tmp_path]).headline.startswith("Undecided")
+
+
 def test_unfinished_short_and_foreign_runs_are_left_out_and_named(tmp_path):
     for i in range(4):
         make_run(tmp_path / f"r{i}", max_norm=float(i + 1), offset=0.01 * i)

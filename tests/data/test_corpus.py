@@ -332,6 +332,10 @@ REFUSED = {
     ),
     "twice": ({"sources": {"web": WEB, "two": WEB}}, "is in data.sources.web too"),
     "in both": ({"val": {"far": WEB}}, "is in data.sources.web too"),
+    "under two names": (
+        {"sources": {"web": WEB, "two": {"files": "FOLDER/copy.jsonl"}}},
+        "copy.jsonl is in data.sources.web too under the name .*web.jsonl; a file belongs",
+    ),
     "text key": ({"sources": {"web": WEB | {"text_key": "body"}}}, "line 1: no key 'body'; the ke"),
     "share": ({"val": {"near": {"share": 1.5}}}, r"data.val.near.share=1.5: a number above 0 and"),
     "shares": ({"val": {"a": {"share": 0.6}, "b": {"share": 0.6}}}, "the shares add up to 1.2"),
@@ -355,6 +359,7 @@ REFUSED = {
 def test_what_is_refused_and_leaves_nothing(files, name):
     changes, reason = REFUSED[name]
     changes = json.loads(json.dumps(changes).replace("FOLDER", str(files)))
+    (files / "copy.jsonl").write_bytes((files / "web.jsonl").read_bytes())
     with pytest.raises(ValueError, match=reason):
         made(files, **changes)
     if name not in ("length", "text key"):

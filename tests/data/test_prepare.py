@@ -17,7 +17,7 @@ import tiktoken
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import documents, encode
+from llmexp.data import encode, readers
 from llmexp.data import prepare as module
 from llmexp.data.documents import Document
 from llmexp.data.encode import BOUNDARY, cut, encode_documents
@@ -109,7 +109,7 @@ def _segments(folder: Path, contents: list[bytes]) -> list[Document]:
 
 
 def _cut_into(patch: pytest.MonkeyPatch, piece: int) -> None:
-    patch.setattr(documents, "BLOCK_BYTES", piece)
+    patch.setattr(readers, "BLOCK", piece)
     patch.setattr(encode, "PIECE_CHARACTERS", piece)
 
 

@@ -119,9 +119,9 @@ def test_a_file_cut_short_is_refused(tmp_path, ending):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"BZh91AY&SY....", "is compressed by bzip2; pack it as .gz or .zst"),
-        (b"PK\x03\x04....", "is a zip archive; unpack it"),
-        (b"\x93NUMPY.....", "token ids are read by data=tokens"),
+        (b"BZh91AY&SY....", "is compressed by bzip2, not text; unpack it first: bunzip2"),
+        (b"PK\x03\x04....", "is a zip archive, not text; unpack it"),
+        (b"\x93NUMPY.....", "for token ids use data=tokens"),
         (b"PAR1 and no more", "is cut short or damaged"),
     ],
 )
@@ -143,7 +143,7 @@ def packed_tar(form: str) -> bytes:
 @pytest.mark.parametrize("content", [packed_tar("gz"), packed_tar("")])
 def test_an_archive_is_no_text(tmp_path, content):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"is a tar archive; unpack it first: tar -xf .*a.txt"):
+    with pytest.raises(ValueError, match=r"is a tar archive, .* tar -xf .*a.txt"):
         read(tmp_path / "a.txt")
     with pytest.raises(ValueError, match=r"gzip|tar archive"):
         refuse_packed("data.train_files", tmp_path / "a.txt")
@@ -154,7 +154,7 @@ def test_an_archive_is_no_text(tmp_path, content):
 def test_a_json_array_is_refused_with_what_to_do(tmp_path, ending, content):
     path = tmp_path / f"a.json{ending}"
     path.write_bytes(PACKED[ending](content))
-    with pytest.raises(ValueError, match=r"one JSON array; write a record a line: jq -c '\.\[\]'"):
+    with pytest.raises(ValueError, match=r"one JSON array, .* a record a line: jq -c '\.\[\]'"):
         read(path)
 
 

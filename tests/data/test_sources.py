@@ -356,9 +356,11 @@ def megatron(name: str, documents: list[list[int]], code: int, kind: str) -> byt
 def test_pairs_of_megatron(code: int, kind: str) -> None:
     documents = [[7, 8, 9, 100], [5], [], [3] * 20]
     index = megatron("a", documents, code, kind)
-    corpus = _tokens("a.bin", val_ratio=0.0, dtype="uint32")
+    corpus = _tokens("a.bin", val_ratio=0.0, dtype="uint32", tokenizer=BYTES)
     assert _all(corpus.train) == [*itertools.chain(*documents)]
     assert "25 training tokens, 4 documents by their indexes" in corpus.description
+    assert "(3 do not end with the end-of-text id)" in corpus.description
+    assert corpus.unmarked == 3  # one is empty
     Path("a.idx").write_bytes(index + bytes(4))  # with modes, as of images
     assert len(_tokens("a.bin", val_ratio=0.0).train) == 25
     with pytest.raises(ValueError, match=r"a\.idx: is the index of a\.bin; name the \.bin file"):

@@ -112,6 +112,27 @@ def test_spans_and_masks_compute_the_same(kind, monkeypatch):
         torch.testing.assert_close(spans, masks, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_graph_on_cuda_gets_blocks_that_mean_the_mask(monkeypatch):
+    """In bfloat16, as there: inputs are exact, results and scores rounded."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, END, (2, 200))
+    tokens[0, [3, 4, 129]] = END
+    with monkeypatch.context() as cuda:
+        cuda.setattr(documents, "kind_of", lambda device: "cuda")
+        cuda.setattr(torch.compiler, "is_compiling", lambda: True)
+        found = find_documents(tokens, END)
+    assert found.blocks is not None
+    heads = [torch.randn(2, n, 200, 16, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    exact = [x.double() for x in heads]
+    masked = documents.attend(*exact, found, 0.0, grouped=True)
+    ours = documents.attend(*heads, found, 0.0, grouped=True)
+    torch.testing.assert_close(ours.double(), masked, rtol=2**-7, atol=2**-7)
+    alone = documents.attend(*exact, None, 0.0, grouped=True)
+    assert (alone[0] - masked[0]).abs().max() > 0.1
+    torch.testing.assert_close(alone[1], masked[1])
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_blocks_are_compiled_once_whatever_the_documents(kind, monkeypatch):
     graphs = []

@@ -402,8 +402,12 @@ def test_documents_are_counted_by_source_and_copies_are_named(
 def test_a_document_in_two_sets_fails(sources: list[str]) -> None:
     with open("val.jsonl", "a") as file:
         file.write(json.dumps({"text": "web 7 has words"}) + "\n")
-    (failed,) = failures(verify(*sources))
+    found = verify(*sources)
+    (failed,) = failures(found)
     assert failed in ("documents in both train and far", "documents in both far and near")
+    note = found[1][failed]["note"]
+    assert "data.sources.web.files=web.jsonl, line 8" in note
+    assert "data.val.far.files=val.jsonl, line 31" in note
 
 
 def test_documents_that_do_not_fill_their_shard_fail(sources: list[str]) -> None:
