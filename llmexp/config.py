@@ -34,8 +34,12 @@ from llmexp.values import (  # noqa: F401
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    micro_batch_size: int | None = count(
-        "sequences in one forward/backward on one rank; null: solved, or 8", 8, affects="rounding"
+    micro_batch_size: int | str | None = count(
+        "sequences in one forward/backward on one rank; null: solved, or 8; auto: the largest that "
+        "fits, found by trying before the run starts",
+        8,
+        auto=True,
+        affects="rounding",
     )
     gradient_accumulation_steps: int | None = count(
         "micro-batches per rank per optimizer step; null: solved, or 1", 4, affects="rounding"
@@ -44,6 +48,9 @@ class Batch:
         "sequences per optimizer step over all ranks; null: the product", 32
     )
     sequence_length: int = count("tokens per sequence", 128)
+    memory_gib: float | None = knob(
+        "GiB of a rank for auto; null: nine tenths", 16.0, above=0, default=None, affects="rounding"
+    )
     document_mask: bool = knob("keep attention and targets inside documents", True, default=False)
 
 
@@ -302,12 +309,9 @@ class Fork:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run depends on. The open sections (dicts) name a function in `_target_` and its
-    arguments."""
+    """Everything a run depends on. An open section (a dict) names a function in `_target_`."""
 
-    name: str = knob(
-        "first part of the run folder: outputs/<name>/<stamp>", "default", affects="nothing"
-    )
+    name: str = knob("first part of outputs/<name>/<stamp>", "default", affects="nothing")
     batch: Batch
     train: Train
     metrics: Metrics

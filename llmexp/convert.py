@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from llmexp.config import NO_DEFAULT, Config, Knob, key_of
-from llmexp.values import NAMED, VARIABLE, ConfigError, fill, hint, nearest, refuse
+from llmexp.values import AUTO, NAMED, VARIABLE, ConfigError, fill, hint, nearest, refuse
 
 T = TypeVar("T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
@@ -99,7 +99,7 @@ def _converted(kind: Any, value: Any, key: str, knob: Knob) -> Any:
     takes_text = not (knob.choices or knob.auto) and str in (kind, *typing.get_args(kind))
     if not takes_text and isinstance(value, str) and VARIABLE.search(value):
         return _from_environment(kind, value, key, knob)
-    if knob.auto and value == "auto":
+    if knob.auto and value == AUTO:
         return value
     if typing.get_origin(kind) is types.UnionType:
         if value is None:
@@ -152,7 +152,8 @@ def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
     if kind not in (int, float):
         return value
     if a_switch or not isinstance(value, (int, float)):
-        needed = "a whole number is needed" if kind is int else "a number is needed"
+        needed = "a whole number" if kind is int else "a number"
+        needed += " is needed, or auto" if knob.auto else " is needed"
         raise refuse(key, value, needed, example)
     if kind is int:
         if not math.isfinite(value) or value != int(value):  # 1e6 is meant as an int

@@ -61,6 +61,7 @@ ACTS = {
     "model.residual": _where("precision.kind", "auto", "bf16", "fp16"),
     "fork.step": Acts(("fork.run",)),
     "fork.moments": Acts(("fork.run",)),
+    "batch.memory_gib": _where("batch.micro_batch_size", "auto"),
     "train.tail": Acts(("train.max_epochs", "train.max_tokens")),  # steps are whole
     "train.sample_every": Acts(("train.sample_tokens",)),
     "train.tasks_every": Acts(("train.tasks",)),

@@ -78,6 +78,7 @@ def fill(value: Any, key: str) -> Any:
     return {"true": True, "false": False, "null": None}.get(text.lower(), text)
 
 
+AUTO = "auto"  # of a knob that takes the word
 NO_DEFAULT = object()  # of a knob that every config has to list
 
 
@@ -104,10 +105,11 @@ class Knob:
     @property
     def meaning(self) -> str:
         """Return `doc` with the values that are valid."""
-        choices = ("auto", "true", "false") if self.auto else self.choices
+        words = (AUTO,) if self.at_least is not None else (AUTO, "true", "false")
+        choices = words if self.auto else self.choices
         limits = [" | ".join(choices)] if choices else []
-        words = {"from": self.at_least, "above": self.above, "to": self.at_most}
-        limits += [f"{word} {limit:,}" for word, limit in words.items() if limit is not None]
+        bounds = {"from": self.at_least, "above": self.above, "to": self.at_most}
+        limits += [f"{word} {limit:,}" for word, limit in bounds.items() if limit is not None]
         return f"{self.doc} ({', '.join(limits)})" if limits else self.doc
 
 

@@ -43,6 +43,7 @@ from llmexp.assembly.placement import (
     solved_parallelism,
     threads_per_rank,
 )
+from llmexp.assembly.remembered import known_memory
 from llmexp.assembly.targets import bind, hook
 from llmexp.assembly.trial import try_model
 from llmexp.compare.throughput import single_rank_rate
@@ -223,7 +224,7 @@ def _facts(
     """Return what the run is solved from."""
     model, batch, whole = loss.model, config.batch, place.layout.world_size == 1
     together = place.compiled and (whole or config.parallelism.kind == "ddp")
-    rows = (batch.micro_batch_size or 1) * batch.sequence_length if together else None
+    rows = int(batch.micro_batch_size or 1) * batch.sequence_length if together else None
     kernel = loss.loss_kernel(place.device, rows)
     tp = place.layout.tensor_parallel_size
     if tp > 1:
@@ -305,8 +306,9 @@ def _solved(
 
 
 def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
-    """Return the run with its sources, with a warning of a warm-up without an end, and with the
-    rate of a single rank. Raises ConfigError for a source that is walked too often."""
+    """Return the run with its sources, with a warning of a warm-up without an end, with what is
+    known of its memory, and with the rate of a single rank. Raises ConfigError for a source that is
+    walked too often."""
     facts = run.facts
     sources = []
     if (mixed := corpus.mixed) is not None:
@@ -322,6 +324,7 @@ def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
             f"{run.max_steps}: the base rate is never reached"
         )
         facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
+    facts = dataclasses.replace(facts, memory=known_memory(config, facts.device_name))
     if config.metrics.single_rank_rates is not None:
         facts = with_single_rank_rate(config, facts)
     return dataclasses.replace(run, facts=facts, sources=tuple(sources))

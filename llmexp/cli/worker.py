@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,10 +17,14 @@ from llmexp.child import (
     REFUSED,
     hand_over,
     how_it_died,
+    kill_family,
     signals_passed_on,
+    start,
     start_worker,
 )
+from llmexp.config import ConfigError
 from llmexp.ending import conclude, how_it_left, what_is_left
+from llmexp.values import AUTO
 
 
 class Worker:
@@ -41,7 +46,9 @@ class Worker:
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
         """Send the request and wait; (exit code, run folder if one was made). Signals are passed
-        on."""
+        on. Raises ConfigError where batch.micro_batch_size=auto finds no size."""
+        if request["config"]["batch"]["micro_batch_size"] == AUTO:
+            request["config"]["batch"]["micro_batch_size"] = fitting(request)
         with signals_passed_on(self._process) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()
@@ -49,6 +56,26 @@ class Worker:
             text = report.read()
         path = Path(text) if text else None
         return concluded(code, path, bool(passed)), path
+
+
+def fitting(request: dict[str, Any]) -> int:
+    """Return the micro-batch size of the run in the place of `auto`, which another process finds.
+    Raises ConfigError."""
+    pipe, folder = subprocess.PIPE, request["folder"] if request["fixed"] else ""
+    child = start("llmexp.forecast.fitting", stdin=pipe, stdout=pipe, text=True)
+    try:
+        text, _ = child.communicate(json.dumps({"config": request["config"], "folder": folder}))
+    except BaseException:
+        kill_family(child.pid)
+        child.wait()
+        raise
+    if child.returncode:
+        said = how_it_died(child.returncode, stopped=False)
+        raise ConfigError(f"batch.micro_batch_size=auto: no size was found: {said}")
+    found = json.loads(text)
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    return int(found["micro_batch_size"])
 
 
 def concluded(code: int, path: Path | None, stopped: bool) -> int:

@@ -95,7 +95,7 @@ def evaluate_tasks(
     found = []
     tasks = prepare_tasks(names, folder, tokenizer, batch.sequence_length)
     alone = mesh.join(judge.device.type, "single", 1, 1, 1)
-    tokens = (batch.micro_batch_size or 8) * batch.sequence_length
+    tokens = int(batch.micro_batch_size or 8) * batch.sequence_length
     for task in tasks:
         try:
             figures, samples = scoring.score(task, judge.loss, alone, judge.precision, tokens)
@@ -177,7 +177,7 @@ def add_all(
     tokenizer, batch = judge.opened.tokenizer, config.batch
     vocab_size = getattr(judge.opened.model, "vocab_size", None)
     lengths = text_bytes(tokenizer, corpus.is_text, vocab_size)
-    micro = batch.micro_batch_size or 8
+    micro = int(batch.micro_batch_size or 8)
     starts = eval_starts(stream, batch.sequence_length, sequences)
     hidden = Hidden(config.data.get("ignore_id"), document_end(config, tokenizer))
     for number, (tokens_bt, targets_bt) in enumerate(

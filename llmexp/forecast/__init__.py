@@ -6,5 +6,6 @@ rehearsal  a step of a run on such tensors, cut in any way, for any device
 memory     what a rank holds, whether that fits, and what would make it fit
 duration   how long a run takes, and what that costs
 measuring  a few steps of a run, trained in a process of its own
+fitting    the micro-batch size for `auto`, by trying
 planning   the banner of a run that is not started, with all that is known of it
 """

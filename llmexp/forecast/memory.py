@@ -98,14 +98,14 @@ class Forecast:
         low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
         while low < high:
             middle = (low + high) // 2
-            if self.fits(_cut_to(cut, sizes[middle])):
+            if self.fits(cut_to(cut, sizes[middle])):
                 low = middle + 1
             else:
                 high = middle
-        return _cut_to(cut, sizes[low - 1]) if low else None
+        return cut_to(cut, sizes[low - 1]) if low else None
 
 
-def _cut_to(cut: Cut, micro: int) -> Cut:
+def cut_to(cut: Cut, micro: int) -> Cut:
     whole = cut.micro * cut.accumulation
     return dataclasses.replace(cut, micro=micro, accumulation=whole // micro)
 
@@ -128,7 +128,7 @@ def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
             rows.append(("hint", _larger(forecast, larger)))
         return rows
     rows.append(("fits", f"no: {_gib(needed - room.usable)} GiB more than {_room(room)}"))
-    found = [_shown(forecast, text, other) for text, other in remedies(forecast)]
+    found = [shown(forecast, text, other) for text, other in remedies(forecast)]
     rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
     return rows
 
@@ -153,7 +153,7 @@ def remedies(forecast: Forecast) -> list[tuple[str, Cut]]:
     for change in (changes[0], changes[2]):
         if (hit := next(change(least), None)) is not None:
             return [(text + hit[0], hit[1])]
-    least = _cut_to(least, 1)
+    least = cut_to(least, 1)
     hit = next(_sharded(forecast, least), None)
     return [(f"batch.micro_batch_size=1 {text}{hit[0]}", hit[1])] if hit is not None else []
 
@@ -205,7 +205,7 @@ def _larger(forecast: Forecast, larger: Cut) -> str:
     )
 
 
-def _shown(forecast: Forecast, text: str, cut: Cut) -> str:
+def shown(forecast: Forecast, text: str, cut: Cut) -> str:
     return f"{text} ({_gib(forecast.needed(cut))} GiB)"
 
 

@@ -10,14 +10,18 @@ import torch
 
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.parts import Shared
-from llmexp.config import Config, ConfigError, plain, refuse
+from llmexp.assembly.remembered import MEMORY, kind_of, remember
+from llmexp.config import Config, ConfigError, refuse
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Cost, Times
+from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.settings import Plan
 from llmexp.metrics.devices import Device, device_called, device_named
 from llmexp.run import Run
 from llmexp.run.banner import banner_sections
+from llmexp.train.calibration import MOST
+from llmexp.values import AUTO
 
 Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
@@ -60,13 +64,17 @@ class Planner:
         plan, device, once = self._plan, self._device, self._shared.once
         own = config if plan.device is None or self._measure else placeable(config)
         parts = assemble(own, write=False, shared=self._shared)
+        if config.batch.micro_batch_size == AUTO:
+            parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
         precision = memory.precision_on(parts, config.precision.kind, device)
         rows = banner_sections(parts.run, folder)
         whole = {"folder": folder, **parts.run.as_dict()}
         if device is not None:
             rows = [_on(device, precision, label, text) for label, text in rows]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
-        kind = kind_of(parts)
+        name = parts.run.facts.device_name
+        steps = min(parts.run.max_steps, MOST)
+        kind = (kind_of(parts.config, name), config.data, config.tokenizer, steps)
         of_memory = once("memory", kind, lambda: self._memory(parts, config, precision))
         times, basis = once("times", kind, lambda: self._times(parts, precision))
         gpus = parts.run.world_size if device or parts.run.facts.device == "cuda" else 0
@@ -84,9 +92,23 @@ class Planner:
             parts.run, parts.config, rows, whole | of_memory.figures, of_memory, cost, there
         )
 
+    def _cut(self, config: Config, parts: Parts) -> Config:
+        """Return the config with a number in the place of `auto`: what was found by trying, else
+        what should fit. `parts`: of the run in one piece. Raises ConfigError."""
+        device, limit = self._device, config.batch.memory_gib
+        if self._plan.device is None:
+            return known(config, parts)
+        room = memory.room_of(parts, device, self._plan.memory_gib or limit)
+        precision = memory.precision_on(parts, config.precision.kind, device)
+        if room is not None:
+            forecast = memory.Forecast(parts, precision, room)
+            if (largest := forecast.largest(forecast.cut, forecast.cut.micro)) is not None:
+                return cut(config, largest.micro)
+        return cut(config, 1)
+
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
         if self._plan.device is None:
-            return Memory([("memory", NO_MEMORY)], {})
+            return Memory([] if parts.run.facts.memory else [("memory", NO_MEMORY)], {})
         compiled = config.train.compile is True or (
             config.train.compile == "auto" and self._device is not None
         )
@@ -120,27 +142,11 @@ class Planner:
             found = measured(parts.config, "all")
         except Died as death:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
+        kind = kind_of(parts.config, facts.device_name)
+        remember(MEMORY, kind, {"peak_bytes": found["peak_bytes"]})
         names = {field.name for field in dataclasses.fields(Times)}
         times = Times(**{key: value for key, value in found.items() if key in names})
         return times, f"the median of {times.timed_steps} steps that were trained here"
-
-
-def kind_of(parts: Parts) -> dict[str, Any]:
-    """Return what of a run the memory and the time of its parts depend on."""
-    config = plain(parts.config)
-    train = config["train"]
-    on = ("device", "compile", "deterministic", "data_digest", "eval_tokens", "tasks")
-    also = ("sample_every", "tasks_every", "sample_tokens")  # whether they come at all
-    sections = ("batch", "model", "data", "tokenizer", "precision", "parallelism", "hooks", "user")
-    return {
-        **{name: config[name] for name in sections},
-        "train": {**{k: train[k] for k in on}, **{k: not train[k] for k in also}},
-        "optimizer": config["optimizer"]["_target_"],
-        "clip": config["clip"]["kind"],
-        "metrics": config["metrics"],
-        "async": config["checkpoint"]["async"],
-        "short": parts.run.max_steps if parts.run.max_steps < 50 else None,
-    }
 
 
 def placeable(config: Config) -> Config:

@@ -59,6 +59,7 @@ class Facts:
     # tokens/s of the same run on one rank, where it was measured
     single_rank_rate: float | None = None
     compiled: str = ""  # whether torch.compile is on, and why; empty where nobody asked
+    memory: str | None = None  # of a rank at its peak, where such a run was measured before
     initial: str | None = None  # the weights that the model begins with, where they are given
     parent: Parent | None = None  # of a fork
     warnings: tuple[str, ...] = ()
@@ -126,7 +127,7 @@ class Run:
             flat.pop("sources")
         if not self.facts.compiled:
             facts.pop("compiled")
-        for key in ("initial", "parent"):
+        for key in ("initial", "memory", "parent"):
             if facts[key] is None:
                 facts.pop(key)
         return {**facts.pop("layout"), **facts, **flat}

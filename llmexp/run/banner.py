@@ -106,7 +106,7 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
             "precision",
             f"{f.precision} ({f.precision_reason})" if f.precision_reason else f.precision,
         ),
-        *([("compile", f.compiled)] if f.compiled else []),
+        *[(k, v) for k, v in (("compile", f.compiled), ("memory", f.memory)) if v],
         ("folder", folder),
     ]
     return rows + [("warning", text) for text in f.warnings]

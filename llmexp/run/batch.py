@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmexp.config import Batch, ConfigError, refuse
+from llmexp.values import AUTO
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 
@@ -29,6 +30,8 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
     """
     micro, accum = batch.micro_batch_size, batch.gradient_accumulation_steps
     real = batch.real_batch_size
+    if isinstance(micro, str):
+        micro, accum = _uncut(batch, dp_size), 1
     if real is None:
         micro = DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
         accum = 1 if accum is None else accum
@@ -53,6 +56,7 @@ def solve_batch(batch: Batch, dp_size: int) -> SolvedBatch:
         gradient_accumulation_steps=accum,
         real_batch_size=real,
         sequence_length=batch.sequence_length,
+        memory_gib=batch.memory_gib,
         document_mask=batch.document_mask,
     )
 
@@ -83,11 +87,22 @@ def cut_anew(batch: Batch, dp_size: int | None) -> Batch:
     old one that fits, or any that fits where the number is not known yet."""
     if dp_size is None:
         return replace(batch, micro_batch_size=None, gradient_accumulation_steps=None)
-    micro, real = batch.micro_batch_size or 1, batch.real_batch_size or 1
+    micro, real = int(batch.micro_batch_size or 1), batch.real_batch_size or 1
     fitting = [m for m in range(1, micro + 1) if real % (m * dp_size) == 0]
     return replace(
         batch, micro_batch_size=max(fitting, default=micro), gradient_accumulation_steps=None
     )
+
+
+def _uncut(batch: Batch, dp_size: int) -> int:
+    """Return the sequences of a replica in a step, which `auto` cuts. Raises ConfigError."""
+    if (accum := batch.gradient_accumulation_steps) is not None:
+        text = "is solved with batch.micro_batch_size=auto; leave it out"
+        raise refuse("batch.gradient_accumulation_steps", accum, text)
+    if batch.real_batch_size is None:
+        text = "cuts batch.real_batch_size, which is needed beside it"
+        raise refuse("batch.micro_batch_size", AUTO, text, f"{AUTO} batch.real_batch_size=64")
+    return _divide(batch.real_batch_size, dp_size, f"dp_size {dp_size}")
 
 
 def _divide(real: int, by: int, what: str) -> int:

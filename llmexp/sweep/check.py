@@ -17,6 +17,7 @@ from llmexp.assembly.parts import Shared
 from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import ConfigError, plain
 from llmexp.convert import build
+from llmexp.forecast.fitting import fitted
 from llmexp.redact import redacted
 from llmexp.sweep.ledger import Facts, identity
 from llmexp.train import folder
@@ -25,7 +26,8 @@ from llmexp.train import folder
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
     """Assemble a point; return what is known of its run. `shared`: what points have in common.
     Raises ConfigError."""
-    parts = assemble(build(request["config"]), write=True, shared=shared, **folder.known(request))
+    config = fitted(build(request["config"]), request["folder"])
+    parts = assemble(config, write=True, shared=shared, **folder.known(request))
     if purpose == "queue":
         path, fresh = folder.open_folder(parts, request)
         if fresh or not folder.is_finished(path):

@@ -11,6 +11,7 @@ from llmexp import mesh
 from llmexp.__main__ import run
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
+from llmexp.config import Config
 from llmexp.data.reader import Window
 from llmexp.forecast import memory
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
@@ -29,10 +30,13 @@ LARGE = "model.vocab_size=4096"  # its loss is taken in chunks
 FULL = "parallelism.activation_checkpointing=full"
 
 
-def parts_of(*overrides: str) -> Parts:
+def composed(*overrides: str) -> Config:
     with app.hydra_app(None) as hydra:
-        config = app.typed(app.compose(hydra, [*SMALL, *overrides])[0])
-    return assemble(config, write=False)
+        return app.typed(app.compose(hydra, list(overrides))[0])
+
+
+def parts_of(*overrides: str) -> Parts:
+    return assemble(composed(*SMALL, *overrides), write=False)
 
 
 def allocated(parts: Parts) -> int:
@@ -145,7 +149,7 @@ def test_what_would_fit_is_said_and_fits(scratch, capsys):
 def test_the_largest_micro_batch_that_fits_is_said():
     parts = parts_of(*LIMITED, "batch.micro_batch_size=1", "batch.real_batch_size=4")
     cut = cut_of(parts)
-    needed = {n: rehearse(parts, memory._cut_to(cut, n), "fp32", None).peak for n in (1, 2, 4)}
+    needed = {n: rehearse(parts, memory.cut_to(cut, n), "fp32", None).peak for n in (1, 2, 4)}
     assert needed[1] < needed[2] < needed[4]
     for usable, expected in ((needed[1] - 1, None), (needed[2], 2), (needed[4] - 1, 2)):
         room = memory.Room(None, "cpu", usable, usable, 0.0)

@@ -1,0 +1,229 @@
+"""Find the micro-batch size for batch.micro_batch_size=auto: the largest that fits, or a smaller
+one that is faster. Each is tried in a process of its own, with all ranks of the run.
+
+`python -m llmexp.forecast.fitting` reads a config (JSON) and answers with the size, or the refusal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from llmexp import rundir
+from llmexp.assembly.assemble import Parts, assemble
+from llmexp.assembly.remembered import MEMORY, kind_of, remember, remembered
+from llmexp.child import die_with_parent, never_fail_to_print
+from llmexp.config import Config, ConfigError, refuse
+from llmexp.convert import build
+from llmexp.forecast import memory
+from llmexp.forecast.measuring import Died, measured
+from llmexp.metrics import hardware
+from llmexp.metrics.devices import Device, device_called
+from llmexp.redact import redacted
+from llmexp.values import AUTO
+
+KEY = "batch.micro_batch_size"
+FASTER = 1.02  # a smaller size has to be, to be taken
+# What a forecast may be wrong by: beyond it nothing is tried.
+UNSURE = 1.2
+SIZES = "micro_batch_sizes"  # the folder of the cache
+
+
+def fitted(config: Config, folder: str = "") -> Config:
+    """Return the config with a number in the place of `auto`: that of the run in the folder, where
+    one is there; else the one that was found for such a run before; else it is found now. Raises
+    ConfigError."""
+    if config.batch.micro_batch_size != AUTO:
+        return config
+    if folder and (old := _written(folder)) is not None:
+        return cut(config, old)
+    if config.parallelism.nnodes > 1:
+        text = "sizes are tried on one host; give the number, tried with fewer hosts"
+        raise refuse(KEY, AUTO, text, 8)
+    parts = assemble(config, write=True)
+    room, deciding = _deciding(config, parts)
+    found = remembered(SIZES, deciding)
+    if found is None:
+        found = _find(parts, room)
+        remember(SIZES, deciding, found)
+    return cut(config, found["micro_batch_size"])
+
+
+def known(config: Config, parts: Parts) -> Config:
+    """Return the config with the number that was found for such a run before. Raises
+    ConfigError."""
+    found = remembered(SIZES, _deciding(config, parts)[1])
+    if found is None:
+        text = "the size is found when the run starts; for a forecast add plan.device"
+        raise refuse(KEY, AUTO, text, "auto plan.device=cpu")
+    return cut(config, found["micro_batch_size"])
+
+
+def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, Any]:
+    """Return the memory of a rank, and what the size depends on."""
+    room, facts = _room(parts, config.batch.memory_gib), parts.run.facts
+    usable = round(room.usable / memory.GIB, 2)
+    kind = kind_of(parts.config, facts.device_name)
+    return room, [kind, facts.threads_per_rank, usable]
+
+
+def _written(folder: str) -> int | None:
+    """Return the size that the run in the folder has; None where there is no run."""
+    with contextlib.suppress(ConfigError, KeyError):
+        size = rundir.read_config(Path(folder))["batch"]["micro_batch_size"]
+        return size if isinstance(size, int) else None
+    return None
+
+
+def cut(config: Config, micro: int) -> Config:
+    """Return the config with this micro-batch, whose accumulation is solved."""
+    batch = dataclasses.replace(config.batch, micro_batch_size=micro)
+    return dataclasses.replace(config, batch=batch)
+
+
+def _room(parts: Parts, limit: float | None) -> memory.Room:
+    """Return the memory of a rank on the device of the run. Raises ConfigError where it is not
+    known."""
+    device = None
+    if parts.device.type == "cuda":
+        there = hardware.memory_bytes(parts.device) or 0
+        name = parts.run.facts.device_name
+        device = device_called(name) or Device(name, name, 0)
+        device = dataclasses.replace(device, gib=there / memory.GIB)
+    room = memory.room_of(parts, device, limit)
+    if room is None:
+        text = "this host does not say what memory it has; give batch.memory_gib"
+        raise refuse(KEY, AUTO, text, "auto batch.memory_gib=16")
+    return room
+
+
+def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
+    """Try sizes, from the largest that should fit; return the fastest of those that do. Raises
+    ConfigError where none does."""
+    whole = parts.run.micro_batch_size  # of a rank, still in one piece
+    sizes = [n for n in range(whole, 0, -1) if whole % n == 0]
+    forecast, first = _forecast(parts, room, sizes)
+    best: dict[str, Any] | None = None
+    why = ""
+    for size in sizes[sizes.index(first) :]:
+        try:
+            found = measured(_tried(parts, size, first), "steps")
+        except Died as death:
+            if str(death) == why:  # the size is not the cause
+                raise refuse(KEY, AUTO, f"steps fail, whatever the size: {why}") from None
+            why = str(death)
+        else:
+            rate = parts.run.sequence_length * _sequences(size, first, whole) / found["step_s"]
+            if found["peak_bytes"] <= room.usable:
+                kind = kind_of(_shape(parts, size), parts.run.facts.device_name)
+                remember(MEMORY, kind, {"peak_bytes": found["peak_bytes"]})
+                _say(size, f"fits: {_gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
+                if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
+                    return best
+                best = {
+                    "micro_batch_size": size,
+                    "peak_bytes": round(found["peak_bytes"]),
+                    "usable_bytes": round(room.usable),
+                    "tokens_per_sec_per_rank": rate,
+                }
+                continue
+            why = f"took {_gib(found['peak_bytes'])} of {_gib(room.usable)} GiB"
+        if best is not None:
+            return best
+        _say(size, f"does not fit: {why}")
+    if best is None:
+        raise _refusal(parts, room, forecast, why)
+    return best
+
+
+def _forecast(
+    parts: Parts, room: memory.Room, sizes: list[int]
+) -> tuple[memory.Forecast | None, int]:
+    """Return the forecast of memory, where the model has one, and the size to begin with. Raises
+    ConfigError where even one sequence is far too much."""
+    try:
+        forecast = memory.Forecast(parts, parts.precision, room)
+        if forecast.fits(forecast.cut):
+            return forecast, sizes[0]
+        largest = forecast.largest(forecast.cut, sizes[1] if len(sizes) > 1 else 0)
+        if largest is not None:
+            return forecast, largest.micro
+        least = forecast.needed(memory.cut_to(forecast.cut, 1))
+    except Exception:  # of a model of the user's, which has to see its values
+        return None, sizes[0]
+    if least > UNSURE * room.usable:
+        text = f"one sequence takes {_gib(least)} GiB a rank, {_gib(room.usable)} may be used"
+        raise _refusal(parts, room, forecast, text)
+    return forecast, 1
+
+
+def _refusal(
+    parts: Parts, room: memory.Room, forecast: memory.Forecast | None, why: str
+) -> ConfigError:
+    """Return the refusal of a length that does not fit, with what would."""
+    found: list[str] = []
+    if forecast is not None:
+        forecast.cut = memory.cut_to(forecast.cut, 1)
+        found = [memory.shown(forecast, text, cut) for text, cut in memory.remedies(forecast)]
+    text = "; ".join([*found, "a shorter sequence", "a smaller model"])
+    return refuse(
+        "batch.sequence_length",
+        parts.run.sequence_length,
+        f"does not fit at micro_batch_size 1: {why}; what may fit: {text}",
+    )
+
+
+def _sequences(size: int, first: int, whole: int) -> int:
+    """Return the sequences of a rank in a step that is tried: for every size about as many, two
+    micro-batches of the first one where the run has as many."""
+    return size * -(-min(whole, 2 * first) // size)
+
+
+def _shape(parts: Parts, size: int) -> Config:
+    """Return the config as it is solved with this micro-batch."""
+    accumulation = parts.run.micro_batch_size // size
+    batch = dataclasses.replace(
+        parts.config.batch, micro_batch_size=size, gradient_accumulation_steps=accumulation
+    )
+    return dataclasses.replace(parts.config, batch=batch)
+
+
+def _tried(parts: Parts, size: int, first: int) -> Config:
+    sequences = _sequences(size, first, parts.run.micro_batch_size)
+    batch = dataclasses.replace(
+        parts.config.batch,
+        micro_batch_size=size,
+        gradient_accumulation_steps=sequences // size,
+        real_batch_size=sequences * parts.run.dp_size,
+    )
+    return dataclasses.replace(parts.config, batch=batch)
+
+
+def _gib(size: float) -> str:
+    return f"{size / memory.GIB:,.3g}"
+
+
+def _say(size: int, text: str) -> None:
+    print(f"{KEY}=auto: {size} {redacted(text)}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    request, answers = json.load(sys.stdin), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            config = fitted(build(request["config"]), request["folder"])
+            found: dict[str, Any] = {"micro_batch_size": config.batch.micro_batch_size}
+        except ConfigError as error:
+            found = {"refused": str(error)}
+    print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    never_fail_to_print()
+    main()

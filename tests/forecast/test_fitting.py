@@ -1,0 +1,135 @@
+"""The micro-batch size for `auto`: which sizes are tried, which is taken, what is remembered."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from llmexp.config import ConfigError, plain
+from llmexp.convert import build
+from llmexp.forecast import fitting, memory
+from llmexp.forecast.fitting import fitted
+from llmexp.forecast.measuring import Died
+from llmexp.sweep.check import answer
+from tests.conftest import TINY, llmexp
+from tests.forecast.test_memory import composed
+
+GIB = 2**30
+AUTO = ["batch.real_batch_size=8", "batch.micro_batch_size=auto", "batch.memory_gib=8"]
+SMALL = [*TINY, "data=synthetic", "data.n_tokens=5000"]
+
+
+@pytest.fixture
+def probed(tmp_path, monkeypatch):
+    """Let sizes take what `probed.takes` says: GiB and seconds for a sequence, or how they die."""
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
+
+    class Probed:
+        takes: dict[int, tuple[float, float] | str]
+        tried: list[int]
+
+    def measured(config, what):
+        assert what == "steps"
+        batch = config.batch
+        size, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
+        assert size * accumulation == batch.real_batch_size == 8
+        Probed.tried.append(size)
+        if isinstance(found := Probed.takes[size], str):
+            raise Died(found)
+        return {"peak_bytes": found[0] * GIB, "step_s": 8 * found[1]}
+
+    Probed.tried, Probed.forecast = [], fitting._forecast
+    monkeypatch.setattr(fitting, "_forecast", lambda parts, room, sizes: (None, sizes[0]))
+    monkeypatch.setattr(fitting, "measured", measured)
+    return Probed
+
+
+@pytest.mark.parametrize(
+    ("takes", "tried", "chosen"),
+    [
+        ({8: (7.9, 1.0), 4: (4, 1.0)}, [8, 4], 8),
+        ({8: (7.9, 1.0), 4: (4, 0.5), 2: (2, 0.495)}, [8, 4, 2], 4),
+        ({8: "ended by signal 9", 4: (8.1, 1.0), 2: (2, 1.0), 1: (1, 2.0)}, [8, 4, 2, 1], 2),
+        ({8: (9, 1), 4: (9, 1), 2: "no memory", 1: (1, 2.0)}, [8, 4, 2, 1], 1),
+    ],
+)
+def test_the_largest_that_fits_or_a_faster_one(probed, capsys, takes, tried, chosen):
+    probed.takes = takes
+    config = composed(*SMALL, *AUTO)
+    batch = fitted(config).batch
+    assert (batch.micro_batch_size, batch.real_batch_size) == (chosen, 8)
+    assert probed.tried == tried
+    said = capsys.readouterr().err
+    for size, found in takes.items():
+        if isinstance(found, str):
+            assert f"batch.micro_batch_size=auto: {size} does not fit: {found}" in said
+    # it is known now, for runs of the same kind
+    other = composed(*SMALL, *AUTO, "train.seed=5", "train.max_steps=9", "optimizer.lr=1")
+    assert fitted(other).batch.micro_batch_size == chosen
+    assert probed.tried == tried
+    probed.tried.clear()
+    fitted(composed(*SMALL, *AUTO, "batch.sequence_length=11"))
+    assert probed.tried == tried
+
+
+def test_a_length_that_does_not_fit_is_refused_with_what_may(probed, monkeypatch):
+    probed.takes = {8: "no memory for 8", 4: "no memory for 4", 2: (8.2, 1), 1: "killed"}
+    with pytest.raises(ConfigError, match=r"length=12: does not fit at micro_batch_size 1: killed"):
+        fitted(composed(*SMALL, *AUTO))
+    assert probed.tried == [8, 4, 2, 1]
+    probed.takes = dict.fromkeys((8, 4, 2, 1), "a fault of the model")
+    with pytest.raises(ConfigError, match="steps fail, whatever the size: a fault of the model"):
+        fitted(composed(*SMALL, *AUTO))
+    assert probed.tried[4:] == [8, 4]
+
+
+def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
+    monkeypatch.setattr(fitting, "_forecast", probed.forecast)
+    monkeypatch.setattr(memory.hardware, "resident_bytes", lambda: 0)
+    long = ["batch.sequence_length=512", "model.max_position_embeddings=512"]
+    said = r"length=512: does not fit at .* 1: one sequence takes .*; what may fit: .*a shorter"
+    with pytest.raises(ConfigError, match=said):
+        fitted(composed(*SMALL, *AUTO, *long, "batch.memory_gib=0.0012"))
+    assert probed.tried == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["batch.real_batch_size=null"], "cuts batch.real_batch_size, which is needed"),
+        (["batch.gradient_accumulation_steps=2"], "is solved with batch.micro_batch_size=auto"),
+        (["parallelism=ddp", "parallelism.nnodes=2"], "sizes are tried on one host"),
+    ],
+)
+def test_what_auto_cannot_solve_is_refused(probed, more, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        fitted(composed(*SMALL, *AUTO, *more))
+    assert probed.tried == []
+
+
+def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path):
+    probed.takes = {8: (1, 1.0), 4: (1, 1.0)}
+    for seed in (1, 2):
+        config = plain(composed(*SMALL, *AUTO, f"train.seed={seed}"))
+        request = {"config": config, "folder": str(tmp_path / str(seed)), "fixed": True}
+        answer("check", request, None)
+    assert probed.tried == [8, 4]
+    (tmp_path / "1").mkdir()
+    there = plain(fitted(build(config)))
+    there["batch"]["micro_batch_size"] = 2
+    (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
+    assert fitted(build(config), str(tmp_path / "1")).batch.micro_batch_size == 2
+
+
+def test_a_run_finds_its_size(tmp_path):
+    auto = ["batch.real_batch_size=1", "batch.micro_batch_size=auto", "train.max_steps=6"]
+    cache = {"LLMEXP_CACHE_DIR": str(tmp_path / "cache")}
+    ran = llmexp("train", *SMALL, *auto, "hydra.run.dir=run", cwd=tmp_path, **cache)
+    assert ran.code == 0, ran.err
+    assert "batch.micro_batch_size=auto: 1 fits: " in ran.err
+    assert "measured before this run" in ran.out
+    batch = yaml.safe_load((ran.folder / "config.yaml").read_text())["batch"]
+    assert batch["micro_batch_size"] == 1
+    assert not list(tmp_path.glob("**/llmexp-steps-*"))
