@@ -1,10 +1,11 @@
-"""Request files of multiple choice: NAME.jsonl, one item a line.
+"""Request files of multiple choice, or of texts to be completed: NAME.jsonl, one item a line.
 
     {"id": "7", "context": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}
 
 A model is asked for the likelihood of each choice after the context, with one space between; the
 answer counts from 0. Where the choices differ in the context instead (winogrande), `context` is a
-list with one text for each choice. docs/evaluation.md shows more.
+list with one text for each choice. An item with one choice is right where the model, taking the
+likeliest token each time, writes it. docs/evaluation.md shows more.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Item:
     contexts: tuple[str, ...]
     choices: tuple[str, ...]
     answer: int
+
+    @property
+    def completed(self) -> bool:
+        """Return whether the one choice is to be written, not chosen."""
+        return len(self.choices) == 1
 
 
 def read_task(name: str, folder: str | None) -> list[Item]:
@@ -63,6 +69,8 @@ def read_items(path: Path) -> list[Item]:
             found.append(_item(f"{path}:{number}", line))
     if not found:
         raise ValueError(f"{path}: has no items")
+    if other := [item for item in found if item.completed != found[0].completed]:
+        raise ValueError(f"{other[0].place}: one choice and several do not stand in one task")
     return found
 
 
@@ -76,8 +84,8 @@ def _item(place: str, line: str) -> Item:
         lacks = ", ".join(missing) if isinstance(given, dict) else "all of them"
         raise ValueError(f"{place}: an item has the keys {', '.join(keys)}; this one lacks {lacks}")
     choices, context, answer = given["choices"], given["context"], given["answer"]
-    if not _texts(choices) or len(choices) < 2 or not all(choices):
-        raise ValueError(f"{place}: choices must be a list of two texts at least, none empty")
+    if not _texts(choices) or not choices or not all(choices):
+        raise ValueError(f"{place}: choices must be a list of texts, none empty")
     contexts = context if isinstance(context, list) else [context] * len(choices)
     if not _texts(contexts) or len(contexts) != len(choices):
         raise ValueError(

@@ -70,11 +70,17 @@ def _winogrande(row: Row) -> tuple[list[str], list[str], int]:
     return contexts, [after.strip()] * 2, int(row["answer"]) - 1
 
 
+def _lambada(row: Row) -> tuple[str, list[str], int]:
+    context, _, word = row["text"].rpartition(" ")
+    return context, [word], 0
+
+
 SOURCES = {
     "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
     "arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test", _arc),
     "boolq": Source("aps/super_glue", "boolq", "validation", _boolq),
     "hellaswag": Source("Rowan/hellaswag", None, "validation", _hellaswag),
+    "lambada_openai": Source("EleutherAI/lambada_openai", "default", "test", _lambada),
     "openbookqa": Source("allenai/openbookqa", "main", "test", _openbookqa),
     "piqa": Source("baber/piqa", None, "validation", _piqa),
     "sciq": Source("allenai/sciq", None, "test", _sciq),

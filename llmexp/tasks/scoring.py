@@ -1,4 +1,5 @@
-"""Score multiple choice: the log-likelihood of each choice after its context.
+"""Score multiple choice by the log-likelihood of each choice after its context, and completions by
+the likeliest tokens.
 
 Requests are those of lm-eval (EleutherAI's harness), so that both agree item by item: white space
 at the end of the context belongs to the continuation, context and continuation are encoded
@@ -21,8 +22,10 @@ from llmexp import mesh, precision
 from llmexp.data.reader import MASKED
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.metrics.ratio import ratio
-from llmexp.models.loss import WindowLoss
+from llmexp.models.loss import WindowLoss, plain_cross_entropy
 from llmexp.tasks.items import Item
+
+WHOLE_LOGITS = 4096  # tokens of a batch whose logits are held whole
 
 
 @dataclass(frozen=True)
@@ -106,29 +109,39 @@ def pad(chosen: Sequence[Request]) -> tuple[Tensor, Tensor]:
 
 
 def likelihoods(
-    requests: Sequence[Request], loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
-) -> np.ndarray:
-    """Return float64 [r]: the log-likelihood of each request's continuation, in nats.
+    requests: Sequence[Request],
+    loss: WindowLoss,
+    joined: mesh.Mesh,
+    kind: str,
+    tokens: int,
+    greedy: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return float64 [r]: the log-likelihood of each request's continuation, in nats; and where
+    `greedy`, 1.0 for one whose tokens are each the likeliest.
 
     The ranks share the batches out. Each calls the model equally often, as a sharded one needs.
     `kind` is the precision, `tokens` the size of a batch. The mode of the model is left alone.
     """
-    found_r = torch.zeros(len(requests), dtype=torch.float64, device=joined.device)
-    dealt = batches(requests, tokens)
+    found_2r = torch.zeros(2, len(requests), dtype=torch.float64, device=joined.device)
+    dealt = batches(requests, min(tokens, WHOLE_LOGITS) if greedy else tokens)
     for first in range(0, len(dealt), joined.dp_size):
         mine = dealt[first + joined.dp_rank] if first + joined.dp_rank < len(dealt) else []
-        tokens_bt, targets_bt = pad([requests[number] for number in mine])
+        tokens_bt, targets_bt = (
+            x.to(joined.device, non_blocking=True) for x in pad([requests[i] for i in mine])
+        )
+        hit_b = torch.zeros(len(tokens_bt), device=joined.device)
         with torch.no_grad(), precision.autocast(kind, joined.device):
-            nll_bt = loss(
-                tokens_bt.to(joined.device, non_blocking=True),
-                targets_bt.to(joined.device, non_blocking=True),
-                each=True,
-            )
+            if greedy:
+                logits_btv = loss(tokens_bt)
+                nll_bt = plain_cross_entropy(logits_btv, targets_bt)
+                hit_b = ((logits_btv.argmax(-1) == targets_bt) | (targets_bt < 0)).all(1)
+            else:
+                nll_bt = loss(tokens_bt, targets_bt, each=True)
         if mine:
             index = torch.tensor(mine).to(joined.device, non_blocking=True)
-            found_r[index] = -nll_bt.double().sum(1)
-    found: np.ndarray = mesh.total(joined, found_r).cpu().numpy()
-    return found
+            found_2r[:, index] = torch.stack([-nll_bt.double().sum(1), hit_b.double()])
+    lls_r, hits_r = mesh.total(joined, found_2r).cpu().numpy()
+    return lls_r, hits_r
 
 
 def score(
@@ -136,26 +149,27 @@ def score(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the figures of a task, and the scores of each item. Raises ValueError where the model
     gives a likelihood that is not finite."""
-    lls = likelihoods(task.requests, loss, joined, kind, tokens)
+    completed = task.items[0].completed
+    lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
         raise ValueError(f"the task {task.name}: a likelihood is not finite")
     samples, first = [], 0
     for item in task.items:
         own = lls[first : first + len(item.choices)].tolist()
+        samples.append(_sample(item, own, bool(hits[first])))
         first += len(item.choices)
-        samples.append(_sample(item, own))
     return figures(samples), samples
 
 
-def _sample(item: Item, lls: list[float]) -> dict[str, Any]:
+def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
     sizes = [len(choice.encode()) for choice in item.choices]
     normed = [ll / size for ll, size in zip(lls, sizes, strict=True)]
     return {
         "id": item.id,
         "answer": item.answer,
         "loglikelihoods": lls,
-        "acc": float(int(np.argmax(lls)) == item.answer),
-        "acc_norm": float(int(np.argmax(normed)) == item.answer),
+        "acc": float(hit if item.completed else int(np.argmax(lls)) == item.answer),
+        "acc_norm": float(hit if item.completed else int(np.argmax(normed)) == item.answer),
         "nll": -lls[item.answer],
         "bytes": 1 + sizes[item.answer],  # with the space before it
     }

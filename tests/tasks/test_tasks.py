@@ -140,6 +140,46 @@ def test_scores_are_those_of_one_request_at_a_time(folder, monkeypatch, capsys):
     assert [line.split()[:2] for line in shown[-2:]] == [["tiny_facts", "16"], ["mixed", "20"]]
 
 
+def completions(opened: Opened) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return items with one choice, and whether the model writes it, token by token in float64."""
+    model, tokenizer = opened.model.double().eval(), opened.tokenizer
+    items: list[dict[str, Any]] = []
+    right = []
+    for number, text in enumerate(("the cat", "a dog sat on", "it ran to the big", "red")):
+        ids = tokenizer.encode_ordinary(text)
+        for _ in range(3):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        written = tokenizer.decode(ids).removeprefix(f"{text} ")
+        again = tokenizer.encode_ordinary(f"{text} {written}") == ids
+        for choice in (written, "over"):
+            items.append({"id": number, "context": text, "choices": [choice], "answer": 0})
+            right.append(float(again and choice == written))
+    assert 0 < sum(right) < len(right)
+    return items, right
+
+
+def test_a_completion_is_right_where_the_likeliest_tokens_write_it(folder, tmp_path, monkeypatch):
+    """Its likelihood is that of the same choice among several."""
+    monkeypatch.chdir(folder)
+    opened = open_run(folder / "run", 4, print)
+    items, right = completions(opened)
+    (tmp_path / "end.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    several = [item | {"choices": [*item["choices"], "x"]} for item in items]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(item) + "\n" for item in several))
+    judge, alone = sets.place(opened), mesh.join("cpu", "single", 1, 1, 1)
+    found, lls = {}, {}
+    for name in ("end", "two"):
+        file = tmp_path / f"{name}.jsonl"
+        task = scoring.prepare(name, read_items(file), opened.tokenizer, LENGTH)
+        found[name], samples = scoring.score(task, judge.loss, alone, "fp64", 50)
+        lls[name] = [one["loglikelihoods"][0] for one in samples]
+        if name == "end":
+            assert [one["acc"] for one in samples] == right
+    assert found["end"]["acc"] == np.mean(right)
+    assert lls["end"] == pytest.approx(lls["two"], rel=1e-11)
+
+
 def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch):
     monkeypatch.chdir(folder)
     opened = open_run(folder / "run", 4, print)
@@ -194,39 +234,43 @@ def test_lm_eval_finds_the_same_item_by_item(folder, tmp_path, monkeypatch, caps
     another kind of its tasks, and long ones are cut alike."""
     monkeypatch.chdir(folder)
     items = [json.loads(line) for line in Path("sets/mixed.jsonl").read_text().splitlines()]
-    kept = [item for item in items if isinstance(item["context"], str)]
-    (tmp_path / "like.jsonl").write_text("".join(json.dumps(item) + "\n" for item in kept))
-    (tmp_path / "like.yaml").write_text(
-        f"task: like\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/like.jsonl}}}}\ndoc_to_target: answer\n"
-        'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\n'
-    )
-    given = ["evaluate", "run", "--lm-eval", "like", "--tasks-folder", str(tmp_path), "--json"]
+    opened = open_run(Path("run"), 4, print)
+    kept = {"like": [item for item in items if isinstance(item["context"], str)],
+            "end": completions(opened)[0]}  # fmt: skip
+    more = {"like": "output_type: multiple_choice\ndoc_to_target: answer\n"
+                    'doc_to_choice: "{{choices}}"',
+            "end": "output_type: loglikelihood\ndoc_to_target: \"{{' '+choices[0]}}\"\n"
+                   "target_delimiter: ''\nmetric_list: [{metric: acc}]"}  # fmt: skip
+    for name, lines in kept.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(item) + "\n" for item in lines))
+        (tmp_path / f"{name}.yaml").write_text(
+            f'task: {name}\ndataset_path: json\ntest_split: test\ndoc_to_text: "{{{{context}}}}"\n'
+            f"dataset_kwargs: {{data_files: {{test: {file}}}}}\n{more[name]}\n"
+        )
+    given = ["evaluate", "run", "--lm-eval", "like,end", "--tasks-folder", str(tmp_path), "--json"]
     if not all(map(importlib.util.find_spec, ("lm_eval", "accelerate"))):
         assert command(given) == 2
         assert "pip install 'llmexp[eval]'" in capsys.readouterr().err
         pytest.skip("lm-eval is not installed")
-    found = harness.evaluate_by_harness(
-        (Path("run"), None, "model"), ["like"], str(tmp_path), print
-    )
-    task = scoring.prepare(
-        "like",
-        read_items(tmp_path / "like.jsonl"),
-        open_run(Path("run"), 4, print).tokenizer,
-        LENGTH,
-    )
-    judge = sets.place(open_run(Path("run"), 4, print))
-    ours, own = scoring.score(task, judge.loss, mesh.join("cpu", "single", 1, 1, 1), "fp64", 96)
-    theirs = sorted(found["samples"]["like"], key=lambda one: one["doc_id"])
-    for one, other in zip(own, theirs, strict=True):
-        lls = [ll for ll, _ in other["filtered_resps"]]
-        assert one["loglikelihoods"] == pytest.approx(lls, rel=1e-10)
-        assert one["acc"] == other["acc"]
-    (figures,) = harness.figures(found)
-    assert figures["acc"] == ours["acc"]
-    assert figures["acc_stderr"] == pytest.approx(ours["acc_stderr"], rel=1e-12)
+    run = (Path("run"), None, "model")
+    found = harness.evaluate_by_harness(run, [*kept], str(tmp_path), print)
+    judge, alone = sets.place(opened), mesh.join("cpu", "single", 1, 1, 1)
+    figures = {one["task"]: one for one in harness.figures(found)}
+    for name in kept:
+        read = read_items(tmp_path / f"{name}.jsonl")
+        task = scoring.prepare(name, read, opened.tokenizer, LENGTH)
+        ours, own = scoring.score(task, judge.loss, alone, "fp64", 96)
+        theirs = sorted(found["samples"][name], key=lambda one: one["doc_id"])
+        for one, other in zip(own, theirs, strict=True):
+            answers = other["filtered_resps"]
+            lls = [ll for ll, _ in answers]
+            assert one["loglikelihoods"] == pytest.approx(lls, rel=1e-10)
+            assert one["acc"] == other["acc"]
+        assert figures[name]["acc"] == ours["acc"]
+        assert figures[name]["acc_stderr"] == pytest.approx(ours["acc_stderr"], rel=1e-12)
     with pytest.raises(ConfigError, match="there is no task nix"):
-        harness.evaluate_by_harness((Path("run"), None, "model"), ["nix"], None, print)
+        harness.evaluate_by_harness(run, ["nix"], None, print)
 
 
 GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}
@@ -241,7 +285,8 @@ GOOD = {"id": 1, "context": "a", "choices": ["b", "c"], "answer": 1}
         ({**GOOD, "answer": 2}, "answer 2: must be the number of a choice, from 0 to 1"),
         ({**GOOD, "answer": "1"}, "answer '1': must be the number of a choice"),
         ({**GOOD, "answer": True}, "answer True: must be"),
-        ({**GOOD, "choices": ["a"]}, "choices must be a list of two texts at least"),
+        ({**GOOD, "choices": []}, "choices must be a list of texts"),
+        ({**GOOD, "choices": ["a"], "answer": 0}, "one choice and several do not stand in one"),
         ({**GOOD, "choices": ["a", ""]}, "none empty"),
         ({**GOOD, "choices": "ab"}, "choices must be a list"),
         (
@@ -308,6 +353,7 @@ HUB = {
         {"passage": "P.", "question": "is it", "label": 1},
         ("P.\nQuestion: is it?\nAnswer:", ["no", "yes"], 1),
     ),
+    "lambada_openai": ({"text": "He said it  was Ann"}, ("He said it  was", ["Ann"], 0)),
     "openbookqa": (
         {"question_stem": "The sun", "choices": {"text": ["x", "y"], "label": ["A", "B"]},
          "answerKey": " A"},
