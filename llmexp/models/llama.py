@@ -131,7 +131,7 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(wide, d_model, bias=shape.biases == "all")
         if self.qk_norm != "none":
             sizes = (wide, narrow) if self.qk_norm == "full" else (self.head_dim,) * 2
-            self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=shape.norm_eps) for n in sizes)
+            self.q_norm, self.k_norm = (Norm(n, eps=shape.norm_eps) for n in sizes)
 
     def forward(
         self, x_btd: Tensor, cos: Tensor, sin: Tensor, documents: Documents | Past | None = None
@@ -140,13 +140,12 @@ class Attention(nn.Module):
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q, k, v = project(x_btd, self.q_proj, self.k_proj, self.v_proj)
         if self.qk_norm == "full":  # over all heads at once
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            q, k = self.q_norm(q), self.k_norm(k)
         q_bhtk, k_bgtk, v_bgtk = (
             x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in (q, k, v)
         )
         if self.qk_norm == "head":
-            q_bhtk = self.q_norm(q_bhtk).to(v.dtype)
-            k_bgtk = self.k_norm(k_bgtk).to(v.dtype)
+            q_bhtk, k_bgtk = self.q_norm(q_bhtk), self.k_norm(k_bgtk)
         q_bhtk = apply_rope(q_bhtk, cos, sin)
         k_bgtk = apply_rope(k_bgtk, cos, sin)
         dropout = self.dropout if self.training else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from llmexp.models import common, documents
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
+from llmexp.models.recompute import recompute_blocks
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -93,3 +96,40 @@ def distances(
         off.append((states.detach().double(), gradient.double()))
     (h, g), (h64, g64) = off
     return float((h - h64).norm() / h64.norm()), float((g - g64).norm() / g64.norm())
+
+
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SWITCHES = {
+    "qwen": {"qk_norm": "head", "head_dim": 10},
+    "olmo": {"qk_norm": "full", "norm": "post", "biases": "qkv", "tied_head": False},
+    "mistral": {"sliding_window": 4, "biases": "all"},
+    "scaled": {"rope_scaling": SCALING | {"original_max_position_embeddings": 8}},
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_switches_inside_documents_in_bf16_and_computed_again(kind):
+    torch.manual_seed(3)
+    model = Llama(50, 24, 2, 4, 2, 16, 24, **SWITCHES[kind]).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    tokens, end = torch.randint(0, 49, (2, 24)), 49
+    tokens[:, [9, 15]] = end
+    parts = (tokens[:, :10], tokens[:, 10:16], tokens[:, 16:])
+    alone = torch.cat([model(part) for part in parts], dim=1)
+    model.document_end = end
+    for model.document_spans in (True, False):
+        # float64: sums of at most 24 products in another order, through two layers
+        torch.testing.assert_close(model(tokens), alone, rtol=1e-10, atol=1e-11)
+    expected = gradients(model, tokens)
+    for how in ("full", "selective"):
+        again = copy.deepcopy(model)
+        recompute_blocks(again, how)
+        assert all(map(torch.equal, gradients(again, tokens), expected)), how
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(tokens).double()
+    # About 20 products on the way, each of operands that are off by at most 1 / 512.
+    assert (rounded - alone).norm() < 20 / 512 * alone.norm()
+    assert not torch.equal(rounded, model(tokens).double())
