@@ -4,7 +4,6 @@ returns."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -12,13 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from llmexp.data.mixture import Mixed
-
-# Longer rows are copied one by one, which is as quick: of the whole address space (2**47 bytes)
-# numpy takes a view of windows up to 2**63 bytes.
-_AT_ONCE = 1 << 12
 
 
 class DataChanged(OSError, ValueError):
@@ -165,26 +159,6 @@ class TokenStream:
             bool((self.read(start, count) == token).any()) for start in starts
         )
 
-    @functools.cached_property
-    def _memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return all memory from the lowest array to the highest as if it were ids, how far there
-        from its place in the stream a token of each array is, and which arrays are of that type.
-
-        So rows of thousands of files are found by one index. Between the arrays there is nothing:
-        reading there kills the process.
-        """
-        size, kind = self._arrays[0].itemsize, self._arrays[0].dtype
-        address = np.array([a.__array_interface__["data"][0] for a in self._arrays])
-        there = np.array([a.dtype == kind and a.strides == (size,) for a in self._arrays])
-        there &= (address - address[0]) % size == 0
-        if not there.any():
-            return np.empty(0, kind), address, there
-        lowest = min(np.flatnonzero(there), key=address.__getitem__)
-        place = (address - address[lowest]) // size
-        shape = (int((place + np.diff(self._ends))[there].max()),)
-        memory = as_strided(self._arrays[lowest], shape, writeable=False)
-        return memory, place - self._ends[:-1], there
-
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """int64 [n, count]: for each of `starts` (int64 [n]) the tokens [start, start + count).
 
@@ -204,20 +178,17 @@ class TokenStream:
             return rows
         first = np.searchsorted(self._ends, starts, side="right") - 1
         last = np.searchsorted(self._ends, starts + count) - 1
-        memory, shifts, is_there = self._memory
-        at_once = (first == last) & is_there[first] & (count <= _AT_ONCE)
-        one_by_one = np.flatnonzero(~at_once).tolist()
-        pieces = [(row, i) for row in one_by_one for i in range(first[row], last[row] + 1)]
-        for i in {*first.tolist(), *(i for _, i in pieces)}:
+        touched = set(zip(first.tolist(), last.tolist(), strict=True))
+        for i in {i for begin, end in touched for i in range(begin, end + 1)}:
             self.shards[i].check_size()
-        if len(one_by_one) < len(rows):
-            shape = len(memory) - count + 1, count
-            windows = as_strided(memory, shape, memory.strides * 2, writeable=False)
-            rows[at_once] = windows[(starts + shifts[first])[at_once]]
-        for row, i in pieces:
-            begin, end = starts[row] - self._ends[i], starts[row] + count - self._ends[i]
-            piece = self._arrays[i][max(0, begin) : end]
-            rows[row, max(0, -begin) :][: len(piece)] = piece
+        begins = (starts - self._ends[first]).tolist()
+        for row, i, begin in zip(rows, first.tolist(), begins, strict=True):
+            piece = self._arrays[i][begin : begin + count]
+            while len(piece) < len(row):  # it goes on in the next array
+                row[: len(piece)] = piece
+                row, i = row[len(piece) :], i + 1
+                piece = self._arrays[i][: len(row)]
+            row[:] = piece
         return rows
 
 

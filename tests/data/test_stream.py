@@ -61,18 +61,6 @@ def test_reads_across_borders_like_one_array(
         np.testing.assert_array_equal(stream.read(low, high - low), expected)
 
 
-@pytest.mark.parametrize("count", [4096, 4097])
-def test_short_and_long_rows_are_the_same(count: int) -> None:
-    """Rows are found by one index in all memory, or copied one by one; of types alike, mixed, and
-    read through."""
-    whole = np.random.default_rng(0).integers(0, 60_000, 40_000)
-    starts = np.array([0, 35_903, 5_000, 12_345, 20_000, 8_192])
-    for types in (["<u2"] * 4, ["<u4", "<u2", ">u2", "<i8"]):
-        parts = [a.astype(t) for a, t in zip(np.split(whole, 4), types, strict=True)]
-        rows = TokenStream(parts).gather(starts, count)
-        assert rows.tolist() == [whole[start : start + count].tolist() for start in starts]
-
-
 @pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 11), (10, 1)])
 def test_nothing_outside_the_stream_is_read(start: int, count: int) -> None:
     with pytest.raises(IndexError):
