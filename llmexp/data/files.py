@@ -35,7 +35,7 @@ OTHERS = {
     rb"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
     rb"[\s\S]{257}ustar": ("a tar archive", "unpack it first: tar -xf {path}"),
     rb"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
-    rb"ARROW1": ("an Arrow file", "name the folder of its dataset: data.sources.NAME.hf=FOLDER"),
+    rb"ARROW1|\xff{4}": ("an Arrow file", "give its dataset: data.sources.NAME.hf=FOLDER"),
     rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]": (
         "one JSON array", "write a record a line: jq -c '.[]' {path} > FILE.jsonl",
     ),

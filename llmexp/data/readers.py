@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ BLANK = b" \t\r\n"
 BLOCK = 1 << 19  # bytes read at a time
 HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
-GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one to skip
 
 
 class BadRecord(ValueError):
@@ -108,7 +110,7 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
     head = file.peek(4)
     if head.startswith(GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
-    if head.startswith(ZSTD):
+    if ZSTD.match(head):
         zstandard = need("zstandard", key, f"reading {place}")
         return io.BufferedReader(
             Zstd(file, zstandard.ZstdDecompressor(max_window_size=2**31)), BLOCK
@@ -303,8 +305,10 @@ def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fo
             raise ValueError(
                 f"{key}={place}: no column {text_key!r}; the columns are: {', '.join(names[:8])}"
             )
-        kind = str(table.schema_arrow.field(text_key).type)
-        if kind not in ("string", "large_string", "string_view"):
+        kind = table.schema_arrow.field(text_key).type
+        if hasattr(kind, "index_type"):  # a dictionary
+            kind = kind.value_type
+        if str(kind) not in ("string", "large_string", "string_view"):
             raise ValueError(f"{key}={place}: the column {text_key!r} is no text but {kind}")
         number = 0
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):

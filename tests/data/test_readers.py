@@ -52,8 +52,11 @@ def test_a_text_file_is_a_document(tmp_path, ending, text):
     assert read(path)[0] == [text]
 
 
-def test_parquet(tmp_path):
-    parquet.write_table(pyarrow.table({"body": TEXTS * 300, "n": [1] * 1500}), tmp_path / "a.bin")
+@pytest.mark.parametrize("encoded", [False, True])
+def test_parquet(tmp_path, encoded):
+    column = pyarrow.array(TEXTS * 300)
+    table = {"body": column.dictionary_encode() if encoded else column, "n": [1] * 1500}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.bin")
     texts, counts = read(tmp_path / "a.bin", key="body")
     assert texts == [text for text in TEXTS * 300 if text]
     assert counts.empty == 300
@@ -69,6 +72,9 @@ def test_frames_and_members_one_after_the_other_are_one_file(tmp_path):
         path = tmp_path / f"a.jsonl.{ending}"
         path.write_bytes(pack(json_lines(["one"])) + pack(json_lines(["two"])))
         assert read(path)[0] == ["one", "two"]
+    skipped = b"\x50\x2a\x4d\x18\x02\x00\x00\x00ab"  # as parallel compressors write before each
+    path.write_bytes(skipped + path.read_bytes() + skipped)
+    assert read(path)[0] == ["one", "two"]
 
 
 @given(st.lists(st.text(), max_size=20))
