@@ -13,6 +13,7 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.data.stream import Corpus
+from llmexp.exchange.average import refuse_average
 from llmexp.knobs import default_of, is_record
 from llmexp.redact import concealed
 from llmexp.run import Parent
@@ -29,6 +30,7 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
     if config.fork.run is None:
         return None
     path, step = Path(str(config.fork.run)), config.fork.step
+    refuse_average(path)
     recorded, tree = rundir.read_run(path), rundir.built_config(path)
     if step is None or step not in (kept := rundir.saved_steps(path)):
         text = f"{path} keeps no checkpoint of this step; it keeps those of "

@@ -85,6 +85,15 @@ def what_it_is(run: Path) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in free}
 
 
+def refuse_average(folder: Path) -> None:
+    """Raise ConfigError for the folder of an average, where a run to go on from is needed."""
+    if (folder / RECORD).exists():
+        raise ConfigError(
+            f"{folder}: is an average of checkpoints, from which no run goes on; begin one with "
+            f"its weights: llmexp train ... model.init_from={folder}"
+        )
+
+
 def facts_of(folder: Path) -> dict[str, Any]:
     """Return run.json of a run; of an average, that of its last run, and what it is the mean of."""
     if not (folder / RECORD).is_file():

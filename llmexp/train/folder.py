@@ -21,7 +21,7 @@ from llmexp.assembly.assemble import Parts
 from llmexp.checkpoint import loading
 from llmexp.child import REFUSED
 from llmexp.config import ConfigError, flatten, plain
-from llmexp.exchange.average import RECORD
+from llmexp.exchange.average import refuse_average
 from llmexp.knobs import default_of, may_change
 from llmexp.metrics import hardware
 from llmexp.naming import LINEAGE, lineage
@@ -70,11 +70,7 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
         rundir.check_plain(wanted)
-        if (wanted / RECORD).exists():
-            raise ConfigError(
-                f"{wanted}: is an average of checkpoints, from which no run goes on; begin one "
-                f"with its weights: llmexp train ... model.init_from={wanted}"
-            )
+        refuse_average(wanted)
     if there and mode == "never":
         state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(

@@ -68,18 +68,15 @@ def recomputed(run: Result, rounding: float) -> int:
     return skipped
 
 
-def evaluated(run: Result, step: int) -> float:
-    """The loss that `llmexp evaluate` finds for the saved average."""
-    found = llmexp(
-        "evaluate", f"{run.folder}@{step}", "--weights", "ema", "--json", cwd=run.folder.parent
-    )
-    assert found.code == 0, found.err
-    return json.loads(found.out)["sets"][0]["loss"]
+def evaluated(run: Result, capsys) -> float:
+    """The loss that `llmexp evaluate` finds for the newest average."""
+    assert command(["evaluate", str(run.folder), "--weights", "ema", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["sets"][0]["loss"]
 
 
-def test_ema_equals_float64_and_leaves_training_as_it_is(double, settings, tmp_path):
+def test_ema_equals_float64_and_leaves_training_as_it_is(double, settings, tmp_path, capsys):
     assert recomputed(double, ROUNDING["fp64"]) == 0
-    assert double.rows()[-1]["val/ema/loss"] == pytest.approx(evaluated(double, STEPS), rel=1e-12)
+    assert double.rows()[-1]["val/ema/loss"] == pytest.approx(evaluated(double, capsys), rel=1e-12)
     plain = exact(train(tmp_path, "plain", *settings, "precision=fp64"))
     without = [{k: v for k, v in row.items() if "ema" not in k} for row in exact(double)]
     assert without == plain
@@ -102,13 +99,13 @@ def test_a_skipped_update_leaves_it_and_a_resumed_run_has_the_same(settings, tmp
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, kind):
+def test_ranks_hold_parts_of_the_same_average(double, settings, tmp_path, capsys, kind):
     """Evaluating the average leaves nothing of it gathered for the next step."""
     two = [f"parallelism={kind}", "parallelism.nproc_per_node=2", "precision=fp64"]
     run = train(tmp_path, "run", *settings, *EMA, *two)
     assert recomputed(run, ROUNDING["fp64"]) == 0
     row = run.rows()[-1]
-    assert row["val/ema/loss"] == pytest.approx(evaluated(run, STEPS), rel=1e-12)
+    assert row["val/ema/loss"] == pytest.approx(evaluated(run, capsys), rel=1e-12)
     for key in ("train/loss", "val/loss", "val/ema/loss"):
         assert row[key] == pytest.approx(double.rows()[-1][key], rel=1e-9)
 
@@ -134,9 +131,10 @@ def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_pa
     assert torch.equal(model.head_weight, found["token_embedding.weight"])
     begun = open_source(str(folder)).read("token_embedding.weight")
     assert torch.equal(begun, model.head_weight)
-    refused = llmexp("resume", str(folder), cwd=tmp_path)
-    assert refused.code == 2
-    assert "model.init_from" in refused.err
+    for going_on in (["resume", str(folder)], ["plan", f"fork.run={folder}"]):
+        refused = llmexp(*going_on, cwd=tmp_path)
+        assert refused.code == 2
+        assert "is an average of checkpoints" in refused.err
     assert find([tmp_path])[0] == []  # no run for compare and runs
 
 
