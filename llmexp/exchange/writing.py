@@ -86,6 +86,9 @@ def _write_file(
         f.write(len(text).to_bytes(8, "little") + text)
         for rule in shard:
             tensor = theirs(loaded, rule, kinds[rule.theirs])
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                kind = NAMES[kinds[rule.theirs]]
+                raise ValueError(f"{rule.theirs} has values that are not finite in {kind}")
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())

@@ -178,6 +178,16 @@ def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Pa
             assert torch.equal(parameter, dict(model.named_parameters())[name])
 
 
+def test_weights_beyond_a_dtype_are_not_written(tmp_path: Path) -> None:
+    model, section = made("gpt2")
+    with torch.no_grad():
+        next(model.parameters())[3, 3] = 1e5
+    loaded, out = stored(model, tmp_path), tmp_path / "out"
+    with pytest.raises(ValueError, match="has values that are not finite in F16"):
+        export(loaded, section, as_tokenizer(byte_level()), out, "fp16", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2"])
 def test_keys_that_are_absent_mean_what_they_mean_to_transformers(kind: str) -> None:
     if kind == "gpt2":
