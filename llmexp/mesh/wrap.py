@@ -64,6 +64,9 @@ def wrap(
         from torch.distributed.tensor.parallel import parallelize_module
 
         parallelize_module(loss.model, mesh.tensor, tensor_parallel_plan(loss.model))
+        for module in loss.model.modules():
+            if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
+                module.split_over_ranks = True
         loss.share_vocabulary(_vocab_shard(mesh, loss.model))
     recompute_blocks(loss.model, activation_checkpointing)
     if compiled and mesh.sharded:

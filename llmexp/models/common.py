@@ -88,16 +88,17 @@ def in_one_product(device: torch.device) -> bool:
     return kind_of(device) == "cuda"
 
 
-def project(x_btd: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
-    """Return what each projection makes of x; of one product where `in_one_product` says so and
+def project(attention: Any, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of x; of one product where `in_one_product` says so and
     tensor parallelism has not split them. Parameters and names are as for several products."""
     x_btd = autocast_dtype(x_btd)
-    if not in_one_product(x_btd.device) or hasattr(projections[0].weight, "to_local"):
-        return tuple(projection(x_btd) for projection in projections)
-    weight = torch.cat(tuple(m.weight for m in projections))
-    biased = projections[0].bias is not None
-    bias = torch.cat(tuple(m.bias for m in projections)) if biased else None
-    return F.linear(x_btd, weight, bias).split([m.out_features for m in projections], dim=-1)
+    q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+    if attention.split_over_ranks or not in_one_product(x_btd.device):
+        return q(x_btd), k(x_btd), v(x_btd)
+    weight = torch.cat((q.weight, k.weight, v.weight))
+    bias = None if q.bias is None else torch.cat((q.bias, k.bias, v.bias))
+    sizes = [m.out_features for m in (q, k, v)]
+    return F.linear(x_btd, weight, bias).split(sizes, dim=-1)
 
 
 def same_in_training(model: Any) -> bool:

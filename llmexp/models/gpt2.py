@@ -36,6 +36,8 @@ from llmexp.models.documents import Documents, Past, attend, find_documents
 class Attention(nn.Module):
     """Causal multi-head self-attention with biases."""
 
+    split_over_ranks = False  # by tensor parallelism
+
     def __init__(self, d_model: int, n_heads: int, dropout: float) -> None:
         super().__init__()
         self.head_dim = d_model // n_heads
@@ -51,8 +53,7 @@ class Attention(nn.Module):
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
         q_bhtk, k_bhtk, v_bhtk = (
-            x.view(b, t, -1, self.head_dim).transpose(1, 2)
-            for x in project(x_btd, self.q_proj, self.k_proj, self.v_proj)
+            x.view(b, t, -1, self.head_dim).transpose(1, 2) for x in project(self, x_btd)
         )
         dropout = self.dropout if self.training else 0.0
         y_bhtk = attend(q_bhtk, k_bhtk, v_bhtk, documents, dropout)

@@ -117,6 +117,8 @@ class Norm(nn.RMSNorm):
 class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share a key/value head."""
 
+    split_over_ranks = False  # by tensor parallelism
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
@@ -138,7 +140,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         b, t, _ = x_btd.shape
         # -1, not n_heads: under tensor parallelism a rank holds only some of the heads.
-        q, k, v = project(x_btd, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = project(self, x_btd)
         if self.qk_norm == "full":  # over all heads at once
             q, k = self.q_norm(q), self.k_norm(k)
         q_bhtk, k_bgtk, v_bgtk = (

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from llmexp import mesh
+from llmexp.mesh.pretend import pretended
 from llmexp.models import common, documents
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
+from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import recompute_blocks
 
 
@@ -42,6 +45,19 @@ def test_one_product_and_repeated_heads_compute_the_same(kind, masked, monkeypat
     assert len(calls) == 4
     # float64: sums of 16 products in another order, through two layers
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama, pre"])
+def test_projections_that_are_split_over_ranks_stay_apart_in_compiled_blocks_too(kind, monkeypatch):
+    monkeypatch.setattr(common, "in_one_product", lambda _: True)
+    with pretended(2):
+        joined = mesh.join("cpu", "tp", 1, 1, 2)
+        loss = WindowLoss(model_of(kind))
+        mesh.wrap(joined, loss, activation_checkpointing="none", compiled=False)
+        for block in loss.model.blocks:
+            block.compile(backend="eager")
+        hidden = loss.model.features(torch.randint(0, 50, (2, 8)))
+    assert hidden.shape == (2, 8, WIDTH)
 
 
 LAYERS, WIDTH = 3, 32
