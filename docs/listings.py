@@ -49,6 +49,11 @@ SMALL = (
 )  # fmt: skip
 TRAINED = "train hydra.run.dir=run train.max_steps=200"
 EXPORTED = "export run --to hf my-model"
+TRUNK = (
+    "train hydra.run.dir=trunk schedule=constant train.max_steps=200 checkpoint.keep_every=50 "
+    "batch.sequence_length=64 batch.micro_batch_size=4 model.n_layers=2 model.d_model=64 "
+    "precision=fp32"
+)
 LISTINGS = (
     Listing(
         "README.md",
@@ -77,6 +82,12 @@ LISTINGS = (
         ".input_ids; "
         'print(AutoModelForCausalLM.from_pretrained("my-model")(ids, labels=ids).loss)\'',
         before=(TRAINED, EXPORTED),
+    ),
+    Listing(
+        "README.md",
+        "train -m fork.run=trunk fork.step=50,100,200 schedule=cooldown hydra.sweep.dir=cooldowns",
+        (r"No ranking", r"from  ", r" +\d+  ", r"page  "),
+        before=(TRUNK,),
     ),
     Listing(
         "docs/knobs.md",

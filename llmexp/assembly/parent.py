@@ -123,7 +123,8 @@ def _place(
         differing = ["the content of the data"]
     if not differing:
         return at, f"go on at sequence {at:,}, where the parent was"
+    differ = "differ" if len(differing) > 1 else "differs"
     return 0, (
-        f"begin anew at sequence 0: {', '.join(differing)} differs from the parent's, so its place "
-        f"(sequence {at:,}) has no meaning here"
+        f"begin anew at sequence 0: {', '.join(differing)} {differ} from the parent's, so its "
+        f"place (sequence {at:,}) has no meaning here"
     )

@@ -14,6 +14,7 @@ from llmexp import child, rundir
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, environment, hints, origin
 from llmexp.compose.command_line import recordable
+from llmexp.compose.forking import keep_warmup
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
 from llmexp.run.batch import cut_anew
@@ -99,10 +100,7 @@ def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> None:
     """Make room for another budget in the config of a run, and keep the length of its warm-up,
     which was a share of the old one."""
     tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
-    schedule = tree["schedule"]
-    relative = schedule.get("warmup_steps", 0) is None and schedule.get("warmup_ratio")
-    if relative and isinstance(warmup, int) and "schedule.warmup_steps" not in given:
-        schedule["warmup_steps"] = warmup
+    if "schedule.warmup_steps" not in given and keep_warmup(tree["schedule"], warmup):
         child.say(f"the warm-up stays {warmup} updates: schedule.warmup_steps={warmup}")
 
 

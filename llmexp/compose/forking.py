@@ -21,6 +21,7 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
 
+PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
 CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 
@@ -69,7 +70,7 @@ def options(run: Path) -> Iterator[Path]:
     tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
     del tree["fork"]
     whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory(prefix="llmexp-fork-") as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         for entry in whole["defaults"]:
             group = next(iter(entry)) if isinstance(entry, dict) else ""
             if group in tree:
@@ -103,6 +104,8 @@ def settle(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     schedule, step = tree.get("schedule"), fork["step"]
     if not isinstance(schedule, dict) or not isinstance(step, int):
         return
+    if budgets_in(overrides) and not any(key.startswith("schedule") for key in given):
+        keep_warmup(schedule, rundir.read_run(run).get("warmup_updates"))
     if schedule.get("_target_") == "llmexp.schedule.cooldown" and "decay_start" in schedule:
         if schedule["decay_start"] is not None:
             return
@@ -110,6 +113,14 @@ def settle(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         if not budgets_in(overrides) and isinstance(tree.get("train"), dict):
             tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
             tree["train"]["max_steps"] = step + _updates(step, schedule)
+
+
+def keep_warmup(schedule: dict[str, Any], updates: Any) -> bool:
+    """Fix the length of a warm-up that was a share of another budget; return whether it was one."""
+    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
+    if relative and isinstance(updates, int):
+        schedule["warmup_steps"], schedule["warmup_ratio"] = updates, None
+    return relative
 
 
 def _updates(step: int, schedule: dict[str, Any]) -> int:

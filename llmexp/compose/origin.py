@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp.compose.forking import PREFIX
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, conf_dir, flatten, plain, refuse
 from llmexp.knobs import dead, defaults, fields
 
@@ -57,12 +58,15 @@ def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
         return path, {}, []
     folder = Path(str(loaded.path).partition("://")[2])
     where = "conf" if folder.resolve() == conf_dir().resolve() else os.path.relpath(folder)
+    name = f"{where}/{path}.yaml"
     tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
     begins = [str(getattr(default, "path", "")) for default in loaded.defaults_list or []]
     bases = [f"base/{p.rpartition('/')[2]}" for p in begins if p.startswith("/base/")]
     if path.startswith("base/"):
         bases = [f"base/{p}" for p in begins if p != "_self_"]
-    return f"{where}/{path}.yaml", flatten(tree or {}), bases
+    if folder.name.startswith(PREFIX):
+        name = "the parent's config.yaml"
+    return name, flatten(tree or {}), bases
 
 
 def option(loader: Any, path: str) -> dict[str, Any]:

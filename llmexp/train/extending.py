@@ -14,7 +14,7 @@ from llmexp.config import ConfigError, fill, refuse
 from llmexp.run.budget import BUDGETS, solve_budget
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
-KEYS = (*BUDGETS, "schedule.warmup_steps")
+KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
 
 def check(
