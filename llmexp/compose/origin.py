@@ -84,7 +84,9 @@ def refuse_dead(cfg: DictConfig, config: Config) -> None:
     flat = flatten(plain(config))
     given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
     for key, (why, instead) in dead(flat).items():
-        if flat[key] is not None and (key in given or not is_default(cfg, key, flat)):
+        # what a fork has of its parent was not chosen now
+        chosen = config.fork.run is None and not is_default(cfg, key, flat)
+        if flat[key] is not None and (key in given or chosen):
             file = None if key in given else origin(cfg, key)
             out = f"it is set in {file}: take it out with ~{key}" if file else "leave it out"
             raise refuse(key, flat[key], f"{why}; {out}, or {instead}")
