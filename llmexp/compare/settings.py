@@ -162,10 +162,10 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
 
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:
     """Tell whether the value of `key` follows from that of `other`: a key of its section, a batch
-    that decides the budget, or a tokenizer that decides the model's vocabulary."""
-    budget = key.startswith("train.max_") and other.startswith(("batch.", "fork.step"))
-    if other == "fork.step" and key == "schedule.decay_start":
-        budget = True
+    or a fork that decides the budget, or a tokenizer that decides the model's vocabulary."""
+    budget = key.startswith("train.max_") and other.startswith(("batch.", "fork."))
+    if other.startswith("fork.") and key.startswith(("schedule.decay_start", "schedule.warmup_")):
+        budget = True  # what a fork fixes in its schedule
     ids = key == "model.vocab_size" and other.startswith("tokenizer.")
     if not budget and not ids and key.partition(".")[0] != other.partition(".")[0]:
         return False
