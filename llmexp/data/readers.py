@@ -138,17 +138,20 @@ def kind_of(key: str, place: str) -> str:
 
 
 def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
-    line = file.readline(LONGEST_LINE)
+    line = file.readline(BLOCK)
     if not line:
         return "empty"
     if _named(place, ".jsonl", ".ndjson", ".json"):
         return "jsonl"
-    if b"\0" in line[:BLOCK]:
+    if b"\0" in line:
         raise ValueError(f"{key}={place}: is no text: there are zero bytes in it")
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
-        line = file.readline(LONGEST_LINE)
+        line = file.readline(BLOCK)
+    if not line.lstrip(BLANK).startswith(b"{"):  # so a text of one line is not read as a whole
+        return "text"
     try:
+        line += b"" if line.endswith(b"\n") else file.readline(LONGEST_LINE)
         return "jsonl" if isinstance(json.loads(line), dict) else "text"
     except (ValueError, RecursionError):
         return "text"
