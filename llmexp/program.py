@@ -96,7 +96,7 @@ class Run:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the run was trained with."""
-        from llmexp.assembly.parts import build_tokenizer, filled
+        from llmexp.assembly.inputs import build_tokenizer, filled
 
         return build_tokenizer(filled(self.config))[0]
 

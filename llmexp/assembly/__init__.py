@@ -2,10 +2,11 @@
 
 assemble   config -> `Parts`: every check and every fact, then the solved `Run`
 placement  device, ranks and arithmetic
-parts      tokenizer, data, model and optimizers, each checked when it is built
+inputs     tokenizer and data, each checked when it is built; without torch
+parts      tasks, model and optimizers, likewise
 parent     the checkpoint that a fork goes on from
 opening    a checkpoint for use without training
 targets    `_target_`: from a dotted name to a function, if its package is allowed
-remembered what runs of a kind were found to take
+remembered  what runs of a kind were found to take
 trial      one forward pass of a user's own model, before anything is written
 """

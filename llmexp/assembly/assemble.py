@@ -19,22 +19,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import schedule
-from llmexp.assembly.parent import find_parent
-from llmexp.assembly.parts import (
+from llmexp.assembly.inputs import (
     DATA_COMMON,
     Shared,
     build_corpus,
-    build_model,
-    build_optimizers,
     build_tokenizer,
-    check_ids,
     document_end,
     filled,
+    place_of,
+)
+from llmexp.assembly.parent import find_parent
+from llmexp.assembly.parts import (
+    build_model,
+    build_optimizers,
+    check_ids,
     initial_weights,
     label_of,
     model_maker,
-    place_of,
     tasks_of,
+    without_compiler,
 )
 from llmexp.assembly.placement import (
     Placement,
@@ -181,7 +184,8 @@ def _on_meta(
     """
     with torch.device("meta"):
         model = make_model() if _own(optimizer) else once("model", deciding, make_model)
-        make_optimizers(model)
+        with without_compiler():
+            make_optimizers(model)
         return WindowLoss(model)
 
 
@@ -306,9 +310,8 @@ def _solved(
 
 
 def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
-    """Return the run with its sources, with a warning of a warm-up without an end, with what is
-    known of its memory, and with the rate of a single rank. Raises ConfigError for a source that is
-    walked too often."""
+    """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
+    single rank. Raises ConfigError for a source that is walked too often."""
     facts = run.facts
     sources = []
     if (mixed := corpus.mixed) is not None:
@@ -331,8 +334,7 @@ def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
 
 
 def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
-    """Return the facts with the rate that one rank had at the same work; with a warning where it
-    was not measured."""
+    """Return the facts with the rate that one rank had at the same work, or with a warning."""
     where = config.metrics.single_rank_rates
     assert where is not None
     if config.parallelism.kind == "single":

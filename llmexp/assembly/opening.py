@@ -11,13 +11,8 @@ import torch
 from torch import nn
 
 from llmexp import precision, rundir
-from llmexp.assembly.parts import (
-    build_tokenizer,
-    document_end,
-    filled,
-    keep_inside_documents,
-    model_maker,
-)
+from llmexp.assembly.inputs import build_tokenizer, document_end, filled
+from llmexp.assembly.parts import keep_inside_documents, model_maker
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer

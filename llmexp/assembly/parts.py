@@ -1,36 +1,28 @@
-"""The parts that the open sections of a config name: tokenizer, data, model and optimizers, each
-checked when built."""
+"""The parts that the open sections of a config name beside the inputs: tasks, model and optimizers,
+each checked when built."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import optim, precision, rundir
-from llmexp.assembly.targets import bind, described, locate, place
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, Train, fill, refuse
-from llmexp.data import corpus, sources
-from llmexp.data.stream import Corpus, as_corpus
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
-from llmexp.data.work import Work
+from llmexp.assembly.inputs import build_tokenizer, filled, place_of
+from llmexp.assembly.targets import bind
+from llmexp.config import Config, ConfigError, Train, refuse
+from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.reading import Source, begin_with, check, check_values, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
 
-T = TypeVar("T")
-CORPUS = "llmexp.data.corpus.corpus"
-DATA_COMMON = (
-    "shuffle",
-    "ignore_id",
-)  # knobs of every data source that the loop reads, not the source
 MODEL_COMMON = (
     "init_from",
     "init_grow",
@@ -39,86 +31,6 @@ RATE_RULE = (
     "lr_rule",
     "reference_batch",
 )  # knobs of every optimizer that `solve_rates` reads, not the optimizer
-
-
-class Shared:
-    """Parts that several configs have in common, such as the points of a sweep."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def once(self, what: str, deciding: Any, make: Callable[[], T]) -> T:
-        """Return `make()`, or what it made before from the same `deciding` values of a config."""
-        key = json.dumps([what, deciding], sort_keys=True, default=repr)
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
-
-
-def filled(config: Config) -> Config:
-    """Return the config with the values of the variables that its open sections name, which is what
-    the functions below take. The one place where they are filled in. Raises ConfigError."""
-    return dataclasses.replace(
-        config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
-    )
-
-
-def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a filled config, and the model section with the vocabulary that
-    follows where it is null."""
-    found = bind("tokenizer", config.tokenizer, {})()
-    try:
-        tokenizer = as_tokenizer(found)
-    except Exception as error:  # of the user's code
-        dotted = config.tokenizer["_target_"]
-        text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
-        raise refuse(
-            "tokenizer._target_", dotted, f"{text}{place_of(config.tokenizer, 'tokenizer')}"
-        ) from error
-    model_config = dict(config.model)
-    if model_config.get("vocab_size", 0) is None:
-        # a multiple of 64 suits the kernels
-        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64
-    return tokenizer, model_config
-
-
-def build_corpus(
-    config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool, ask_again: bool = False
-) -> Corpus:
-    """Return the data of a filled config, checked against the vocabulary; prepared with `write`,
-    asking again of buckets and the hub with `ask_again`. Raises ConfigError."""
-    data = config.data
-    _check_common_data(data, vocab_size)
-    offered = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "sequence_length": config.batch.sequence_length,
-        "write": write,
-        "ask_again": ask_again,
-    }
-    knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
-    found = bind("data", knobs, offered)()
-    try:
-        found = as_corpus(found, vocab_size=vocab_size)
-    except ValueError as error:
-        raise ConfigError(f"{error}{place_of(data, 'data')}") from None
-    if config.batch.document_mask and found.unmarked:
-        text = f"{found.unmarked:,} documents lack the end-of-text id and would run into the next"
-        raise refuse("batch.document_mask", True, text, False)
-    return found
-
-
-def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return what there is to prepare for each source of a filled config, and the cache folder.
-    Raises ConfigError."""
-    if (target := config.data["_target_"]) != CORPUS:
-        text = "is prepared as a whole, here; parts and clusters are for data=corpus"
-        raise refuse("data._target_", target, text)
-    try:
-        return corpus.work(config.data, tokenizer)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def prepare_tasks(
@@ -141,33 +53,6 @@ def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> 
         lambda: prepare_tasks(*given, tokenizer, length),
     )
     return found
-
-
-def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a document where the run has document masks, else None. Raises
-    ConfigError."""
-    if not config.batch.document_mask:
-        return None
-    if config.data["_target_"] == "llmexp.data.sources.synthetic":
-        raise refuse("batch.document_mask", True, "data=synthetic has no documents", False)
-    if (found := end_of_text(tokenizer)) is None:
-        text = f"the tokenizer {tokenizer.name} has no token that ends a document"
-        raise refuse("batch.document_mask", True, text, False)
-    return found
-
-
-def training_documents(config: Config) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of a filled config: what is held out for
-    validation is none of them. Raises ConfigError for data that are not text."""
-    knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
-    target = knobs.pop("_target_")
-    if target == CORPUS:
-        names = ("sources", "val", "on_bad_record", "cache_dir")
-        return corpus.training_documents(**{name: knobs[name] for name in names})
-    if target in ("llmexp.data.sources.text", "llmexp.data.sources.stdlib"):
-        return sources.training_documents(**knobs)
-    text = "has no documents of text; use data=corpus or data=text"
-    raise refuse("data._target_", target, text, CORPUS)
 
 
 def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
@@ -271,19 +156,16 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
 
 
-def place_of(section: dict[str, Any], name: str) -> str:
-    """Return " (FILE:LINE)" of the function that a section names."""
-    return place(locate(f"{name}._target_", section["_target_"]))
-
-
-def _check_common_data(data: dict[str, Any], ids: int) -> None:
-    shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
-    if not isinstance(shuffle, bool):
-        raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    if ignore is not None and (
-        isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids
-    ):
-        raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Make optimizers without torch's compiler. They import it to keep themselves out of graphs:
+    a second, which what trains nothing need not pay."""
+    wrapped = getattr(Optimizer.add_param_group, "__wrapped__", None)
+    if wrapped is None or "torch._dynamo" in sys.modules:
+        yield
+        return
+    with mock.patch.object(wrapped, "__dynamo_disable", wrapped, create=True):
+        yield
 
 
 def label_of(model: dict[str, Any]) -> str:

@@ -184,7 +184,7 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
     """Return a function of further arguments, bound to the section's knobs and to those of
     `offered` that it accepts.
 
-    Variables of the environment are filled in before (`llmexp.assembly.parts.filled`). Raise
+    Variables of the environment are filled in before (`llmexp.assembly.inputs.filled`). Raise
     ConfigError for knobs that the signature does not have (with the nearest one) or that are
     missing; and, when it is called, for an exception of the user's own code (`described`).
     """

@@ -35,7 +35,7 @@ def prepare(arguments: list[str]) -> int:
         settings, typed = prepare_settings(cfg), app.typed(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
-    from llmexp.assembly.parts import build_corpus, build_tokenizer, filled
+    from llmexp.assembly.inputs import build_corpus, build_tokenizer, filled
 
     config = filled(typed)
     tokenizer, model_config = build_tokenizer(config)
@@ -68,7 +68,7 @@ def prepare_settings(cfg: DictConfig) -> Prepare:
 
 def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     """Write one part of the shards here, or all of them by tasks of Ray. Raises ConfigError."""
-    from llmexp.assembly.parts import corpus_work
+    from llmexp.assembly.inputs import corpus_work
     from llmexp.cli.prepare_on_ray import write_all
     from llmexp.data.prepared import prepare_part
     from llmexp.data.work import Part

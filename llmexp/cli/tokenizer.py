@@ -38,7 +38,7 @@ def tokenizer(arguments: list[str]) -> int:
             "-m: llmexp tokenizer trains one tokenizer; leave out -m, and compare several with "
             "llmexp train -m tokenizer=file tokenizer.path=a,b"
         )
-    from llmexp.assembly.parts import filled
+    from llmexp.assembly.inputs import filled
     from llmexp.data.tokenizer_files import PATTERNS
     from llmexp.data.train_tokenizer import SMALLEST, train
 
@@ -55,7 +55,7 @@ def tokenizer(arguments: list[str]) -> int:
         raise ConfigError(f"--out {folder}: is there already; name a new folder")
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
-    from llmexp.assembly.parts import training_documents
+    from llmexp.assembly.inputs import training_documents
 
     try:
         found = train(training_documents(config), args.vocab_size, args.pattern)

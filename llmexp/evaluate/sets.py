@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from llmexp import mesh, precision, rundir
+from llmexp.assembly.inputs import build_corpus, document_end, filled
 from llmexp.assembly.opening import Opened
-from llmexp.assembly.parts import build_corpus, document_end, filled, prepare_tasks
+from llmexp.assembly.parts import prepare_tasks
 from llmexp.config import Config, ConfigError
 from llmexp.data.reader import Cut, Hidden, eval_batches, eval_starts
 from llmexp.data.stream import Corpus, TokenStream

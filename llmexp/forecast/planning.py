@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmexp.assembly.assemble import Parts, assemble
-from llmexp.assembly.parts import Shared
+from llmexp.assembly.inputs import Shared
 from llmexp.assembly.remembered import MEMORY, kind_of, remember
 from llmexp.config import Config, ConfigError, refuse
 from llmexp.forecast import duration, memory

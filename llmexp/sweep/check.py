@@ -13,7 +13,7 @@ import torch
 
 from llmexp import provenance, rundir
 from llmexp.assembly.assemble import assemble
-from llmexp.assembly.parts import Shared
+from llmexp.assembly.inputs import Shared
 from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import ConfigError, plain
 from llmexp.convert import build

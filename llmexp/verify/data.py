@@ -14,7 +14,7 @@ import torch
 
 from llmexp import fileio
 from llmexp.assembly.assemble import Parts, assemble
-from llmexp.assembly.parts import corpus_work, filled
+from llmexp.assembly.inputs import corpus_work, filled
 from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index

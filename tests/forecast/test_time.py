@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -13,7 +15,7 @@ from llmexp.__main__ import run
 from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots
 from llmexp.metrics.devices import device_named
 from llmexp.train.loop import due_after
-from tests.conftest import TINY
+from tests.conftest import PATHS, TINY, environment
 
 EVERY = st.none() | st.integers(1, 9)
 DATA = ["data=synthetic", "data.n_tokens=5000"]
@@ -88,7 +90,7 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     assert one["tokens_per_sec"] == pytest.approx(2 * 12 / one["step_s"])
     assert found["total"]["duration_s"] == pytest.approx(2 * whole + one["start_s"])
     assert found["total"]["slots"] == 1
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("llmexp-steps-*"))
 
 
 def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
@@ -122,3 +124,19 @@ def test_what_cannot_be_timed_is_refused(tmp_path, capsys, monkeypatch, argument
     assert run(["plan", *TINY, *DATA, *arguments]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_and_prepare_import_no_more_than_they_need(tmp_path):
+    """Of a second or two of processor time each: torch, and its compiler, cost one each."""
+    text = f"""
+import sys
+from llmexp.__main__ import run
+overrides = {[*TINY, *DATA]!r}
+assert run(["prepare", *overrides]) == 0
+assert "torch" not in sys.modules
+assert run(["plan", *overrides]) == 0
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, env=environment(PYTHONPATH=PATHS), check=True
+    )
