@@ -17,7 +17,6 @@ from llmexp.child import (
     REFUSED,
     hand_over,
     how_it_died,
-    kill_family,
     signals_passed_on,
     start,
     start_worker,
@@ -66,7 +65,7 @@ def fitting(request: dict[str, Any]) -> int:
     try:
         text, _ = child.communicate(json.dumps({"config": request["config"], "folder": folder}))
     except BaseException:
-        kill_family(child.pid)
+        child.terminate()
         child.wait()
         raise
     if child.returncode:

@@ -16,7 +16,7 @@ from typing import Any
 from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.remembered import MEMORY, kind_of, remember, remembered
-from llmexp.child import die_with_parent, never_fail_to_print
+from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import Config, ConfigError, refuse
 from llmexp.convert import build
 from llmexp.forecast import memory
@@ -226,4 +226,5 @@ def main() -> None:
 if __name__ == "__main__":
     die_with_parent()
     never_fail_to_print()
+    STOP.install().importing = False  # a signal ends what is tried, and its folder goes
     main()
