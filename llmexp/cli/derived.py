@@ -125,6 +125,8 @@ DERIVED = {
     "data": Derived("the data in words", _DATA),
     "model": Derived("the model in words", ("model",)),
     "initial": Derived("the weights that the model begins with", ("model.init_from",)),
+    "parent": Derived("the checkpoint that a fork goes on from", ("fork.run", "fork.step")),
+    "memory": Derived("what a rank held at its peak in such a run before", _BATCH[:1]),
     "parameters": Derived("parameters of the model, each once", ("model", "vocab_size")),
     "max_position_embeddings": Derived(
         "tokens; the longest sequence allowed", ("model.max_position_embeddings",)

@@ -164,7 +164,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
         formula = filled(DERIVED[name].formula, numbers)
-        value, sources = numbers[name], DERIVED[name].sources
+        value, sources = numbers.get(name), DERIVED[name].sources
         return {"value": value, "derived": value, "formula": formula, "from": list(sources)}
     value = flatten(plain(parts.config)).get(key)
     if key.startswith("optimizer.") and numbers["rates"]:

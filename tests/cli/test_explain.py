@@ -100,12 +100,14 @@ def test_what_there_is_not(capsys):
         ("clip.max_nrom", "Did you mean clip.max_norm?"),
         ("real_batch_sze", "Did you mean real_batch_size?"),
         ("gpt3", "there is no such key, group or number of a run. Known: name, batch, "),
-        ("gpt3", "precision, parallelism and "),
+        ("gpt3", "clip, precision and "),
         ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
         ("", "a key is needed; for example"),
     ):
         assert run(["explain", *key.split()]) == 2
         assert says in capsys.readouterr().err
+    assert run(["explain", "initial", "data=synthetic"]) == 0  # a run without one has no such key
+    assert "initial = null" in capsys.readouterr().out
     assert run(["explain", "--help"]) == 0
     assert "llmexp explain batch.real_batch_size" in capsys.readouterr().out
 

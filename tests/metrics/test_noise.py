@@ -66,7 +66,7 @@ def measure(
         optimizers=[optimizer],
         scaler=precision.Scaler(kind, joined.device, 1024.0, 100),
         clip=Clip(kind="none", max_norm=None, max_value=None),
-        small=SmallGradient(joined, every), outliers=Outliers(None, 8),
+        small=SmallGradient(joined, every), outliers=Outliers(None, 8), ema=None,
     )  # fmt: skip
     noise, rng = NoiseScale(LENGTH), torch.Generator().manual_seed(1)
     for step in range(steps):
