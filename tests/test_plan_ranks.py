@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from tests.benchmarks.plan_ranks import EVEN, Case, differences, processes
 
 FSDP = Case("fsdp", 128, 8, (1, 4), length=16, sizes=EVEN)
@@ -16,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_a_rank_of_1024_does_what_the_formulas_say():
     (found,) = processes("plan", (CASES, {}))
     assert {name: differences(case, found[name]) for name, case in CASES.items()} == {

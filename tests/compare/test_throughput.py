@@ -102,6 +102,7 @@ def grid(tmp_path_factory) -> Path:
     return where
 
 
+@pytest.mark.slow
 def test_rows_of_two_ranks_carry_the_efficiency_against_the_grid(grid):
     titles, *rows = csv.reader((grid / "grid" / "throughput.csv").read_text().splitlines())
     (alone,) = [

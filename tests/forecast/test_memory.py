@@ -130,6 +130,7 @@ LIMITED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_would_fit_is_said_and_fits(scratch, capsys):
     cut = ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
     limited = [*LIMITED, "model.n_layers=3", "plan.memory_gib=0.002"]

@@ -262,6 +262,7 @@ def test_a_cut_between_hosts_ends_both(two_hosts, run, work):
         assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_rank_with_it(here, run, work):
     """And with it all others: they stop with a checkpoint."""
     with agent(here, run, work) as first, agent(here, run, work) as second:

@@ -763,6 +763,7 @@ def test_initial_loss_is_near_the_log_of_the_vocabulary() -> None:
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )
+@pytest.mark.slow
 def test_a_compiled_trunk_computes_the_same_under_the_same_names() -> None:
     torch.manual_seed(10)
     model = GPT2(2048, 16, 1, 2, 16, 32)

@@ -22,7 +22,7 @@ GRIDS = [
     ["train.seed=1,2", "optimizer.lr=1e-3,2e-3", "model.dropout=0.1"],
     ["optimizer=adamw,sgd", "optimizer.lr=0.1,0.2", "train.compile=true,false"],
     ["model.n_layers=2,'${model.n_heads}'", "model.n_heads=2,4"],
-    ["data.val_ratio=0.1,0.2", "+data.extra={a:1},{b:2}", "+data.extra.c=3,4", "name=a,b"],
+    ["data.val_ratio=0.1,0.2", "+data.extra={a:1},{b:2}", "+data.extra.c=3,4"],
     ["clip={max_norm:0.5},{max_norm:1.0}", "train.eval_every=10,null"],
     [
         "schedule.warmup_steps=1,2",

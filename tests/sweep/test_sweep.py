@@ -582,6 +582,7 @@ def test_two_commands_cannot_run_one_sweep(tmp_path):
 
 
 @pytest.mark.fresh
+@pytest.mark.slow
 def test_points_as_tasks_of_ray(tmp_path):
     """A real Ray on this machine, stopped by a signal for which Ray has a handler of its own. Then
     one point fails; one loses its task, which Ray repeats, and goes on with the run."""

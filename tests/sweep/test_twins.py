@@ -120,6 +120,7 @@ def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):
     assert {label: after[label] for label in before} == before
 
 
+@pytest.mark.slow
 def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
     """Halving: the twins are those of the winner; they do not race."""
     (tmp_path / "own.py").write_text(

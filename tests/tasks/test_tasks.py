@@ -201,7 +201,7 @@ def test_how_requests_are_batched_and_padded_changes_nothing(folder, monkeypatch
             assert len(chosen) == 1 or len(chosen) * widths[0] <= tokens
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path, kind):
     """Rows are bit-equal with and without tasks, but for those of the tasks; two ranks score what
     one does."""

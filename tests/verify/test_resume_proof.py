@@ -363,7 +363,7 @@ def test_several_hosts_are_refused(proof):
 FORGETFUL = """
 from llmexp.checkpoint import loading
 
-loading.latest = lambda *arguments: None  # begins anew each time, and so comes to the same end
+loading.latest = lambda *_, **__: None  # begins anew each time, and so comes to the same end
 
 
 def forgets(event, context):
