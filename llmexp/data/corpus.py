@@ -51,6 +51,8 @@ def corpus(  # noqa: PLR0913 (its knobs)
     `ask_again`. Raises ValueError.
     """
     check_kinds(val, stages, on_bad_record)
+    if not (max_epochs is None or max_epochs > 0):
+        raise ValueError(f"data.max_epochs={max_epochs}: must be above 0; for example 4")
     cache = cache_folder(cache_dir)
     knobs = (sources, val, val_main, stages, max_epochs, on_bad_record == "skip")
     try:

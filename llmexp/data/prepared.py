@@ -211,7 +211,7 @@ def _open(work: Work) -> Prepared | None:
         documents_of = {split: _sum(found, split, "documents") for split in source.splits}
         bytes_of = {split: _sum(found, split, "text_bytes") for split in source.splits}
         return Prepared(source, streams, counts, documents_of, bytes_of, work.key)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 
