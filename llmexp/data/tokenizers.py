@@ -27,6 +27,8 @@ PROBE = (
     "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: Gr\u00fc\u00dfe, "
     "\u4f60\u597d! \U0001f600"
 )
+REPEATS = 40
+MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
 class Own:
@@ -60,6 +62,7 @@ class Own:
             raise ValueError(f"{self.name}.byte_lengths {text}")
         self.byte_lengths = lengths.astype(np.int64)
         self.decode(self.encode_ordinary(PROBE))
+        self._one_by_one = self._depends_on_others()
 
     def __getattr__(self, name: str) -> Any:
         if name == "given":
@@ -70,8 +73,26 @@ class Own:
         return Own, (self.given,)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, all in one call: the library may have threads of its own.
-        Raises ValueError for what `encode_batch` must not return."""
+        """Return the ids of each text, all in one call where that changes no ids: the library may
+        have threads of its own. Raises ValueError for what `encode_batch` must not return."""
+        if self._one_by_one:
+            return [self.encode_to_numpy(text) for text in texts]
+        return self._encode_batch(texts)
+
+    def _depends_on_others(self) -> bool:
+        """Return whether a text has other ids beside a longer one, as where the library pads.
+        Raises ValueError where a short text is padded, or a long one cut, even alone."""
+        texts = (PROBE, PROBE * REPEATS)
+        short, long = alone = [self.encode_to_numpy(text) for text in texts]
+        if len(short) > len(long) / REPEATS + MOST_ADDED:
+            raise ValueError(
+                f"{self.name}.encode_batch makes {len(short)} ids of a text and {len(long)} of "
+                f"{REPEATS} times that text, so it pads texts or cuts them; turn both off, with "
+                "the library tokenizers by no_padding() and no_truncation()"
+            )
+        return not all(map(np.array_equal, alone, self._encode_batch(texts)))
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._lock:
             found = self.given.encode_batch(list(texts))
         if not hasattr(found, "__len__") or len(found) != len(texts):
@@ -93,7 +114,7 @@ class Own:
         return ids
 
     def encode_to_numpy(self, text: str, **unused: Any) -> np.ndarray:
-        return self.encode_all([text])[0]
+        return self._encode_batch([text])[0]
 
     def encode_ordinary(self, text: str) -> list[int]:
         ids: list[int] = self.encode_to_numpy(text).tolist()

@@ -81,6 +81,32 @@ def test_documents_need_an_end_of_text() -> None:
         tokenizers.end_of_text_id(encoding)
 
 
+class Padding:
+    """Bytes, padded with 257 to the longest text of a call and to `least` ids; cut after `most`."""
+
+    n_vocab, eot_token, byte_lengths = 258, 256, [1] * 256 + [0, 0]
+
+    def __init__(self, least: int = 0, most: int = 1 << 30) -> None:
+        self.least, self.most = least, most
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        ids = [list(text.encode())[: self.most] for text in texts]
+        width = max([self.least, *map(len, ids)])
+        return [one + [257] * (width - len(one)) for one in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def test_pads_of_a_library_get_into_no_document() -> None:
+    texts = ["a", "abcdefgh", ""]
+    found = tokenizers.as_tokenizer(Padding()).encode_all(texts)
+    assert [ids.tolist() for ids in found] == [list(text.encode()) for text in texts]
+    for alone in (Padding(least=512), Padding(most=512)):
+        with pytest.raises(ValueError, match=r"Padding\.encode_batch .* pads .* no_padding\(\)"):
+            tokenizers.as_tokenizer(alone)
+
+
 @pytest.fixture
 def _nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
