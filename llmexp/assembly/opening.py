@@ -18,7 +18,9 @@ from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import Exported, export
 from llmexp.exchange.reading import open_checkpoint
-from llmexp.models.common import give_memory, init_weights
+from llmexp.models.common import give_memory
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _build(section: dict[str, Any]) -> nn.Module:
             model: nn.Module = make()
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"model: cannot be built: {str(error).splitlines()[0]}") from None
-    if getattr(type(model), "init_weights", None) is init_weights:  # one of ours
+    if type(model) in (GPT2, Llama):  # a subclass may have buffers or tied parameters
         give_memory(model, torch.device("cpu"))
     else:
         model = make()

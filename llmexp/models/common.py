@@ -63,9 +63,11 @@ def logits(model: Any, tokens_bt: Tensor) -> Tensor:
 
 
 def can_remember(model: Any, length: int) -> bool:
-    """Return whether `features` goes on from a `Past` of up to `length` tokens."""
+    """Return whether `features` goes on from a `Past` of up to `length` tokens. A subclass may
+    compute otherwise, so it does not unless its own class says so."""
     window = getattr(model, "sliding_window", None)
-    return model.document_end is None and (window is None or window >= length)
+    fits = model.document_end is None and (window is None or window >= length)
+    return fits and "can_remember" in vars(type(model))
 
 
 def autocast_dtype(x: Tensor) -> Tensor:

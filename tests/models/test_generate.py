@@ -29,6 +29,16 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+class Flipped(GPT2):
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return -super().forward(tokens_bt)
+
+
+class Halved(Llama):
+    def features(self, tokens_bt: Tensor) -> Tensor:
+        return super().features(tokens_bt) / 2
+
+
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS = {
     "gpt2": lambda: GPT2(30, 8, 2, 4, 16, 32),
@@ -37,6 +47,8 @@ MODELS = {
         rope_scaling=SCALING | {"original_max_position_embeddings": 8},
     ),
     "a narrow window": lambda: Llama(30, 8, 2, 4, 4, 16, 24, sliding_window=4),
+    "another forward": lambda: Flipped(30, 8, 2, 4, 16, 32),
+    "another features": lambda: Halved(30, 8, 2, 4, 4, 16, 24),
     "documents": lambda: GPT2(30, 8, 2, 4, 16, 32),
 }  # fmt: skip
 

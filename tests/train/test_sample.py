@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.assembly.opening import open_run
+from llmexp.assembly.opening import _build, open_run
+from llmexp.models.gpt2 import GPT2
 from llmexp.naming import named_checkpoint
 from llmexp.train.sampling import print_sample, sample
 from tests.conftest import TINY, llmexp, train
@@ -195,3 +196,24 @@ def test_a_named_step_is_opened_and_one_that_is_not_there_is_refused(tmp_path, m
     for run in ("odd@name", "odd@name@2"):
         assert command(["sample", run]) == 2
         assert "odd@name: has no checkpoint yet" in capsys.readouterr().err
+
+
+class Scaled(GPT2):
+    """GPT2 with what a checkpoint does not restore: a buffer, and a parameter that is another."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.register_buffer("scale", torch.full((16,), 0.5), persistent=False)
+        self.again = nn.Linear(16, 320, bias=False)
+        self.again.weight = self.token_embedding.weight
+
+    def features(self, tokens_bt: Tensor) -> Tensor:
+        return super().features(tokens_bt) * self.scale
+
+
+def test_a_subclass_of_our_model_is_opened_as_it_builds_itself(monkeypatch):
+    monkeypatch.setenv("LLMEXP_ALLOW", "tests")
+    sizes = {"max_position_embeddings": 12, "n_layers": 1, "n_heads": 2, "d_model": 16, "d_ff": 24}
+    model = _build({"_target_": f"{__name__}.Scaled", "vocab_size": 320} | sizes)
+    assert model.scale.tolist() == [0.5] * 16
+    assert model.again.weight is model.token_embedding.weight
