@@ -36,8 +36,8 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
         text = f"{path} keeps no checkpoint of this step; it keeps those of "
         raise refuse("fork.step", step, text + _listed(kept), kept[-1] if kept else None)
     try:
-        root = path / rundir.CHECKPOINTS
-        loaded = loading.load(root / f"step_{step:08d}", loading.NONE, ("model",))
+        folder = loading.of_step(path / rundir.CHECKPOINTS, step)
+        loaded = loading.load(folder, loading.NONE, ("model",))
     except loading.CheckpointError as error:
         raise refuse("fork.step", step, f"its checkpoint is damaged: {error}") from None
     _check_fit(config, tree, loaded, model)

@@ -281,6 +281,6 @@ def look(parts: Parts, path: Path, start: nn.Module, want: Followed) -> Off:
         if p.requires_grad and not torch.equal(p, first[name]):
             differing.append(f"first value of {name}")
     run = Followed(column("train/loss"), column("grad_norm"), column("grad_norm_post_clip"))
-    if (path / rundir.CHECKPOINTS / f"step_{len(want.counts):08d}").is_dir():
+    if loading.of_step(path / rundir.CHECKPOINTS, len(want.counts)).is_dir():
         run.end = dict(read_parameters(parts, path, len(want.counts)).named_parameters())
     return dataclasses.replace(off_from(want, run, start), differing=tuple(differing))
