@@ -97,7 +97,7 @@ def newest_checkpoint(
     # its folder's config could have been edited
     here, there = fixed_facts(parts), loaded.manifest
     if isinstance(there.get("config"), dict):
-        refuse_other_config(loaded.path, there["config"], here["config"], parts, loaded)
+        refuse_other_config(path, there["config"], here["config"], parts, loaded)
     if there.get("data") not in (None, here["data"]):
         raise other_data(loaded.path, parts)
     return loaded

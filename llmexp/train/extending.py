@@ -61,6 +61,7 @@ def check(
 
 def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     """Return the command of a fork in the place of an extension: from the last checkpoint up to
-    which both are the same, where one is kept."""
-    at = "" if step is None else f"fork.step={step} "
-    return f"fork it: llmexp train fork.run={shlex.quote(str(path))} {at}{key}={value}"
+    which both are the same, or that none is kept."""
+    if step is None:
+        return "no checkpoint from before that is kept, which a fork could go on from; train anew"
+    return f"fork it: llmexp train fork.run={shlex.quote(str(path))} fork.step={step} {key}={value}"

@@ -133,8 +133,9 @@ def refuse_other_config(
     fixed = [key for key in keys if key not in extending.KEYS]
     differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in fixed)
     if differing:
+        where = path if loaded is None else loaded.path
         raise ConfigError(
-            f"{path}: is another run; differing keys, which change results and so are fixed: "
+            f"{where}: is another run; differing keys, which change results and so are fixed: "
             f"{differing}; for a new run with other values that goes on from here: llmexp train "
             f"fork.run={path} ..."
         )
