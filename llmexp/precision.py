@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,12 +77,14 @@ def parameter_dtype(kind: str) -> torch.dtype:
 
 
 @torch.no_grad()
-def nudge(model: nn.Module, seed: int, twin: int) -> None:
+def nudge(
+    model: nn.Module, seed: int, twin: int, piece_of: Callable[[Tensor], Any] | None = None
+) -> None:
     """Move each entry of the parameters by -1, 0 or +1 unit in the last place, drawn anew for each
     (seed, twin).
 
     The draws come from a generator of their own, so the training RNG stays as it is; twin 0 moves
-    nothing.
+    nothing. `piece_of` tells this rank's `local` piece of a split tensor and its `offset`.
     """
     if twin == 0:
         return
@@ -90,11 +93,16 @@ def nudge(model: nn.Module, seed: int, twin: int) -> None:
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():
             continue
-        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8).to(
-            p.device
-        )
-        towards = directions.to(p.dtype) * math.inf  # nan where the direction is 0
-        p.copy_(torch.where(directions == 0, p, torch.nextafter(p, towards)))
+        directions = torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8)
+        held: Tensor = p
+        if piece_of is not None:
+            piece = piece_of(p)
+            held = piece.local
+            cuts = zip(piece.offset, held.shape, strict=True)
+            directions = directions[tuple(slice(at, at + size) for at, size in cuts)]
+        directions = directions.to(held.device)
+        towards = directions.to(held.dtype) * math.inf  # nan where the direction is 0
+        held.copy_(torch.where(directions == 0, held, torch.nextafter(held, towards)))
 
 
 def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:

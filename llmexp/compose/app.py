@@ -103,7 +103,7 @@ def typed(cfg: DictConfig) -> Config:
     refuse_unplaced(tree, cfg)
     given = OmegaConf.select(cfg, "hydra.overrides.task") or []
     replace_budgets(tree, given)
-    forking.settle(tree, given)
+    forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
     config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:

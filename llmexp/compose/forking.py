@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ CUT = ("batch.micro_batch_size", "batch.gradient_accumulation_steps")
 
 
 def parent_in(overrides: Sequence[str]) -> Path | None:
-    """Return the run that a command line forks, None where it forks none. Raises ConfigError for
-    several, and for a folder that holds no run."""
+    """Return the run that a command line forks, None where it forks none; given again, the last one
+    counts, as for Hydra. Raises ConfigError for several, and for a folder that holds no run."""
     given = [o for o in overrides if o.lstrip("+").startswith("fork.run=")]
+    run = None
     with suppress(HydraException):  # refused later, in words
         for override in OverridesParser.create().parse_overrides(given):
             if override.is_sweep_override():
                 text = "several runs are several sweeps; fork.step takes several steps of one run"
                 raise ConfigError(f"{override.input_line}: {text}")
-            if override.value() is not None:
-                return existing_run(str(override.value()))
-    return None
+            run = override.value()
+    return None if run is None else existing_run(str(run))
 
 
 def existing_run(given: str) -> Path:
@@ -56,7 +56,8 @@ def newest_step(overrides: Sequence[str]) -> list[str]:
     """Return the override of fork.step that a sweep over a fork lacks: the newest checkpoint may be
     another one when the sweep is resumed."""
     run = parent_in(overrides)
-    if run is None or any(o.lstrip("+").startswith("fork.step=") for o in overrides):
+    given = [o for o in overrides if o.lstrip("+").startswith("fork.step=")]
+    if run is None or (given and not given[-1].endswith("=null")):
         return []
     return [f"fork.step={rundir.saved_steps(run)[-1]}"]
 
@@ -66,7 +67,7 @@ def options(run: Path) -> Iterator[Path]:
     """Write the config of a run as a folder of options, and a config.yaml that chooses them; yield
     the folder, which goes again. Raises ConfigError."""
     tree = plain(rundir.built_config(run))
-    tree["train"] |= {"stop_step": None, "profile_start": None}  # it has been there
+    tree["train"] |= {"stop_step": None, "profile_start": None, "twin": 0}  # it has been there
     tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
     del tree["fork"]
     whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
@@ -85,9 +86,10 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
-def settle(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> None:
     """Put into the plain config of a fork what follows from its overrides: the step, the cut of its
-    batch, start and end of a cooldown. Raises ConfigError."""
+    batch, start and end of a cooldown. A fork that is in its `folder` already keeps its step.
+    Raises ConfigError."""
     fork = tree.get("fork")
     if not isinstance(fork, dict) or fork.get("run") is None:
         return
@@ -95,7 +97,9 @@ def settle(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         text = "is taken from the command line, because all that is not given follows from it"
         raise refuse("fork.run", fork["run"], text, "outputs/trunk")
     if fork.get("step") is None:
-        fork["step"] = rundir.saved_steps(run)[-1]
+        before = rundir.read_run(folder()).get("parent") or {}
+        same = before.get("folder") == str(run)
+        fork["step"] = before.get("step") if same else rundir.saved_steps(run)[-1]
     given, batch = _keys(overrides), tree.get("batch")
     if isinstance(batch, dict) and given.intersection(CUT):  # as resume has it
         for key in CUT:

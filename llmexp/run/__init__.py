@@ -151,13 +151,17 @@ def check_model(
         )
 
 
-def check_steps(train: Train, max_steps: int) -> None:
-    """Raise ConfigError for a step that comes after the end of the run."""
+def check_steps(train: Train, max_steps: int, first: int) -> None:
+    """Raise ConfigError for a step that comes after the end of the run, or in a fork not after
+    `first`, the step of its parent."""
     for name in ("profile_start", "stop_step"):
         step = getattr(train, name)
         if step is not None and step > max_steps:
             text = f"is past the end of the run, which is {max_steps} optimizer steps; leave it out"
             raise refuse(f"train.{name}", step, text, max_steps)
+        if step is not None and step <= first:
+            text = f"counts the parent's part too, and the fork begins after step {first}"
+            raise refuse(f"train.{name}", step, text, first + 1)
 
 
 def solve(
@@ -182,7 +186,7 @@ def solve(
     if real > train_sequences:
         raise too_large(config.batch, batch, facts.layout.dp_size, train_sequences)
     budget = solve_budget(config.train, real, length, train_sequences, facts.parent)
-    check_steps(config.train, budget.max_steps)
+    check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
     tokens = new * length + (facts.parent.tokens if facts.parent else 0)

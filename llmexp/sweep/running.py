@@ -47,11 +47,18 @@ def run_rungs(current: Current, tasks: list[Task]) -> None:
         if share is None:
             run_points(current, racing)
             return
-        stops = {t.entry.folder: max(1, math.ceil(share * t.facts.max_steps)) for t in racing}
+        stops = {task.entry.folder: stop_of(task, share) for task in racing}
         run_points(current, racing, stops)
         if current.over:
             return
         racing = best(current, racing, stops, share)
+
+
+def stop_of(task: Task, share: float) -> int:
+    """Return the step at which a run has done this share of its own steps; a fork's begin after its
+    parent's."""
+    first = task.point.config.fork.step or 0
+    return first + max(1, math.ceil(share * (task.facts.max_steps - first)))
 
 
 def best(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from llmexp import mesh, rundir
+from llmexp import mesh, precision, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.checkpoint import loading, saving
+from llmexp.checkpoint.pieces import piece_of
 from llmexp.config import ConfigError, flatten, plain, refuse
 from llmexp.data.tokenizers import text_bytes
 from llmexp.metrics import hardware
@@ -114,11 +115,13 @@ def measuring(setup: Setup) -> Measured:
 def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress, Meter, Measured]:
     """Put a checkpoint back, whatever the layout that saved it: parameters, moments, scaler,
     counters, measurements. (The RNG and the data position follow from the step number.) A run that
-    is `forked` has its own knobs of the optimizer, and maybe fresh moments. Raises
-    CheckpointError."""
+    is `forked` has its own knobs of the optimizer, maybe fresh moments, its own best loss, and is a
+    twin by the weights that it begins with. Raises CheckpointError."""
     measured, config = measuring(setup), setup.parts.config
     try:
         loading.restore_model(loaded, setup.model)
+        if forked:
+            precision.nudge(setup.model, config.train.seed, config.train.twin, piece_of)
         if not forked or config.fork.moments == "keep":
             loading.restore_optimizers(loaded, setup.model, setup.optimizers, values=not forked)
         if setup.ema is not None:
@@ -138,6 +141,8 @@ def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress
             Progress(**loaded.state["progress"]),
             Meter(setup.mesh.device, **loaded.state["meter"]),
         )
+        if forked:
+            progress.best_val_loss = None
         if progress.step != loaded.step:
             raise ValueError(f"its progress is of step {str(progress.step)[:60]}")
     except loading.CheckpointError:

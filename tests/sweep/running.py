@@ -45,7 +45,8 @@ def new_task(
     if not (path / "config.yaml").exists():
         (path / "config.yaml").write_text("{}")
     facts = Facts(name, 80, 0, ranks, devices)
-    return Task(SimpleNamespace(path=path, facts=facts, config=None), entry)
+    config = SimpleNamespace(fork=SimpleNamespace(step=None))
+    return Task(SimpleNamespace(path=path, facts=facts, config=config), entry)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, script: str) -> None:

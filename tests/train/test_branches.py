@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from llmexp import rundir
 from llmexp.assembly.assemble import assemble
@@ -18,10 +19,11 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
-from llmexp.config import ConfigError
+from llmexp.compose.forking import newest_step
+from llmexp.config import Config, ConfigError
 from llmexp.schedule import cooldown, wsd
 from tests.conftest import TINY, Result, llmexp, start, train
-from tests.tools import exact, same_state, wait_for
+from tests.tools import exact, same_state, wait_for, weights
 
 # Dropout, so that random numbers count; an epoch of 50 sequences ends inside step 7.
 SETTINGS = [
@@ -155,6 +157,56 @@ def test_a_fork_on_two_ranks(trunk):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
 
 
+def test_twins_of_a_fork_move_the_weights_that_it_begins_with(trunk):
+    """By a unit in the last place at most, the same on any layout; the rate is too low to move
+    them any more. The best loss of a fork is its own."""
+    more = ["train.max_steps=5", "optimizer.lr=1e-300", "train.twin=1"]
+    moved = fork(trunk, "moved", *more)
+    split = fork(trunk, "split", *more, "parallelism=fsdp", "parallelism.nproc_per_node=2")
+    before, after, again = (weights(r, s) for r, s in ((trunk, 4), (moved, 5), (split, 5)))
+    assert all(torch.equal(after[name], again[name]) for name in before)
+    for name, old in before.items():
+        up, down = (torch.nextafter(old, old.new_tensor(s)) for s in (torch.inf, -torch.inf))
+        new = after[name]
+        assert ((new == up) | (new == old) | (new == down)).all()
+        assert not torch.equal(new, old)
+    worse = fork(trunk, "worse", "train.max_steps=13", "optimizer.lr=100", step=12)
+    summary = worse.json("status.json")["summary"]
+    assert summary["best val/loss"] == summary["final val/loss"] > trunk.rows()[11]["val/loss"]
+
+
+def test_halving_over_forks_counts_their_own_steps(trunk):
+    cwd = trunk.folder.parent
+    swept = ["fork.run=trunk", "fork.step=8", "optimizer.lr=0.01,0.02", "sweep.halving=0.25"]
+    done = llmexp("train", "-m", *swept, "hydra.sweep.dir=halved", cwd=cwd)
+    assert done.code == 0, done.err
+    points = json.loads((cwd / "halved" / "sweep.json").read_text())["points"]
+    ends = sorted((p["rung"] or 1, rundir.saved_step(cwd / "halved" / p["folder"])) for p in points)
+    assert ends == [(0.25, 9), (1, 12)]  # of four steps
+
+
+def composed(overrides: list[str]) -> Config:
+    args = parse("train", overrides)
+    with hydra_app(None, args.overrides) as hydra:
+        return typed(compose(hydra, args.overrides)[0])
+
+
+def test_a_fork_command_that_is_given_again_means_the_same_fork(trunk, monkeypatch):
+    """Its folder knows the step, when the parent has gone on; of two parents the last counts."""
+    monkeypatch.chdir(trunk.folder.parent)
+    asked = ["fork.run=trunk", "hydra.run.dir=kept", "model.dropout=0"]
+    assert composed(asked).fork.step == 12
+    Path("kept").mkdir()
+    Path("kept/run.json").write_text('{"parent": {"folder": "trunk", "step": 8}}')
+    assert composed(asked).fork.step == 8
+    other = copy(trunk, "of_step_8")
+    shutil.rmtree(other.checkpoint(12))
+    twice = composed([*asked, "fork.run=of_step_8"]).fork
+    assert (twice.run, twice.step) == ("of_step_8", 8)
+    assert composed([*asked, "fork.run=null"]).fork.run is None
+    assert newest_step([*asked, "fork.step=null"]) == ["fork.step=12"]
+
+
 def copy(trunk: Result, name: str) -> Result:
     made = Result(0, "", "", trunk.folder.with_name(name))
     shutil.copytree(trunk.folder, made.folder)
@@ -195,10 +247,7 @@ def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:
 
 def planned(overrides: list[str]) -> None:
     """What `llmexp plan` does, in this process."""
-    args = parse("train", overrides)
-    with hydra_app(None, args.overrides) as hydra:
-        config = typed(compose(hydra, args.overrides)[0])
-    assemble(config, write=False)
+    assemble(composed(overrides), write=False)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +262,8 @@ def planned(overrides: list[str]) -> None:
         (["fork.moments=some"], ["fork.moments=some: must be one of keep, drop"]),
         (["schedule=cooldown", "schedule.decay_ratio=1"], ["schedule.decay_ratio=1: "]),
         (["model.init_from=trunk"], ["model.init_from=trunk: a fork begins with"]),
+        (["fork.step=8", "train.stop_step=8"], ["train.stop_step=8: ", "train.stop_step=9"]),
+        (["fork.step=8", "train.profile_start=3"], ["train.profile_start=3: "]),
     ],
 )
 def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
