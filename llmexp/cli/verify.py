@@ -20,6 +20,7 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
 from llmexp.config import Config, ConfigError, nearest, plain, refuse
 from llmexp.redact import concealed, redacted
+from llmexp.values import AUTO
 from llmexp.verify.checks import Check, print_wrapped
 
 WHAT = {
@@ -49,6 +50,8 @@ def run(arguments: list[str]) -> int:
         if config.fork.run is not None:
             text = "verify proves runs from their beginning; leave it out"
             raise refuse("fork.run", config.fork.run, text)
+        if config.batch.micro_batch_size == AUTO:
+            raise refuse("batch.micro_batch_size", AUTO, "verify tries no sizes; give a number", 8)
     environment.refuse_secrets(args.overrides, "the command line")
     rundir.check_writable(wanted)
     fixed = app.fixed_folder(args.overrides, "hydra.run.dir")

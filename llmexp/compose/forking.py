@@ -20,6 +20,7 @@ from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
+from llmexp.values import AUTO
 
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
@@ -148,5 +149,8 @@ def recut(config: Config, overrides: Sequence[str]) -> Config:
     ranks = config.parallelism.nproc_per_node
     if config.fork.run is None or _keys(overrides).intersection(CUT):
         return config
+    if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the parent's
+        batch = dataclasses.replace(config.batch, gradient_accumulation_steps=None)
+        return dataclasses.replace(config, batch=batch)
     dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
     return dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))

@@ -53,6 +53,10 @@ BASE = [*TINY, "data=synthetic", "data.n_tokens=4000", "data.val_ratio=0", "prec
         (["geometry", "=="], "is not an override"),
         (["geometry", "--cfg", "job"], "are flags of llmexp train"),
         (["geometry", "batch.micro_batch_size=0"], "batch.micro_batch_size=0: must be at least 1"),
+        (
+            ["geometry", "batch.real_batch_size=8", "batch.micro_batch_size=auto"],
+            "batch.micro_batch_size=auto: verify tries no sizes; give a number",
+        ),
         (["geometry", "hydra.run.dir=/proc/none"], "hydra.run.dir=/proc/none: "),
     ],
 )
