@@ -104,12 +104,10 @@ def built_config(path: Path) -> Config:
         raise ConfigError(f"{path / CONFIG}: {error}") from None
 
 
-def check_writable(wanted: Path, key: str = "hydra.run.dir") -> None:
-    """Raise ConfigError when a folder cannot be made at `wanted`, the value of `key`; makes
-    nothing."""
-    existing = wanted
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
+    """Return what is there of the path `wanted`, the value of `key`. Raises ConfigError when a
+    folder cannot be made there; makes nothing."""
+    existing = next((p for p in (wanted, *wanted.parents) if p.exists()), wanted)
     if not existing.is_dir():
         raise ConfigError(
             f"{key}={wanted}: {existing} is not a folder; for example {key}=outputs/try1"
@@ -118,6 +116,7 @@ def check_writable(wanted: Path, key: str = "hydra.run.dir") -> None:
         raise ConfigError(
             f"{key}={wanted}: {existing} cannot be written; for example {key}=/tmp/try1"
         )
+    return existing
 
 
 def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:

@@ -15,11 +15,15 @@ from llmexp.data.files import cache_folder
 from llmexp.metrics import hardware
 
 MEMORY = "memory"  # what was measured, a folder of the cache
+# Faults of the cache, which must not stop a run: no home folder, a folder that cannot be read, keys
+# of a section `user` that have no order.
+FAULTS = (ConfigError, OSError, RuntimeError, TypeError)
 # Knobs of the section train that neither the memory nor the time of a step depends on.
 NO_MATTER = (
     "max_steps", "max_epochs", "max_tokens", "tail", "seed", "twin", "log_every", "eval_every",
     "tasks_folder", "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
 )  # fmt: skip
+VALUES = ("lr", "weight_decay", "beta1", "beta2")  # of the optimizer, likewise
 
 
 def kind_of(config: Config, device_name: str) -> dict[str, Any]:
@@ -34,14 +38,15 @@ def kind_of(config: Config, device_name: str) -> dict[str, Any]:
         "device": device_name,
         "train": train,
         "parallelism": parallelism,
-        "optimizer": tree["optimizer"]["_target_"],
+        "optimizer": {k: v for k, v in tree["optimizer"].items() if k not in VALUES},
         "clip": tree["clip"]["kind"],
         "async": tree["checkpoint"]["async"],
-        **{name: tree[name] for name in ("batch", "model", "precision", "metrics")},
+        **{k: tree[k] for k in ("batch", "model", "precision", "metrics", "hooks", "user")},
     }
 
 
 _versions = functools.cache(hardware.versions)
+_own: dict[Path, dict[str, Any]] = {}  # of functions of the user's, which may be other ones later
 
 
 def known_memory(config: Config, device_name: str) -> str | None:
@@ -53,24 +58,34 @@ def known_memory(config: Config, device_name: str) -> str | None:
 
 
 def _file(what: str, deciding: Any) -> Path:
-    whole = [deciding, _versions()]
-    text = json.dumps(whole, sort_keys=True, default=repr)
+    text = json.dumps([deciding, _versions()], sort_keys=True, default=repr)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_folder(None) / what / f"{name}.json"
 
 
-def remembered(what: str, deciding: Any) -> dict[str, Any] | None:
+def _is_ours(kind: dict[str, Any]) -> bool:
+    """Return whether the version of llmexp says what a run of this kind computes."""
+    return all(str(kind[k]["_target_"]).startswith("llmexp.") for k in ("model", "optimizer"))
+
+
+def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | None:
     """Return what was found for these values; None where nothing was, or it cannot be read."""
-    path = _file(what, deciding)
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(*FAULTS):
+        path = _file(what, [kind, *more])
+        if not _is_ours(kind):
+            return _own.get(path)
         found = fileio.read_json(path) if path.is_file() else None
         return found if isinstance(found, dict) else None
     return None
 
 
-def remember(what: str, deciding: Any, found: dict[str, Any]) -> None:
-    """Keep what was found; a disk that does not take it is no error."""
-    path = _file(what, deciding)
-    with contextlib.suppress(OSError):
+def remember(what: str, found: dict[str, Any], kind: dict[str, Any], *more: Any) -> None:
+    """Keep what was found: in this process alone where the model or the optimizer is the user's. A
+    disk that does not take it is no error."""
+    with contextlib.suppress(*FAULTS):
+        path = _file(what, [kind, *more])
+        if not _is_ours(kind):
+            _own[path] = found
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         fileio.write_json(path, found)

@@ -95,9 +95,9 @@ DERIVED = {
         "of {max_steps} updates",
     ),
     "total_flops": Derived(
-        "floating-point operations of the whole run",
+        "floating-point operations of the run; of a fork, without its parent's",
         ("flops_per_token", "max_tokens"),
-        "flops_per_token {flops_per_token} x max_tokens {max_tokens}",
+        "flops_per_token {flops_per_token} x max_tokens {max_tokens}, of a fork less its parent's",
     ),
     "dp_size": Derived(
         "replicas that share a real batch",

@@ -46,16 +46,13 @@ def estimated(run: Run, device: Device, precision: str, share: float) -> Times |
     )
 
 
-def steps_of(run: Run, config: Config) -> int:
-    return min(run.max_steps, config.train.stop_step or run.max_steps)
-
-
 def counts(run: Run, config: Config) -> dict[str, int]:
     """Return how often each part of a run comes. Checkpoints by time are not counted."""
-    steps, chosen, saving = steps_of(run, config), config.train, config.checkpoint
+    chosen, saving, first = config.train, config.checkpoint, run.first_step
+    steps = min(run.max_steps, chosen.stop_step or run.max_steps)
 
     def times(every: int | None) -> int:
-        return steps // every if every else 0
+        return steps // every - first // every if every else 0
 
     def at_last(every: int | None) -> bool:
         return every is not None and steps % every == 0
@@ -71,12 +68,12 @@ def counts(run: Run, config: Config) -> dict[str, int]:
     ):
         saves += 1
     return {
-        "step": steps,
+        "step": steps - first,
         "row": times(chosen.log_every),
         "evaluation": evaluations,
         "tasks": scores if chosen.tasks else 0,
         "sample": times(chosen.sample_every) - at_last(chosen.sample_every),
-        "save": saves + saving.save_initial,
+        "save": saves + (saving.save_initial and not first),
     }
 
 

@@ -46,29 +46,29 @@ def fitted(config: Config, folder: str = "") -> Config:
         raise refuse(KEY, AUTO, text, 8)
     parts = assemble(config, write=True)
     room, deciding = _deciding(config, parts)
-    found = remembered(SIZES, deciding)
+    found = remembered(SIZES, *deciding)
     if found is None:
         found = _find(parts, room)
-        remember(SIZES, deciding, found)
+        remember(SIZES, found, *deciding)
     return cut(config, found["micro_batch_size"])
 
 
 def known(config: Config, parts: Parts) -> Config:
     """Return the config with the number that was found for such a run before. Raises
     ConfigError."""
-    found = remembered(SIZES, _deciding(config, parts)[1])
+    found = remembered(SIZES, *_deciding(config, parts)[1])
     if found is None:
         text = "the size is found when the run starts; for a forecast add plan.device"
         raise refuse(KEY, AUTO, text, "auto plan.device=cpu")
     return cut(config, found["micro_batch_size"])
 
 
-def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, Any]:
+def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, tuple[Any, ...]]:
     """Return the memory of a rank, and what the size depends on."""
     room, facts = _room(parts, config.batch.memory_gib), parts.run.facts
     usable = round(room.usable / memory.GIB, 2)
     kind = kind_of(parts.config, facts.device_name)
-    return room, [kind, facts.threads_per_rank, usable]
+    return room, (kind, facts.threads_per_rank, usable)
 
 
 def _written(folder: str) -> int | None:
@@ -113,14 +113,15 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
         try:
             found = measured(_tried(parts, size, first), "steps")
         except Died as death:
-            if str(death) == why:  # the size is not the cause
+            # the size is not the cause; a host without memory kills with the same words
+            if str(death) == why and "SIGKILL" not in why:
                 raise refuse(KEY, AUTO, f"steps fail, whatever the size: {why}") from None
             why = str(death)
         else:
             rate = parts.run.sequence_length * _sequences(size, first, whole) / found["step_s"]
             if found["peak_bytes"] <= room.usable:
                 kind = kind_of(_shape(parts, size), parts.run.facts.device_name)
-                remember(MEMORY, kind, {"peak_bytes": found["peak_bytes"]})
+                remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
                 _say(size, f"fits: {_gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
                     return best

@@ -24,10 +24,12 @@ class Died(Exception):
     """The process did not reach its end; the text is what it said last."""
 
 
-def measured(config: Config, what: str) -> dict[str, Any]:
+def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, Any]:
     """Return what the run's steps took, and with `what` "all" the rest of it too (calibration),
-    with the seconds of its start and its end. Raises Died."""
-    with tempfile.TemporaryDirectory(prefix="llmexp-steps-", ignore_cleanup_errors=True) as there:
+    with the seconds of its start and its end. `disk`: a folder on the one that checkpoints are
+    saved to. Raises Died."""
+    prefix = "llmexp-steps-"
+    with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
         path.mkdir()
         fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(_quiet(config))))

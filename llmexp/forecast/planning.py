@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.inputs import Shared
 from llmexp.assembly.remembered import MEMORY, kind_of, remember
@@ -66,6 +68,9 @@ class Planner:
         parts = assemble(own, write=False, shared=self._shared)
         if config.batch.micro_batch_size == AUTO:
             parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
+        if device is not None:  # what was measured here is not of it
+            facts = dataclasses.replace(parts.run.facts, memory=None)
+            parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, facts=facts))
         precision = memory.precision_on(parts, config.precision.kind, device)
         rows = banner_sections(parts.run, folder)
         whole = {"folder": folder, **parts.run.as_dict()}
@@ -73,10 +78,10 @@ class Planner:
             rows = [_on(device, precision, label, text) for label, text in rows]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
         name = parts.run.facts.device_name
-        steps = min(parts.run.max_steps, MOST)
+        steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         kind = (kind_of(parts.config, name), config.data, config.tokenizer, steps)
         of_memory = once("memory", kind, lambda: self._memory(parts, config, precision))
-        times, basis = once("times", kind, lambda: self._times(parts, precision))
+        times, basis = once("times", kind, lambda: self._times(parts, precision, folder))
         gpus = parts.run.world_size if device or parts.run.facts.device == "cuda" else 0
         if plan.price_per_gpu_hour is not None and not gpus:
             text = "the run takes no GPU; name one with plan.device=h200, or leave the price out"
@@ -114,12 +119,12 @@ class Planner:
         )
         return forecast_memory(parts, self._device, self._plan.memory_gib, precision, compiled)
 
-    def _times(self, parts: Parts, precision: str) -> tuple[Times | None, str]:
+    def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from; None, and why they are not
         known. Raises ConfigError."""
         share, device, run = self._plan.peak_share, self._device, parts.run
         if self._measure:
-            return self._measured(parts)
+            return self._measured(parts, folder)
         if device is None:
             return None, NO_TIME
         times = duration.estimated(run, device, precision, share)
@@ -132,18 +137,19 @@ class Planner:
             f"{device.name} in {precision}; nothing is measured, start and saves are left out"
         )
 
-    def _measured(self, parts: Parts) -> tuple[Times, str]:
+    def _measured(self, parts: Parts, folder: str) -> tuple[Times, str]:
         facts = parts.run.facts
         there = device_called(facts.device_name) if facts.device == "cuda" else None
         if self._plan.device is not None and there != self._device:
             text = f"--measure times the device that is there, {facts.device_name}"
             raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")
         try:
-            found = measured(parts.config, "all")
+            disk = rundir.check_writable(Path(folder).absolute().parent)
+            found = measured(parts.config, "all", disk)
         except Died as death:
             raise ConfigError(f"--measure: the steps of the run failed: {death}") from None
         kind = kind_of(parts.config, facts.device_name)
-        remember(MEMORY, kind, {"peak_bytes": found["peak_bytes"]})
+        remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
         names = {field.name for field in dataclasses.fields(Times)}
         times = Times(**{key: value for key, value in found.items() if key in names})
         return times, f"the median of {times.timed_steps} steps that were trained here"

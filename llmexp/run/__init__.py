@@ -103,6 +103,16 @@ class Run:
     sources: tuple[SourceShare, ...] = ()  # of data that are mixed from several
 
     @property
+    def first_step(self) -> int:
+        """Return the step that the run begins after: not 0 in a fork."""
+        return 0 if self.facts.parent is None else self.facts.parent.step
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the tokens of the budget less those of a parent."""
+        return self.max_tokens - (0 if self.facts.parent is None else self.facts.parent.tokens)
+
+    @property
     def skipped_sequences(self) -> int:
         """Return where the window of a step s begins, less s x real_batch_size: not 0 in a fork
         that has another batch than its parent, or other data."""
@@ -189,7 +199,7 @@ def solve(
     check_steps(config.train, budget.max_steps, facts.parent.step if facts.parent else 0)
     eval_tokens = config.train.eval_tokens or facts.val_tokens
     new = budget.total_sequences - (facts.parent.sequences if facts.parent else 0)
-    tokens = new * length + (facts.parent.tokens if facts.parent else 0)
+    tokens = new * length
     return Run(
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
@@ -199,7 +209,7 @@ def solve(
         sequence_length=length,
         tokens_per_step=real * length,
         max_steps=budget.max_steps,
-        max_tokens=tokens,
+        max_tokens=tokens + (facts.parent.tokens if facts.parent else 0),
         max_epochs=budget.total_sequences / train_sequences,
         total_sequences=budget.total_sequences,
         tail_sequences=budget.tail_sequences,

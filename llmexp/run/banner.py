@@ -86,11 +86,12 @@ def banner_sections(run: Run, folder: str) -> list[tuple[str, str]]:
         *([("rate", f.rates)] if f.rates else []),
         ("warm-up", warmup),
     ]
+    of = f"its own {run.own_tokens:,} tokens" if f.parent else "tokens"
     if run.total_flops is not None and f.flops_per_token is not None:
         rows.append(
             (
                 "FLOPs",
-                f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x tokens "
+                f"{run.total_flops:.3e} = {f.flops_per_token:,} per token x {of} "
                 f"({f.flops_formula})",
             )
         )

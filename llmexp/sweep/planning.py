@@ -111,7 +111,7 @@ def cells(planned: Planned) -> dict[str, str]:
 
 def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
     """Return what the points take together; what is not known of each is absent."""
-    found: dict[str, Any] = {"tokens": sum(one.run.max_tokens for one in planned)}
+    found: dict[str, Any] = {"tokens": sum(one.run.own_tokens for one in planned)}
     flops = [one.run.total_flops for one in planned]
     if None not in flops:
         found["flops"] = sum(n for n in flops if n is not None)

@@ -34,8 +34,8 @@ def calibrate(loop: Loop) -> str:
     """Train a few steps as the run will, and write what they took; return how that ended, as
     `train` does. Times are in seconds."""
     began = time.time()
-    at, last = _steps(loop)
-    if STOP.requested:
+    at, last, stopped = _steps(loop)
+    if stopped:
         return "preempted"
     taken = [b - a for a, b in itertools.pairwise(at)]
     steady = taken[WARM_UP:] or taken[-1:]
@@ -55,21 +55,24 @@ def calibrate(loop: Loop) -> str:
     return "finished"
 
 
-def _steps(loop: Loop) -> tuple[list[float], Callable[[], None]]:
-    """Take the steps; return when each began, and what writes a row of the last one."""
+def _steps(loop: Loop) -> tuple[list[float], Callable[[], None], bool]:
+    """Take the steps; return when each began, what writes a row of the last one, and whether a
+    signal to any rank ended them."""
     loop.setup.model.train()
-    windows, at = read_ahead(loop.setup, 0), [time.perf_counter()]
+    first = loop.progress.step  # not 0 in a fork
+    end = min(loop.run.max_steps, first + MOST)
+    windows, at = read_ahead(loop.setup, first), [time.perf_counter()]
     while True:
         window, step = take_step(loop, windows, NOTHING)
         at.append(time.perf_counter())
         enough = len(at) > WARM_UP + FEWEST and at[-1] - at[WARM_UP] > ENOUGH_S
-        stop = mesh.any_rank(loop.mesh, STOP.requested, enough)
-        if any(stop) or loop.progress.step == min(loop.run.max_steps, MOST):
+        stopped, through = mesh.any_rank(loop.mesh, STOP.requested, enough)
+        if stopped or through or loop.progress.step >= end:
             break
     settle(loop)
     row = Due(row=True, evaluation=False, tasks=False, checkpoint=False, sample=False)
     done: Step = step
-    return at, lambda: report(loop, done, window, row)
+    return at, lambda: report(loop, done, window, row), stopped
 
 
 def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
+from llmexp.assembly import remembered
+from llmexp.child import how_it_died
+from llmexp.compose.forking import recut
 from llmexp.config import ConfigError, plain
 from llmexp.convert import build
 from llmexp.forecast import fitting, memory
@@ -18,6 +24,7 @@ from tests.forecast.test_memory import composed
 
 GIB = 2**30
 AUTO = ["batch.real_batch_size=8", "batch.micro_batch_size=auto", "batch.memory_gib=8"]
+KILLED = how_it_died(-9, stopped=False)  # the text where the host has no memory left
 SMALL = [*TINY, "data=synthetic", "data.n_tokens=5000"]
 
 
@@ -52,6 +59,7 @@ def probed(tmp_path, monkeypatch):
         ({8: (7.9, 1.0), 4: (4, 1.0)}, [8, 4], 8),
         ({8: (7.9, 1.0), 4: (4, 0.5), 2: (2, 0.495)}, [8, 4, 2], 4),
         ({8: "ended by signal 9", 4: (8.1, 1.0), 2: (2, 1.0), 1: (1, 2.0)}, [8, 4, 2, 1], 2),
+        ({8: KILLED, 4: KILLED, 2: (2, 1.0), 1: (1, 2.0)}, [8, 4, 2, 1], 2),
         ({8: (9, 1), 4: (9, 1), 2: "no memory", 1: (1, 2.0)}, [8, 4, 2, 1], 1),
     ],
 )
@@ -121,6 +129,47 @@ def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path)
     there["batch"]["micro_batch_size"] = 2
     (tmp_path / "1" / "config.yaml").write_text(yaml.safe_dump(there))
     assert fitted(build(config), str(tmp_path / "1")).batch.micro_batch_size == 2
+
+
+def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(path)
+
+    config = composed(*SMALL)
+    kind = remembered.kind_of(config, "cpu")
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", "~nobody-of-this-name/cache")  # RuntimeError
+    remembered.remember(remembered.MEMORY, {"peak_bytes": 1}, kind)
+    assert remembered.known_memory(config, "cpu") is None
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
+    remembered.remember(remembered.MEMORY, {"peak_bytes": GIB}, kind)
+    assert remembered.known_memory(config, "cpu").startswith("1 GiB a rank")
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert remembered.known_memory(config, "cpu") is None
+
+
+def test_what_decides_memory_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
+    kind = remembered.kind_of(composed(*SMALL), "cpu")
+    remembered.remember("what", {"it": 1}, kind)
+    same = composed(*SMALL, "optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta1=0")
+    assert remembered.remembered("what", remembered.kind_of(same, "cpu")) == {"it": 1}
+    for more in ("optimizer.eps=1", "+user.layers=2", "hooks=[{_target_: llmexp.hooks.some}]"):
+        other = remembered.kind_of(composed(*SMALL, more), "cpu")
+        assert remembered.remembered("what", other) is None
+    # the code of a user's function may be another one in the next process
+    own = json.loads(json.dumps(kind))
+    own["model"]["_target_"] = "mine.model"
+    remembered.remember("what", {"it": 2}, own)
+    assert remembered.remembered("what", own) == {"it": 2}
+    remembered._own.clear()
+    assert remembered.remembered("what", own) is None
+
+
+def test_a_fork_may_have_its_size_found():
+    config = composed(*SMALL, *AUTO)
+    batch = dataclasses.replace(config.batch, gradient_accumulation_steps=2)  # its parent's
+    fork = dataclasses.replace(config.fork, run="there")
+    assert recut(dataclasses.replace(config, fork=fork, batch=batch), []).batch == config.batch
 
 
 def test_a_run_finds_its_size(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import pytest
@@ -12,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
+from llmexp.assembly import assemble
+from llmexp.forecast import measuring
 from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots
 from llmexp.metrics.devices import device_named
+from llmexp.train import calibration
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
 
@@ -25,8 +29,10 @@ DATA = ["data=synthetic", "data.n_tokens=5000"]
     steps=st.integers(1, 40),
     every=st.tuples(EVERY, EVERY, EVERY, EVERY, EVERY, st.integers(1, 9)),
     last=st.booleans(),
+    first=st.integers(0, 40),
 )
-def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last):
+def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last, first):
+    first %= steps  # of a fork
     evaluation, tasks, sample, save, keep, row = every
     config = Namespace(
         train=Namespace(
@@ -35,20 +41,20 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last
         ),
         checkpoint=Namespace(every=save, keep_every=keep, last=last, save_initial=True),
     )  # fmt: skip
-    due = [due_after(step, step == steps, config) for step in range(1, steps + 1)]
-    found = counts(Namespace(max_steps=steps), config)
-    assert found["step"] == steps
+    due = [due_after(step, step == steps, config) for step in range(first + 1, steps + 1)]
+    found = counts(Namespace(max_steps=steps, first_step=first), config)
+    assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)
     assert found["tasks"] == sum(d.tasks for d in due)
     assert found["sample"] == sum(d.sample for d in due)
-    assert found["save"] == 1 + sum(d.checkpoint for d in due)
-    assert found["row"] == steps // row
+    assert found["save"] == (first == 0) + sum(d.checkpoint for d in due)
+    assert found["row"] == sum(step % row == 0 for step in range(first + 1, steps + 1))
 
 
 def test_an_estimate_is_arithmetic():
     facts = Namespace(flops_per_token=6e9)
     sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
-    planned = Namespace(facts=facts, world_size=8, max_steps=1000, **sizes)
+    planned = Namespace(facts=facts, world_size=8, max_steps=1000, first_step=0, **sizes)
     times = estimated(planned, device_named("h200"), "bf16", 0.4)
     rate = 8 * 0.4 * 989e12 / 6e9  # tokens a second
     assert times.step_s == pytest.approx(2**19 / rate)
@@ -74,7 +80,10 @@ def test_points_start_as_slots_become_free():
 @pytest.mark.fresh
 def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folders, start = [], measuring.start_worker
+    monkeypatch.setattr(
+        measuring, "start_worker", lambda path, **k: folders.append(path) or start(path, **k)
+    )
     points = ["train.seed=1,2", "batch.micro_batch_size=2", "train.max_steps=70"]
     assert run(["plan", "-m", "--measure", "--json", *TINY, *DATA, *points]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -90,11 +99,41 @@ def test_steps_are_measured_and_leave_nothing(tmp_path, capsys, monkeypatch):
     assert one["tokens_per_sec"] == pytest.approx(2 * 12 / one["step_s"])
     assert found["total"]["duration_s"] == pytest.approx(2 * whole + one["start_s"])
     assert found["total"]["slots"] == 1
+    assert [Path(path).parents[1] for path in folders] == [tmp_path]  # where checkpoints will be
     assert not list(tmp_path.glob("llmexp-steps-*"))
+
+
+def test_steps_of_a_fork_are_timed_and_all_ranks_stop_together(monkeypatch):
+    began, signalled = [], []
+    monkeypatch.setattr(calibration, "read_ahead", lambda setup, first: began.append(first))
+    monkeypatch.setattr(calibration, "settle", lambda loop: None)
+    monkeypatch.setattr(calibration, "ENOUGH_S", 1e9)
+    monkeypatch.setattr(calibration.mesh, "any_rank", lambda mesh, *own: [bool(signalled), own[1]])
+
+    def take_step(loop, windows, due):
+        loop.progress.step += 1
+        return None, None
+
+    monkeypatch.setattr(calibration, "take_step", take_step)
+    for last, taken in ((63, 3), (1000, calibration.MOST)):
+        loop = Namespace(
+            setup=Namespace(model=Namespace(train=lambda: None)), mesh=None,
+            run=Namespace(max_steps=last), progress=Namespace(step=60),
+        )  # fmt: skip
+        at, _, stopped = calibration._steps(loop)
+        assert (len(at) - 1, stopped) == (taken, False)
+    assert began == [60, 60]
+    signalled.append("another rank")
+    assert calibration.calibrate(loop) == "preempted"
 
 
 def test_a_sweep_is_planned_for_a_device(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(assemble, "known_memory", lambda *_: "measured before")
+    assert run(["plan", *TINY, *DATA]) == 0
+    assert "measured before" in capsys.readouterr().out
+    assert run(["plan", *TINY, *DATA, "plan.device=l4"]) == 0
+    assert "measured before" not in capsys.readouterr().out
     points = ["train.max_steps=2,3", "plan.device=l4", "plan.price_per_gpu_hour=2"]
     assert run(["plan", "-m", *TINY, *DATA, *points, "sweep.max_parallel=2"]) == 0
     head, _, _, count, total = capsys.readouterr().out.splitlines()[:5]

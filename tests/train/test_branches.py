@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llmexp import rundir
+from llmexp.__main__ import run
 from llmexp.assembly.assemble import assemble
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
@@ -274,6 +275,21 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
         planned(overrides)
     for text in words:
         assert text in str(refused.value)
+
+
+def test_the_plan_of_a_fork_is_of_its_own_part(trunk, monkeypatch, capsys):
+    monkeypatch.chdir(trunk.folder.parent)
+    given = ["fork.run=trunk", "fork.step=8", "train.max_steps=11"]
+    assert run(["plan", "-m", "--measure", "--json", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (point,), total = found["points"], found["total"]
+    tokens = 3 * 8 * 12  # steps, sequences, length
+    assert point["max_tokens"] == 11 * 8 * 12
+    assert total["tokens"] == tokens
+    assert point["total_flops"] == total["flops"] == tokens * point["flops_per_token"]
+    counts = {k: point["time"][f"{k}_count"] for k in ("step", "row", "evaluation", "save")}
+    assert counts == {"step": 3, "row": 3, "evaluation": 1, "save": 1}
+    assert point["time"]["timed_steps"] == 1
 
 
 def test_a_fork_into_a_used_folder_leaves_it(trunk):
