@@ -89,8 +89,8 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 
 def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> None:
     """Put into the plain config of a fork what follows from its overrides: the step, the cut of its
-    batch, start and end of a cooldown. A fork that is in its `folder` already keeps its step.
-    Raises ConfigError."""
+    batch, the warm-up, start and end of a cooldown. A fork that is in its `folder` already keeps
+    its step. Raises ConfigError."""
     fork = tree.get("fork")
     if not isinstance(fork, dict) or fork.get("run") is None:
         return
@@ -109,8 +109,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
     schedule, step = tree.get("schedule"), fork["step"]
     if not isinstance(schedule, dict) or not isinstance(step, int):
         return
-    if budgets_in(overrides) and not any(key.startswith("schedule") for key in given):
-        keep_warmup(schedule, rundir.read_run(run).get("warmup_updates"))
+    _take_warmup(schedule, given, run)
     if schedule.get("_target_") == "llmexp.schedule.cooldown" and "decay_start" in schedule:
         if schedule["decay_start"] is not None:
             return
@@ -118,6 +117,22 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
         if not budgets_in(overrides) and isinstance(tree.get("train"), dict):
             tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
             tree["train"]["max_steps"] = step + _updates(step, schedule)
+
+
+def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
+    """Give the schedule of a fork as many updates of warm-up as its parent has, unless the command
+    line says how many; a schedule of the user's may know none."""
+    keys = ("warmup_steps", "warmup_ratio")
+    there = plain(rundir.built_config(run))["schedule"]
+    if not all(key in section for key in keys for section in (schedule, there)):
+        return
+    if "schedule.warmup_steps" in given:
+        return
+    updates = rundir.read_run(run).get("warmup_updates")
+    if "schedule.warmup_ratio" in given:
+        schedule["warmup_steps"] = None
+    elif isinstance(updates, int) and schedule["warmup_steps"] != updates:
+        schedule |= {"warmup_steps": updates, "warmup_ratio": None}
 
 
 def keep_warmup(schedule: dict[str, Any], updates: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from llmexp import rundir
 from llmexp.__main__ import run
-from llmexp.assembly.assemble import assemble
+from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compose.app import compose, hydra_app, typed
@@ -246,9 +246,33 @@ def train_to(cwd: Path, name: str, stop: int, *overrides: str) -> Result:
     return result
 
 
-def planned(overrides: list[str]) -> None:
+def planned(overrides: list[str]) -> Parts:
     """What `llmexp plan` does, in this process."""
-    assemble(composed(overrides), write=False)
+    return assemble(composed(overrides), write=False)
+
+
+def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, monkeypatch):
+    """Three updates, a share of the parent's twelve or given as such."""
+    monkeypatch.chdir(trunk.folder.parent)
+    for name, old, new in (
+        ("share", "warmup_ratio: 0", "warmup_ratio: 0.25"),
+        ("steps", "warmup_steps: null", "warmup_steps: 3"),
+    ):
+        made = copy(trunk, name).folder
+        text = (made / "config.yaml").read_text()
+        assert old in text
+        (made / "config.yaml").write_text(text.replace(old, new))
+        run = json.loads((made / "run.json").read_text()) | {"warmup_updates": 3}
+        (made / "run.json").write_text(json.dumps(run))
+    for name, more, steps, ratio in (
+        ("share", ["schedule=constant", "train.max_steps=400"], 3, None),
+        ("share", ["batch.real_batch_size=4", "train.max_tokens=4800"], 3, None),
+        ("steps", ["schedule=cooldown"], 3, None),
+        ("steps", ["schedule=wsd", "schedule.warmup_steps=2"], 2, 0.05),
+        ("steps", ["schedule.warmup_ratio=0.1"], None, 0.1),
+    ):
+        found = composed([f"fork.run={name}", "fork.step=4", *more]).schedule
+        assert (found["warmup_steps"], found["warmup_ratio"]) == (steps, ratio), more
 
 
 @pytest.mark.parametrize(
