@@ -32,8 +32,7 @@ from llmexp.assembly.parent import find_parent
 from llmexp.assembly.parts import (
     build_model,
     build_optimizers,
-    check_ids,
-    initial_weights,
+    initial_notes,
     label_of,
     model_maker,
     tasks_of,
@@ -124,7 +123,7 @@ def assemble(
     loss = _on_meta(once, deciding, optimizer, make_model, make_optimizers)
     check_parallel(config, place.layout, loss)
     vocab_size = _check_sizes(loss.model, length, tokenizer)  # before data are prepared
-    initial = _initial(once, config, loss.model, tokenizer, tried)
+    initial = _initial(once, config, loss.model, tokenizer, tried or parent is not None)
     if _own(config.model) and not tried:
         meta = shared is not None or not write  # a process that trains nothing
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
@@ -203,17 +202,13 @@ def _initial(
 ) -> dict[str, Any]:
     """Return the facts about the weights that the model begins with. Raise ConfigError for those
     that do not fit; a run that was `tried` may go on without them."""
-    if (given := config.model.get("init_from")) is None or config.fork.run is not None:
+    run, given = config.fork.run, config.model.get("init_from")
+    if run is None and given is None:
         return {}
-
-    def notes() -> list[str]:
-        if (found := initial_weights(config.model, model, True)) is None:
-            return []
-        return [*found[1], *check_ids(found[0], config.data, tokenizer)]
-
-    deciding = [config.model, config.tokenizer, config.data["_target_"]]
-    found = () if tried else tuple(once("initial", deciding, notes))
-    return {"initial": str(given), "warnings": found}
+    deciding = [config.model, config.tokenizer, config.data["_target_"], run]
+    asked = config, model, tokenizer
+    found = () if tried else tuple(once("initial", deciding, lambda: initial_notes(*asked)))
+    return {"initial": str(given) if run is None else None, "warnings": found}
 
 
 def _facts(

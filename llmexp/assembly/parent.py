@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from llmexp.tracker.fields import run_fields
 
 # Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
 ORDER = ("batch.sequence_length", "train.seed")
+# Knobs of our own data that leave the training sequences as they are.
+BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 
 def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | None:
@@ -106,11 +109,17 @@ def _place(
 
     def deciding(tree: dict[str, Any]) -> dict[str, Any]:
         flat = flatten({key: tree[key] for key in ("data", "tokenizer", "batch", "train")})
-        return {
+        ours = str(flat.get("data._target_")).startswith("llmexp.")
+        found = {
             key: value
             for key, value in flat.items()
-            if not is_record(key) and (key.startswith(("data.", "tokenizer.")) or key in ORDER)
+            if not is_record(key)
+            and (key.startswith(("data.", "tokenizer.")) or key in ORDER)
+            and not (ours and BESIDES.fullmatch(key))
         }
+        if ours and "data.val_files" in found:  # without them a part of the rest is for validation
+            found["data.val_files"] = found["data.val_files"] is not None
+        return found
 
     new, old = deciding(config), deciding(there)
     differing = sorted(
@@ -118,8 +127,14 @@ def _place(
         for key in new.keys() | old.keys()
         if new.get(key, default_of(key)) != old.get(key, default_of(key))
     )
-    now = json.loads(json.dumps(concealed(corpus.fingerprint)))
-    if not differing and now and recorded.get("data_fingerprint") != now:
+    now, before = (
+        {key: value for key, value in (found or {}).items() if key not in ("val_files", "val_sets")}
+        for found in (
+            json.loads(json.dumps(concealed(corpus.fingerprint))),
+            recorded.get("data_fingerprint"),
+        )
+    )
+    if not differing and now and before != now:
         differing = ["the content of the data"]
     if not differing:
         return at, f"go on at sequence {at:,}, where the parent was"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -79,12 +80,22 @@ def initial_weights(
         raise ConfigError(f"model.init_from={given}: {error}") from None
 
 
-def check_ids(source: Source, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Return a warning where the tokenizer that the weights were trained with cannot be read.
-    Raises ConfigError where it gives other ids than the run's."""
+def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> list[str]:
+    """Return what is to be said of the weights that a run begins with: those of the parent of a
+    fork, or those that its model section names. Raises ConfigError where they do not fit."""
+    if config.fork.run is not None:
+        return _check_ids("fork.run", Path(config.fork.run), config.data, tokenizer)
+    if (found := initial_weights(config.model, model, True)) is None:
+        return []
+    key, folder = "model.init_from", found[0].folder
+    return [*found[1], *_check_ids(key, folder, config.data, tokenizer)]
+
+
+def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """Return a warning where the tokenizer of `folder`, which `key` names and the weights were
+    trained with, cannot be read. Raises ConfigError where it gives other ids than the run's."""
     if data["_target_"] in ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens"):
         return []
-    folder = source.folder
     try:
         other = (
             build_tokenizer(filled(rundir.built_config(folder)))[0]
@@ -97,7 +108,7 @@ def check_ids(source: Source, data: dict[str, Any], tokenizer: Tokenizer) -> lis
         own = "take the section tokenizer of its config.yaml"
         text = own if rundir.is_run(folder) else f"use tokenizer=file tokenizer.path={folder}"
         raise ConfigError(
-            f"model.init_from={folder}: its tokenizer ({other.name}) gives other ids than that of "
+            f"{key}={folder}: its tokenizer ({other.name}) gives other ids than that of "
             f"this run ({tokenizer.name}), for which the weights are not made; {text}"
         )
     return []

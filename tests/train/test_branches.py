@@ -254,10 +254,8 @@ def planned(overrides: list[str]) -> Parts:
 def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk, monkeypatch):
     """Three updates, a share of the parent's twelve or given as such."""
     monkeypatch.chdir(trunk.folder.parent)
-    for name, old, new in (
-        ("share", "warmup_ratio: 0", "warmup_ratio: 0.25"),
-        ("steps", "warmup_steps: null", "warmup_steps: 3"),
-    ):
+    ratio, steps = "warmup_ratio: 0", "warmup_steps: null"
+    for name, old, new in (("share", ratio, f"{ratio}.25"), ("steps", steps, "warmup_steps: 3")):
         made = copy(trunk, name).folder
         text = (made / "config.yaml").read_text()
         assert old in text

@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import tiktoken
 
+from llmexp.config import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import cut_after, exact, same_state
+from tests.train.test_branches import planned
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,34 @@ def test_named_sets_have_rows_of_their_own(one):
     out = " ".join(one.out.split())
     assert f"source web: {web} of 48 sequences ({web / 48:.4g} of them), " in out
     assert f"source code: {code} of 48 sequences ({code / 48:.4g} of them), " in out
+
+
+def test_a_fork_with_another_validation_reads_on(one, files, monkeypatch):
+    """A share is cut from the training documents, so it is another order."""
+    monkeypatch.chdir(one.folder.parent)
+    fork, new = ["fork.run=run", "fork.step=4"], f"+data.val.new.files={files}/new.jsonl"
+    (files / "new.jsonl").write_text((files / "far.jsonl").read_text().replace("far", "new"))
+    for more in (["data.val_main=far"], [new, "data.on_bad_record=skip"]):
+        parent = planned([*fork, *more]).run.facts.parent
+        assert parent.sequences == 24
+        assert parent.order == "go on at sequence 24, where the parent was"
+    parent = planned([*fork, "data.val.near.share=0.2"]).run.facts.parent
+    assert parent.order.startswith("begin anew at sequence 0: data.val.near.share differs from")
+
+
+def turned() -> tiktoken.Encoding:
+    """As many ids as bytes have, in another order."""
+    ranks = {bytes([byte]): 255 - byte for byte in range(256)}
+    return tiktoken.Encoding(
+        "turned", pat_str=".|\n", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+
+
+def test_a_fork_with_another_tokenizer_is_refused(one, monkeypatch):
+    monkeypatch.chdir(one.folder.parent)
+    other = ["tokenizer._target_=tests.train.test_corpus.turned", "--allow", "tests"]
+    with pytest.raises(ConfigError, match=r"^fork.run=run: its tokenizer \(bytes\) gives other"):
+        planned(["fork.run=run", *other])
 
 
 def test_several_tokenizers_compare_by_bits_per_byte(files, tmp_path):
