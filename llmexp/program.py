@@ -205,14 +205,18 @@ def typed(texts: list[str]) -> list[Any]:
 
 def compare(*paths: Any, align: str = "tokens",
             sort: str | None = None, negligible: float | None = None) -> Answer:  # fmt: skip
-    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does."""
+    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does. Raises ConfigError
+    for what the command refuses, as paths without a run."""
     from llmexp.compare import comparing
 
     found: list[Path] = []
     for path in paths or ("outputs",):
         each = path if isinstance(path, (list, tuple)) else [path]
         found += [one.path if isinstance(one, Run) else Path(one) for one in each]
-    return Answer(comparing.compare(found, align=align, sort=sort, negligible=negligible))
+    comparison = comparing.compare(found, align=align, sort=sort, negligible=negligible)
+    if not comparison.entries:
+        raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
+    return Answer(comparison)
 
 
 class RunFailed(RuntimeError):
@@ -250,7 +254,9 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
     code = process.returncode
     said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
     why = "\n".join(said) or f"llmexp train ended with exit code {code}"
-    found: dict[str, Any] = json.loads(text) if text else {"path": "", "runs": []}
+    found: dict[str, Any] = {"path": "", "runs": []}
+    if text or code == DONE:
+        found = result_of(text, overrides)
     runs = [load(run["path"]) for run in found["runs"]]
     if code == REFUSED:
         raise ConfigError(why)
@@ -258,6 +264,17 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
         raise RunFailed(why, code, runs)
     sweep = len(runs) != 1 or Path(found["path"]) != runs[0].path
     return runs if sweep else runs[0]
+
+
+def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
+    """Return what `llmexp train --json` printed. Raises ConfigError for words that made it print
+    something else and train nothing, as --help."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict) and "runs" in found:
+            return dict(found)
+    flags = " ".join(word for word in words if word.startswith("-"))
+    raise ConfigError(f"{flags}: trains no run; it is for the command line: llmexp train {flags}")
 
 
 def follow(process: subprocess.Popen[bytes], lines: list[str], quiet: bool) -> None:

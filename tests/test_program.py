@@ -134,6 +134,16 @@ def test_what_train_refuses_and_what_fails_is_raised(there):
     with pytest.raises(llmexp.ConfigError, match=r"batch\.sequence_length"):  # by the worker
         llmexp.train([*SHORT, "batch.sequence_length=64", "hydra.run.dir=long"], quiet=True)
     assert not os.path.exists("long")
+    for words in (["--help"], ["--cfg", "job"]):
+        with pytest.raises(llmexp.ConfigError, match=f"{words[0]}.*: trains no run"):
+            llmexp.train(words, quiet=True)
+    for paths, given, why in (
+        (["nope"], {}, "nope: there is nothing of that name"),
+        ([[]], {}, "there is no run to show"),
+        (["one"], {"negligible": -1}, "--negligible -1: a size in nats"),
+    ):
+        with pytest.raises(llmexp.ConfigError, match=why):
+            llmexp.compare(*paths, **given)
     with pytest.raises(TypeError, match="a list is needed"):
         llmexp.train("train.max_steps=1")
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from llmexp import fileio
-from llmexp.child import DONE, REFUSED
+from llmexp.child import DONE
 from llmexp.compare import table
-from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, compare
+from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
 from llmexp.compare.records import Comparison
 from llmexp.config import ConfigError
 
@@ -20,7 +20,7 @@ _PICTURES = {"html": ".html", "png": ".png"}
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code 0, or 2 where there was nothing to show. Raises ConfigError."""
+    """Return exit code 0. Raises ConfigError, also where there is nothing to show."""
     args = _arguments(arguments)
     wanted = _targets(args)
     if hasattr(sys.stdout, "reconfigure"):
@@ -35,11 +35,7 @@ def run(arguments: list[str]) -> int:
     for problem in comparison.problems:
         print(f"llmexp: {problem}", file=sys.stderr)
     if not comparison.entries:
-        print(
-            "llmexp: there is no run to show; for example llmexp compare outputs/default",
-            file=sys.stderr,
-        )
-        return REFUSED
+        raise ConfigError(NO_RUN)
     for name, target in wanted.items():
         if name == "png":
             from llmexp.compare.picture import write_png
@@ -104,18 +100,6 @@ def _text(name: str, comparison: Comparison) -> str:
     )
 
 
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = -1.0
-    if not 0 <= size < 1e6:
-        raise argparse.ArgumentTypeError(
-            f"{text}: a size in nats, 0 or more, is needed; for example 0.002"
-        )
-    return size
-
-
 def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="llmexp compare",
@@ -138,7 +122,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         "--why", action="store_true", help="also what the result rests on, and notes on the runs"
     )
     parser.add_argument(
-        "--negligible", type=_size, metavar="NATS",
+        "--negligible", metavar="NATS",
         help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
     )  # fmt: skip
     for name, suffix in _TEXTS.items():

@@ -46,6 +46,7 @@ def evaluate(arguments: list[str]) -> int:
     else:
         lines = [
             f"run     {found['run']}, step {found['step']:,}{', ema' * (args.weights == 'ema')}",
+            *([f"mean of {found['mean_of']}"] if "mean_of" in found else []),
             *([f"data    {found['data']}"] if "data" in found else []),
             f"device  {found['device']}, {found['precision']}",
             "",
@@ -66,6 +67,7 @@ def _own(
     """Return the figures of the run's model on tasks, or where there are no names, on sets."""
     from llmexp.assembly.opening import open_run
     from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+    from llmexp.exchange.average import RECORD, facts_of
 
     judge = place(open_run(path, step, _warn, args.weights))
     if judge.note:
@@ -75,6 +77,8 @@ def _own(
         found = evaluate_tasks(judge, names, folder, args.by == "item")
     else:
         found = evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+    if (path / RECORD).is_file():
+        found["mean_of"] = facts_of(path)["mean_of"]
     return {"step": judge.opened.step} | found
 
 

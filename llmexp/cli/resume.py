@@ -79,6 +79,8 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     if budget:
         extend(tree, recorded.get("warmup_updates"), given)
     change(tree, overrides, path, recorded.get("parallelism"))
+    if budget and all(tree["train"][key.partition(".")[2]] is None for key in BUDGETS):
+        raise refuse(min(budget), None, "is no budget to train on to", 600)
     for line in environment.fill_tracker(tree):
         child.say(line)
     environment.refuse_secrets(tree)

@@ -30,6 +30,7 @@ from llmexp.config import ConfigError, nearest
 from llmexp.metrics.keys import is_of_named_set
 
 ALIGNMENTS = ("tokens", "steps", "time")
+NO_RUN = "there is no run to show; for example llmexp compare outputs/default"
 
 
 def compare(
@@ -38,7 +39,7 @@ def compare(
     align: str = "tokens",
     sort: str | None = None,
     whole: bool = False,
-    negligible: float | None = None,
+    negligible: float | str | None = None,
 ) -> Comparison:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
@@ -46,16 +47,31 @@ def compare(
     `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
     tokenizers differ. `whole` reads every column at once, which is quicker where all will be
     needed. `negligible`: nats below which a difference does not matter; default: that of the runs'
-    sweep, else 0.002. Raises ConfigError for an `align` or `sort` that there is not; what cannot be
-    read is among `problems`.
+    sweep, else 0.002. Raises ConfigError for an `align`, `sort` or `negligible` that there is not;
+    what cannot be read is among `problems`.
     """
     if align not in ALIGNMENTS:
         raise ConfigError(
             f"--align {align}: must be one of {', '.join(ALIGNMENTS)}; for example --align steps"
         )
+    size = None if negligible is None else _size(negligible)
     found, problems = find(paths)
     records = read(found, whole)
-    return compare_records(records, problems, align=align, sort=sort, negligible=negligible)
+    return compare_records(records, problems, align=align, sort=sort, negligible=size)
+
+
+def _size(given: float | str) -> float:
+    """Return a size in nats. Raises ConfigError where it is none."""
+    try:
+        size = float(given)
+    except (TypeError, ValueError):
+        size = -1.0
+    if not 0 <= size < 1e6:
+        raise ConfigError(
+            f"--negligible {given}: a size in nats, 0 or more, is needed; for example "
+            "--negligible 0.002"
+        )
+    return size
 
 
 def compare_records(

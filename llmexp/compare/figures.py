@@ -264,7 +264,7 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
-        found |= _losses(columns, rows, bool(reached))
+        found |= _losses(columns, record.before, rows, bool(reached))
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if value is None:
@@ -284,8 +284,11 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _losses(columns: Mapping[str, np.ndarray], rows: int, reached: bool) -> dict[str, float]:
-    """Return the losses of the first `rows` rows, and the final one."""
+def _losses(
+    columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, reached: bool
+) -> dict[str, float]:
+    """Return the losses of the first `rows` rows, and the final one. The mean that is the train
+    loss goes back into the rows `before`, of a fork's parents."""
     found = {}
     for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if reached else ():
         if len(seen := _finite(columns, key, rows)):
@@ -294,7 +297,8 @@ def _losses(columns: Mapping[str, np.ndarray], rows: int, reached: bool) -> dict
         found["final val/loss"] = float(known[-1])
     if len(seen := _finite(columns, "val/loss", rows)):
         found["best val/loss"] = float(seen.min())
-    if len(seen := _finite(columns, "train/loss", rows)):
+    if len(own := _finite(columns, "train/loss", rows)):
+        seen = np.concatenate([_finite(before, "train/loss", None), own])
         found["train/loss"] = float(seen[-max(10, math.ceil(TAIL * len(seen))) :].mean())
     return found
 

@@ -63,8 +63,11 @@ def whole(tensor: Tensor) -> Piece:
 
 
 def refuse_others(checkpoints: Sequence[Loaded], runs: Sequence[Path]) -> None:
-    """Raise ConfigError where a checkpoint is of another model than the first, with the knobs or
-    tensors that differ."""
+    """Raise ConfigError where a checkpoint is an average, or of another model than the first, with
+    the knobs or tensors that differ."""
+    if own := next((run for run in runs if (run / RECORD).exists()), None):
+        mean_of = facts_of(own)["mean_of"]
+        raise ConfigError(f"{own}: is an average; name the checkpoints themselves: {mean_of}")
     first, *others = map(what_it_is, runs)
     for run, here in zip(runs[1:], others, strict=True):
         if keys := sorted(k for k in first.keys() | here if first.get(k) != here.get(k)):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
+from llmexp.metrics.keys import KEYS, is_accuracy, is_of_named_set, title_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -284,6 +284,7 @@ def format_row(
         for key, value in row.items()
         if is_of_named_set(key) and key.endswith("/loss") and value != row.get("val/loss")
     }
+    cells |= {k: f"{k.split('/')[1]} acc {v:6.4f}" for k, v in row.items() if is_accuracy(k)}
     if "eta" in cells:
         cells["eta"] = cells.pop("eta")  # the last one
     if total_epochs <= 1:
@@ -292,7 +293,8 @@ def format_row(
         cells["step"] = f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"
     if row.get("skipped"):
         cells["skipped"] = "skipped"
-    for key in (*filter(is_of_named_set, list(cells)), *LEAST_NEEDED):
+    named = [key for key in cells if is_of_named_set(key) or is_accuracy(key)]
+    for key in (*named, *LEAST_NEEDED):
         if width is None or len(" | ".join(cells.values())) <= width:
             break
         cells.pop(key, None)

@@ -75,7 +75,7 @@ KEYS = {key.name: key for key in _ALL}
 TIMINGS = tuple(key.name for key in _ALL if key.timing)
 # The average of the weights is named as a validation set is: of it, too, there is a loss apart.
 EMA = "val/ema"
-# Those whose last values end a run's summary, before those of named validation sets.
+# Those whose last values end a run's summary, before those of named validation sets and tasks.
 LOSSES = ("train/loss", "val/loss", "val/ppl", "val/bits_per_byte")
 
 
@@ -84,9 +84,16 @@ def is_of_named_set(key: str) -> bool:
     return key.count("/") == 2 and key.startswith("val/")
 
 
-def losses_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return LOSSES, and the keys of the losses on named validation sets in the rows."""
-    return [*LOSSES, *dict.fromkeys(key for row in rows for key in row if is_of_named_set(key))]
+def is_accuracy(key: str) -> bool:
+    """Tell whether a key is that of the score of a task: task/NAME/acc."""
+    return key.startswith("task/") and key.endswith("/acc")
+
+
+def figures_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return LOSSES, and the keys of the losses on named validation sets and of the scores of tasks
+    in the rows."""
+    known = dict.fromkeys(key for row in rows for key in row)
+    return [*LOSSES, *filter(is_of_named_set, known), *filter(is_accuracy, known)]
 
 
 def title_of(key: str) -> str:

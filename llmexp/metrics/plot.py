@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmexp.metrics.keys import EMA, is_of_named_set, losses_in, title_of
+from llmexp.metrics.keys import EMA, figures_in, is_of_named_set, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,7 +126,7 @@ def _series(rows: list[dict[str, Any]], key: str) -> Series:
 def _validation(rows: list[dict[str, Any]]) -> dict[str, Series]:
     """Return the validation losses by name: of each named set, or of the only one; and of the
     average of the weights."""
-    shown = [key for key in losses_in(rows) if is_of_named_set(key) and key.endswith("/loss")]
+    shown = [key for key in figures_in(rows) if is_of_named_set(key) and key.endswith("/loss")]
     average = f"{EMA}/loss"
     if len({*shown} - {average}) < 2:
         shown = ["val/loss", *(key for key in shown if key == average)]

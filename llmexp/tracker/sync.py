@@ -16,7 +16,7 @@ from typing import Any
 
 from llmexp import fileio, rundir
 from llmexp.config import ConfigError
-from llmexp.metrics.keys import losses_in
+from llmexp.metrics.keys import figures_in
 from llmexp.redact import clean
 from llmexp.tracker.copies import copy
 from llmexp.tracker.fields import RUN_ID, SWEEP_ID, VARIABLES, Fields, next_id, run_fields
@@ -294,7 +294,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("tokens_seen", "skipped_steps", "outlier_steps"):
         if key in last:
             found[key] = last[key]
-    for key in losses_in(rows):
+    for key in figures_in(rows):
         given = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
         values = [value for value in given if math.isfinite(value)]
         if values:

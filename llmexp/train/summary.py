@@ -9,7 +9,7 @@ from typing import Any
 from llmexp import rundir
 from llmexp.child import STOP
 from llmexp.metrics.console import banner, format_duration
-from llmexp.metrics.keys import losses_in
+from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
 from llmexp.tracker.position import upload_is_pending
@@ -30,7 +30,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["tokens_seen"] = tokens_seen
         if parent:
             found["own tokens_seen"] = tokens_seen - before
-    for key in losses_in(rows):
+    for key in figures_in(rows):
         with contextlib.suppress(StopIteration):
             row = next(row for row in reversed(rows) if key in row)
             when = (

@@ -213,7 +213,11 @@ def test_two_ranks_share_the_items_and_training_does_not_notice(folder, tmp_path
     two = [f"parallelism={kind}", "parallelism.nproc_per_node=2"]
     tasks = ["train.tasks=[mixed]", "train.tasks_every=1", f"train.tasks_folder={folder}/sets"]
     common = [*own, *places, "train.log_every=1", "model.dropout=0.1"]
-    asked = train(tmp_path, "asked", *common, *two, *tasks).rows()
+    result = train(tmp_path, "asked", *common, *two, *tasks)
+    asked = result.rows()
+    score = asked[-1]["task/mixed/acc"]
+    assert result.out.count(" | mixed acc ") == len(asked)
+    assert result.json("status.json")["summary"]["final task/mixed/acc"] == score
     quiet = train(tmp_path, "quiet", *common, *two).rows()
     for row, other in zip(asked, quiet, strict=True):
         for key in ("train/loss", "grad_norm", "weight_norm", "lr", "tokens_seen", "target_tokens"):

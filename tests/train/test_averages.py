@@ -135,6 +135,11 @@ def test_mean_of_checkpoints_equals_float64_and_serves_as_weights(double, tmp_pa
         refused = llmexp(*going_on, cwd=tmp_path)
         assert refused.code == 2
         assert "is an average of checkpoints" in refused.err
+    again = average(capsys, str(folder), str(double.folder), "--out", str(tmp_path / "again"))
+    assert again[0] == 2
+    assert f"{folder}: is an average; name the checkpoints themselves: " in again[1]
+    assert command(["evaluate", str(folder)]) == 0
+    assert f"\nmean of {record['mean_of']}\n" in capsys.readouterr().out
     assert find([tmp_path])[0] == []  # no run for compare and runs
 
 

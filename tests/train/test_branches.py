@@ -18,6 +18,8 @@ from llmexp.__main__ import run
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
+from llmexp.compare.figures import figures
+from llmexp.compare.reading import find, read
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import newest_step
@@ -70,6 +72,10 @@ def test_a_fork_that_changes_nothing_is_its_parent(trunk):
     text = (same.folder / "lineage.jsonl").read_text()
     lineage = [json.loads(line) for line in text.splitlines()]
     assert lineage == trunk.rows()[:4]
+    both = read(find([trunk.folder, same.folder])[0])
+    of_trunk, own = (figures(one, "tokens", None)["train/loss"] for one in both)
+    expected = np.mean([row["train/loss"] for row in trunk.rows()[-10:]])  # it has 8 of these rows
+    assert own == of_trunk == pytest.approx(expected, rel=1e-14)
     summary = same.json("status.json")["summary"]
     assert summary["tokens_seen"] == trunk.rows()[-1]["tokens_seen"]
     assert summary["own tokens_seen"] == summary["tokens_seen"] - lineage[-1]["tokens_seen"]
@@ -220,6 +226,8 @@ def test_an_extended_run_is_the_longer_one(trunk):
     result = llmexp("resume", "longer", "train.max_steps=16", cwd=cwd)
     assert result.code == 0, result.err
     more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=16"]
+    refused = llmexp("resume", "longer", "train.max_steps=null", cwd=cwd)
+    assert (refused.code, "is no budget" in refused.err) == (2, True), refused.err
     whole = train(cwd, "sixteen", *SETTINGS, *more, "schedule.warmup_ratio=0")
     assert exact(longer) == exact(whole)
     same_state(longer.checkpoint(16), whole.checkpoint(16))
