@@ -161,7 +161,8 @@ def test_the_largest_micro_batch_that_fits_is_said():
     assert rows["hint"].startswith("batch.micro_batch_size=2 with gradient_accumulation_steps 2 ")
 
 
-def test_memory_is_planned_where_a_device_is_named(scratch, capsys):
+def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))  # nothing was measured before
     tiny = [*TINY, "data=synthetic", "data.n_tokens=5000"]
     out = planned(capsys, *tiny, "plan.device=l4")
     assert "device l4, planned for" in out
