@@ -162,6 +162,16 @@ def default_of(key: str) -> Any:
     return defaults().get(key)
 
 
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys in which two flat configs differ, in order. A key that one of them does not
+    have yet has its default there."""
+    return [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, default_of(key)) != new.get(key, default_of(key))
+    ]
+
+
 def is_record(key: str) -> bool:
     """Return whether the key names, records or times a run and changes no bit of its result."""
     return affects(key) == "nothing"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import fileio, rundir
-from llmexp.redact import concealed, redacted
+from llmexp.redact import as_recorded, redacted
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
 LIMIT_S = 2.0  # for all of it
@@ -117,7 +116,7 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     about |= {"packages": PACKAGES, "packages_sha256": hashlib.sha256(packages).hexdigest()}
     if container := image():
         about["container"] = container
-    about = json.loads(json.dumps(concealed(about)))
+    about = as_recorded(about)
     written = folders(run_dir)
     before = read(written[-1]) if written else {}
     before.pop("gathered", None)

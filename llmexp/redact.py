@@ -80,6 +80,11 @@ def concealed(node: Any) -> Any:
     return walk(node)
 
 
+def as_recorded(node: Any) -> Any:
+    """Return plain values as they come back from a JSON file that holds them redacted."""
+    return json.loads(json.dumps(concealed(node)))
+
+
 def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, str]:
     """Return a mark of the value of each variable in a plain config, by which a change is seen; not
     of secrets, which are renewed, nor in keys of which `but` is true. Four hex digits: too few to

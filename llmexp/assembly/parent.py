@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from llmexp.checkpoint.pieces import named_tensors
 from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
-from llmexp.knobs import default_of, is_record
-from llmexp.redact import concealed
+from llmexp.knobs import differing, is_record
+from llmexp.redact import as_recorded
 from llmexp.run import Parent
 from llmexp.tracker.fields import run_fields
 
@@ -83,7 +82,8 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
     except loading.CheckpointError as error:
         old = flatten({"model": there.model})
         new = flatten({"model": config.model})
-        keys = [key for key in new if new[key] != old.get(key, default_of(key))]
+        changed = differing(old, new)
+        keys = [key for key in new if key in changed]
         given = ", ".join(f"{key}={new[key]} ({old.get(key)} there)" for key in keys) or "model"
         raise ConfigError(
             f"{given}: a fork has the model of its parent, and {error}; leave it out, or "
@@ -121,25 +121,17 @@ def _place(
             found["data.val_files"] = found["data.val_files"] is not None
         return found
 
-    new, old = deciding(config), deciding(there)
-    differing = sorted(
-        key
-        for key in new.keys() | old.keys()
-        if new.get(key, default_of(key)) != old.get(key, default_of(key))
-    )
+    causes = differing(deciding(there), deciding(config))
     now, before = (
         {key: value for key, value in (found or {}).items() if key not in ("val_files", "val_sets")}
-        for found in (
-            json.loads(json.dumps(concealed(corpus.fingerprint))),
-            recorded.get("data_fingerprint"),
-        )
+        for found in (as_recorded(corpus.fingerprint), recorded.get("data_fingerprint"))
     )
-    if not differing and now and before != now:
-        differing = ["the content of the data"]
-    if not differing:
+    if not causes and now and before != now:
+        causes = ["the content of the data"]
+    if not causes:
         return at, f"go on at sequence {at:,}, where the parent was"
-    differ = "differ" if len(differing) > 1 else "differs"
+    differ = "differ" if len(causes) > 1 else "differs"
     return 0, (
-        f"begin anew at sequence 0: {', '.join(differing)} {differ} from the parent's, so its "
+        f"begin anew at sequence 0: {', '.join(causes)} {differ} from the parent's, so its "
         f"place (sequence {at:,}) has no meaning here"
     )

@@ -13,6 +13,7 @@ from llmexp import fileio
 from llmexp.config import Config, ConfigError, plain
 from llmexp.data.files import cache_folder
 from llmexp.metrics import hardware
+from llmexp.metrics.console import gib
 
 MEMORY = "memory"  # what was measured, a folder of the cache
 # Faults of the cache, which must not stop a run: no home folder, a folder that cannot be read, keys
@@ -54,7 +55,7 @@ def known_memory(config: Config, device_name: str) -> str | None:
     found = remembered(MEMORY, kind_of(config, device_name))
     if found is None or not isinstance(peak := found.get("peak_bytes"), (int, float)):
         return None
-    return f"{peak / 2**30:,.3g} GiB a rank at its peak, measured before this run"
+    return f"{gib(peak)} GiB a rank at its peak, measured before this run"
 
 
 def _file(what: str, deciding: Any) -> Path:

@@ -14,11 +14,10 @@ from llmexp import child, rundir
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, environment, hints, origin
 from llmexp.compose.command_line import recordable
-from llmexp.compose.forking import keep_warmup
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
 from llmexp.run.batch import cut_anew
-from llmexp.run.budget import BUDGETS
+from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
 
@@ -79,7 +78,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     if budget:
         extend(tree, recorded.get("warmup_updates"), given)
     change(tree, overrides, path, recorded.get("parallelism"))
-    if budget and all(tree["train"][key.partition(".")[2]] is None for key in BUDGETS):
+    if budget and all(tree["train"][name] is None for name in NO_BUDGET):
         raise refuse(min(budget), None, "is no budget to train on to", 600)
     for line in environment.fill_tracker(tree):
         child.say(line)
@@ -101,8 +100,12 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
 def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> None:
     """Make room for another budget in the config of a run, and keep the length of its warm-up,
     which was a share of the old one."""
-    tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
-    if "schedule.warmup_steps" not in given and keep_warmup(tree["schedule"], warmup):
+    tree["train"] |= NO_BUDGET
+    schedule = tree["schedule"]
+    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
+    if "schedule.warmup_steps" not in given and relative:
+        if isinstance(warmup, int):
+            schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
         child.say(f"the warm-up stays {warmup} updates: schedule.warmup_steps={warmup}")
 
 

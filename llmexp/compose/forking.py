@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from llmexp import rundir
 from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
 from llmexp.run.batch import cut_anew
-from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.values import AUTO
 
@@ -115,8 +115,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
             return
         schedule["decay_start"] = step
         if not budgets_in(overrides) and isinstance(tree.get("train"), dict):
-            tree["train"] |= dict.fromkeys((key.partition(".")[2] for key in BUDGETS), None)
-            tree["train"]["max_steps"] = step + _updates(step, schedule)
+            tree["train"] |= NO_BUDGET | {"max_steps": step + _updates(step, schedule)}
 
 
 def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
@@ -133,14 +132,6 @@ def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
         schedule["warmup_steps"] = None
     elif isinstance(updates, int) and schedule["warmup_steps"] != updates:
         schedule |= {"warmup_steps": updates, "warmup_ratio": None}
-
-
-def keep_warmup(schedule: dict[str, Any], updates: Any) -> bool:
-    """Fix the length of a warm-up that was a share of another budget; return whether it was one."""
-    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
-    if relative and isinstance(updates, int):
-        schedule["warmup_steps"], schedule["warmup_ratio"] = updates, None
-    return relative
 
 
 def _updates(step: int, schedule: dict[str, Any]) -> int:

@@ -7,7 +7,6 @@ here each target's loss goes into a float64 sum, there a micro-batch is summed i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from llmexp.data.tokenizers import end_of_text, text_bytes
 from llmexp.evaluate.units import Sums, document_ends
 from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
-from llmexp.redact import concealed, redacted
+from llmexp.redact import as_recorded, redacted
 from llmexp.tasks import scoring
 
 BEGINNING_TOKENS = 24  # of a document, to show which one it is
@@ -73,7 +72,7 @@ def evaluate_sets(
     ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
     corpus = build_corpus(config, opened.tokenizer, ids, write=True)
     recorded = rundir.read_run(opened.path).get("data_fingerprint")
-    read = json.loads(json.dumps(concealed(corpus.fingerprint)))
+    read = as_recorded(corpus.fingerprint)
     if config.data == opened.config.data and recorded not in (None, read):
         warn("the data changed since the run started")
     return {

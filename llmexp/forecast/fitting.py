@@ -22,6 +22,7 @@ from llmexp.convert import build
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import Died, measured
 from llmexp.metrics import hardware
+from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device, device_called
 from llmexp.redact import redacted
 from llmexp.values import AUTO
@@ -122,7 +123,7 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
             if found["peak_bytes"] <= room.usable:
                 kind = kind_of(_shape(parts, size), parts.run.facts.device_name)
                 remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
-                _say(size, f"fits: {_gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
+                _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
                     return best
                 best = {
@@ -132,7 +133,7 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
                     "tokens_per_sec_per_rank": rate,
                 }
                 continue
-            why = f"took {_gib(found['peak_bytes'])} of {_gib(room.usable)} GiB"
+            why = f"took {gib(found['peak_bytes'])} of {gib(room.usable)} GiB"
         if best is not None:
             return best
         _say(size, f"does not fit: {why}")
@@ -157,7 +158,7 @@ def _forecast(
     except Exception:  # of a model of the user's, which has to see its values
         return None, sizes[0]
     if least > UNSURE * room.usable:
-        text = f"one sequence takes {_gib(least)} GiB a rank, {_gib(room.usable)} may be used"
+        text = f"one sequence takes {gib(least)} GiB a rank, {gib(room.usable)} may be used"
         raise _refusal(parts, room, forecast, text)
     return forecast, 1
 
@@ -202,10 +203,6 @@ def _tried(parts: Parts, size: int, first: int) -> Config:
         real_batch_size=sequences * parts.run.dp_size,
     )
     return dataclasses.replace(parts.config, batch=batch)
-
-
-def _gib(size: float) -> str:
-    return f"{size / memory.GIB:,.3g}"
 
 
 def _say(size: int, text: str) -> None:

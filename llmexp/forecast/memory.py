@@ -15,6 +15,7 @@ from llmexp.assembly.assemble import Parts
 from llmexp.config import Parallelism
 from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
 from llmexp.metrics import hardware
+from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import solve_layout
@@ -114,12 +115,12 @@ def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
     cut, room = forecast.cut, forecast.room
     held, needed = forecast.footprint(cut).held, forecast.needed(cut)
-    parts = [f"{kind} {_gib(size)}" for kind, size in held.items() if size]
-    parts.append(f"{'the process' if room.device is None else 'libraries'} {_gib(room.taken)}")
+    parts = [f"{kind} {gib(size)}" for kind, size in held.items() if size]
+    parts.append(f"{'the process' if room.device is None else 'libraries'} {gib(room.taken)}")
     eager = ", counted as not compiled" if compiled else ""
     rank = "a rank" if cut.layout.world_size > 1 else "in all"
     rows = [
-        ("memory", f"{_gib(needed)} GiB {rank} at the peak of a step{eager}: {', '.join(parts)}")
+        ("memory", f"{gib(needed)} GiB {rank} at the peak of a step{eager}: {', '.join(parts)}")
     ]
     if needed <= room.usable:
         rows.append(("fits", f"yes, into {_room(room)}"))
@@ -127,7 +128,7 @@ def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
         if larger is not None and larger.micro > cut.micro:
             rows.append(("hint", _larger(forecast, larger)))
         return rows
-    rows.append(("fits", f"no: {_gib(needed - room.usable)} GiB more than {_room(room)}"))
+    rows.append(("fits", f"no: {gib(needed - room.usable)} GiB more than {_room(room)}"))
     found = [shown(forecast, text, other) for text, other in remedies(forecast)]
     rows.append(("would fit", "; ".join(found) if found else "nothing that was tried"))
     return rows
@@ -200,22 +201,18 @@ def _larger(forecast: Forecast, larger: Cut) -> str:
     )
     return (
         f"batch.micro_batch_size={larger.micro} with {accumulation} computes the same, but for "
-        f"rounding and the random numbers of dropout, and fits: {_gib(forecast.needed(larger))} of "
-        f"{_gib(forecast.room.usable)} GiB"
+        f"rounding and the random numbers of dropout, and fits: {gib(forecast.needed(larger))} of "
+        f"{gib(forecast.room.usable)} GiB"
     )
 
 
 def shown(forecast: Forecast, text: str, cut: Cut) -> str:
-    return f"{text} ({_gib(forecast.needed(cut))} GiB)"
+    return f"{text} ({gib(forecast.needed(cut))} GiB)"
 
 
 def _room(room: Room) -> str:
-    of = "" if room.usable == room.total else f", of {_gib(room.total)} of {room.name}"
-    return f"the {_gib(room.usable)} GiB that may be used{of}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.3g}"
+    of = "" if room.usable == room.total else f", of {gib(room.total)} of {room.name}"
+    return f"the {gib(room.usable)} GiB that may be used{of}"
 
 
 def precision_on(parts: Parts, asked: str, device: Device | None) -> str:

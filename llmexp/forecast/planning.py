@@ -32,7 +32,7 @@ NO_TIME = "not known; add --measure, which trains a few steps here, or plan.devi
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of a run's memory: in words, as plain values, and whether it fits."""
+    """Hold what is known of a run's memory: in words, as plain values, and whether it fits."""
 
     rows: Rows
     figures: dict[str, Any]

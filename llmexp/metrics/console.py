@@ -186,6 +186,11 @@ class Console:
             _silence(dead)
 
 
+def gib(size: float) -> str:
+    """Return bytes as GiB, with three digits and no unit."""
+    return f"{size / 2**30:,.3g}"
+
+
 def format_duration(seconds: float) -> str:
     """Return `3.2s`, `45s`, `1m 03s`, `2h 05m`, `3d 04h`; `?` for what is no duration."""
     if not math.isfinite(seconds) or seconds < 0:

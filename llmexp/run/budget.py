@@ -10,6 +10,7 @@ from typing import Any
 from llmexp.config import ConfigError, Train, refuse
 
 BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
+NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}
 DEFAULT_MAX_STEPS = 300  # used when no budget is given
 
 

@@ -13,7 +13,7 @@ from llmexp.config import ConfigError, plain
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planning import Planned, Planner
 from llmexp.labels import plural
-from llmexp.metrics.console import format_duration
+from llmexp.metrics.console import format_duration, gib
 from llmexp.redact import redacted
 from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
@@ -99,7 +99,7 @@ def cells(planned: Planned) -> dict[str, str]:
     if (cost or memory.peak_bytes) and run.total_flops is not None:
         row["FLOPs"] = f"{run.total_flops:.3g}"
     if memory.peak_bytes is not None:
-        row |= {"fits": "yes" if memory.fits else "no", "GiB": f"{memory.peak_bytes / 2**30:,.3g}"}
+        row |= {"fits": "yes" if memory.fits else "no", "GiB": gib(memory.peak_bytes)}
     if cost is not None:
         row["time"] = format_duration(cost.duration_s)
         if cost.gpu_hours is not None:

@@ -11,7 +11,7 @@ from llmexp import rundir
 from llmexp.assembly.assemble import Parts, rate_factor
 from llmexp.checkpoint import loading
 from llmexp.config import ConfigError, fill, refuse
-from llmexp.run.budget import BUDGETS, solve_budget
+from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
@@ -28,7 +28,7 @@ def check(
     if loaded is None:  # nothing is trained yet
         return
     run, config = parts.run, parts.config
-    budgets: dict[str, Any] = {key.partition(".")[2]: old.get(key) for key in BUDGETS}
+    budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
     before = solve_budget(
         dataclasses.replace(config.train, **budgets),
         run.real_batch_size,
@@ -36,8 +36,9 @@ def check(
         run.train_sequences,
         run.facts.parent,
     )
-    key = next((k for k in BUDGETS if getattr(config.train, k[6:]) is not None), BUDGETS[0])
-    value = getattr(config.train, key[6:])
+    given = {f"train.{name}": getattr(config.train, name) for name in NO_BUDGET}
+    key = next((k for k, value in given.items() if value is not None), BUDGETS[0])
+    value = given[key]
     if run.max_steps <= loaded.step:
         text = f"is {run.max_steps:,} steps, and {path} is at step {loaded.step:,} already"
         raise refuse(key, value, text)

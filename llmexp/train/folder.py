@@ -22,10 +22,10 @@ from llmexp.checkpoint import loading
 from llmexp.child import REFUSED
 from llmexp.config import ConfigError, flatten, plain
 from llmexp.exchange.average import refuse_average
-from llmexp.knobs import default_of, may_change
+from llmexp.knobs import differing, may_change
 from llmexp.metrics import hardware
 from llmexp.naming import LINEAGE, lineage
-from llmexp.redact import concealed, marks
+from llmexp.redact import as_recorded, concealed, marks
 from llmexp.run import Parent
 from llmexp.train import extending
 
@@ -111,7 +111,7 @@ def refuse_other_run(path: Path, parts: Parts) -> None:
                 f"{path}: is another run; the environment has another value of {names} now"
             )
     recorded = there.get("data_fingerprint")
-    if recorded is not None and recorded != as_read(concealed(parts.corpus.fingerprint)):
+    if recorded is not None and recorded != as_recorded(parts.corpus.fingerprint):
         raise other_data(path, parts)
 
 
@@ -124,19 +124,15 @@ def refuse_other_config(
 ) -> None:
     """Raise ConfigError with the keys in which the fixed parts of two configs differ, but for the
     keys of an extension that holds; `loaded`: the checkpoint that it goes on from, null: the newest
-    one of the run in `path`. A key that one of them does not have yet has its default there."""
-    keys = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, default_of(key)) != new.get(key, default_of(key))
-    ]
+    one of the run in `path`."""
+    keys = differing(old, new)
     fixed = [key for key in keys if key not in extending.KEYS]
-    differing = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in fixed)
-    if differing:
+    if fixed:
+        shown = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in fixed)
         where = path if loaded is None else loaded.path
         raise ConfigError(
             f"{where}: is another run; differing keys, which change results and so are fixed: "
-            f"{differing}; for a new run with other values that goes on from here: llmexp train "
+            f"{shown}; for a new run with other values that goes on from here: llmexp train "
             f"fork.run={path} ..."
         )
     if keys:
@@ -152,17 +148,12 @@ def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if not may_change(key)}
 
 
-def as_read(value: Any) -> Any:
-    """Return a plain value as it comes back from a JSON file."""
-    return json.loads(json.dumps(value))
-
-
 def fixed_facts(parts: Parts) -> dict[str, Any]:
     """Return what a checkpoint's manifest holds of the run: what of the config changes results, and
     the sha256 of the data's fingerprint."""
     fingerprint = json.dumps(concealed(parts.corpus.fingerprint), sort_keys=True)
     return {
-        "config": as_read(fixed_part(plain(parts.config))),
+        "config": json.loads(json.dumps(fixed_part(plain(parts.config)))),
         "data": hashlib.sha256(fingerprint.encode()).hexdigest(),
     }
 
