@@ -161,12 +161,7 @@ def _windows(
 
 
 def eval_batches(
-    stream: TokenStream,
-    cut: Cut,
-    *,
-    sequence_length: int,
-    max_sequences: int,
-    hidden: Hidden,
+    stream: TokenStream, cut: Cut, *, sequence_length: int, max_sequences: int, hidden: Hidden
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
     over the stream.

@@ -286,13 +286,7 @@ def _split_stream(stream: TokenStream, amount: Amount) -> list[TokenStream]:
 
 
 def synthetic(
-    *,
-    pattern: str,
-    n_tokens: int,
-    n_ids: int | None,
-    val_ratio: float,
-    seed: int,
-    vocab_size: int,
+    *, pattern: str, n_tokens: int, n_ids: int | None, val_ratio: float, seed: int, vocab_size: int
 ) -> Corpus:
     """Return a stream that can be learned, of known entropy, made in memory: no files.
 
