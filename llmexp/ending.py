@@ -108,8 +108,7 @@ class Ending:
 def conclude(
     path: Path, left: Left, *, code: int = FAILED, stopped: bool = False, cause: str = ""
 ) -> Ending:
-    """Return how the run in a folder ended, and record it there if the run could not. `cause`: what
-    its watcher knows of it."""
+    """Return how the run in a folder ended, and record it; `cause`: what its watcher knows."""
     status = rundir.read_status(path)
     on_disk = status.get("state", "")
     # a refusal may come from a process of another host, whose locks may not be seen here
@@ -131,8 +130,7 @@ def record_end(path: Path, state: str, exit_code: int, error: str | None, **more
 
 
 def state_now(path: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run that nobody watches: that of its status, "" where it has none, and
-    "cut" for a running one that no process is at work in."""
+    """Return the state of a run that nobody watches: its status, "", or "cut"."""
     state = status.get("state")
     if state != "running":  # the others do not depend on who is there
         return state if isinstance(state, str) else ""
@@ -142,8 +140,7 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
 
 def mend_status(path: Path) -> None:
     """Record that a run of this host failed which no process is at work in, though its status says
-    running or is lost, as after a power cut; its figures stay. A folder that cannot be locked or
-    written is left as it is."""
+    running or is lost. A folder that cannot be locked or written is left as it is."""
     if rundir.read_status(path).get("host") not in (None, socket.gethostname()):
         return  # elsewhere it may be alive
     with contextlib.suppress(OSError, ConfigError):
@@ -158,8 +155,7 @@ def mend_status(path: Path) -> None:
 
 
 def bus_error(path: Path, code: int) -> str:
-    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
-    any other exit code."""
+    """Return what a run that died by SIGBUS most likely died of, for its message, or ""."""
     if code != -signal.SIGBUS:
         return ""
     states: Any = {}

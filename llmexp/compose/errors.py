@@ -16,8 +16,7 @@ from llmexp.config import ConfigError
 
 @contextmanager
 def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or
-    option."""
+    """Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words."""
     try:
         yield
     except ConfigError:

@@ -29,8 +29,7 @@ _BY_ROW = ("out_proj", "down_proj")
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how each named layer of a model is split; empty for a model whose blocks have none of
-    the known names."""
+    """Return how each named layer is split; empty where no block has one of the known names."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -54,8 +53,7 @@ def wrap(
     compiled: bool,
     gathered: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the module to train. Parameters keep their names; under sharding they become this
-    rank's parts.
+    """Return the module to train. Parameters keep their names; sharded ones become parts.
 
     FSDP gathers the matrices of blocks in the dtype `gathered`, in which autocast multiplies them
     anyway, and reduces in fp32; None: as they are.
@@ -132,12 +130,10 @@ def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
 
 @contextlib.contextmanager
 def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a
-    step.
+    """Surround forward *and* backward of a micro-batch: only the `last` one of a step reduces.
 
-    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward
-    pass.) FSDP reduces in each one instead, and keeps no whole gradient, unless it communicates
-    once.
+    DDP decides in the forward pass. FSDP reduces in each, and keeps no whole gradient, unless it
+    communicates once.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         with module.no_sync():

@@ -15,8 +15,7 @@ from llmexp.tracker.sync import upload_command
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:
-    """End the ledger; print the answer of the comparison, or a table where there is nothing to
-    compare, why points did not finish, and where everything is."""
+    """End the ledger; print the answer or a table, why points did not finish, and the folder."""
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
     all_done = states <= {"finished"} and (current.grid or not current.stopped)
@@ -39,8 +38,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
 
 
 def report(current: Current) -> list[str]:
-    """Compare the points that ran, write the page or the table of rates, and return what to print;
-    nothing where fewer than two ran or none finished."""
+    """Return the lines of the comparison, and write its page; none without two finished runs."""
     ledger = current.ledger
     ran = [
         e

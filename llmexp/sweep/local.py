@@ -36,8 +36,7 @@ class Active:
 
 
 class Local:
-    """Run each task as soon as its devices are free; on a CPU `sweep.max_parallel` tasks share the
-    cores."""
+    """Run tasks as devices are free; on a CPU `sweep.max_parallel` tasks share the cores."""
 
     pause_s = 0.1
 
@@ -99,8 +98,7 @@ def visible_devices(count: int) -> list[str]:
 
 
 def start(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the task's worker. It starts its own ranks, with a port and a process group of their
-    own."""
+    """Return the task's worker, which starts its own ranks."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -148,8 +146,7 @@ def by_plan(path: Path) -> bool:
 
 
 def last_words(path: Path, code: int) -> str:
-    """Return the last line that the worker itself printed on standard error, such as why it
-    refused; "" for one that a signal ended, or that left well."""
+    """Return the last line that a worker printed on standard error, if it failed by itself."""
     if code < 0 or code in (DONE, PREEMPTED):
         return ""
     with contextlib.suppress(OSError):

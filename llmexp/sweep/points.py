@@ -107,8 +107,7 @@ class Point:
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """Return the swept keys with their values, in characters that neither a shell nor an override
-    needs quotes for."""
+    """Return the swept keys with their values, in characters that need no quotes anywhere."""
     given = [o.partition("=") for o in overrides]
     text = "+".join(
         f"{key.rpartition('.')[2]}_{value.replace('=', '_')}"
@@ -129,8 +128,7 @@ def load_points(
 ) -> tuple[list[Point], list[Refused]]:
     """Return every point that composes and divides, and each one that is refused.
 
-    Swept are the keys that differ between the points; with `fixed`, those that are not among these
-    overrides.
+    Swept are the keys that differ between the points or, if given, from the overrides `fixed`.
     """
     values: dict[str, set[str]] = {}
     for override in itertools.chain.from_iterable(job_overrides):
@@ -156,9 +154,8 @@ def load_points(
 
 
 def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the overrides of a sweeper, those that only repeat one of the command line as that has
-    it: Optuna's writes its values as Python does, False for false and None for null, which no
-    longer is that."""
+    """Return a sweeper's overrides, as the command line has those that only repeat one of its own:
+    Optuna's writes None for null."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     texts = {}
@@ -173,8 +170,7 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 def split_duplicates(
     points: Sequence[Point], known_by: Callable[[Point], str]
 ) -> tuple[list[Point], list[Refused]]:
-    """Return the points, and apart from them those that are another one again: the same config but
-    for what cannot change results, or the same folder."""
+    """Return the points, and apart from them those of the same config or folder as another one."""
     kept: list[Point] = []
     refused: list[Refused] = []
     configs: dict[str, Point] = {}
@@ -196,8 +192,7 @@ def split_duplicates(
 
 
 def with_devices(config: Config, settings: Sweep) -> Config:
-    """Return the config with as many ranks as sweep.devices_per_run gives it, where it names none.
-    Raises ConfigError."""
+    """Return the config with as many ranks as sweep.devices_per_run, where it names none."""
     p, devices = config.parallelism, settings.devices_per_run
     if devices is None:
         return config
@@ -209,8 +204,7 @@ def with_devices(config: Config, settings: Sweep) -> Config:
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises
-    ConfigError."""
+    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -28,8 +28,7 @@ def is_twin(entry: Entry) -> bool:
 
 
 def leading(ledger: Ledger) -> Entry | None:
-    """Return the finished point with the lowest final loss; of several seeds the setting's mean
-    counts."""
+    """Return the finished point with the lowest final loss, over seeds that of the mean."""
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not is_twin(e)] or finished
     for key in LOSSES:
@@ -46,8 +45,7 @@ def leading(ledger: Ledger) -> Entry | None:
 
 
 def run_twins(current: Current) -> None:
-    """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not
-    finished."""
+    """Train `sweep.twins` twins of the leading point, and unfinished ones of earlier commands."""
     if current.over:
         return
     ledger = current.ledger
@@ -75,8 +73,7 @@ def is_cut(ledger: Ledger, entry: Entry) -> bool:
 
 
 def twins_of(current: Current, lead: Entry) -> list[Task]:
-    """Return the twins of a finished point, with new places in the ledger for those that it does
-    not have yet."""
+    """Return the twins of a finished point, with new places in the ledger where needed."""
     ledger, count = current.ledger, current.settings.twins
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
