@@ -28,8 +28,11 @@ PASSED_ON = (*STOP_SIGNALS, signal.SIGHUP)  # by who starts workers, to them
 
 
 class Stop:
-    """A request to stop, set by a signal. Before training starts a signal ends the process at once,
-    while `importing` without an exception, which would abort torch."""
+    """A request to stop, set by a signal. Before training starts a signal ends the process at once.
+
+    While `importing`, it does so without an exception: torch aborts when one comes out of its
+    imports.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -72,7 +75,8 @@ STOP = Stop()
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold stop signals back, also from children started meanwhile, until they have handlers."""
+    """Yield a worker that is started meanwhile gets stop signals when it has handlers: Python's own
+    start would end with a failure, or a trace, where one comes in the midst of it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -128,7 +132,8 @@ def signals_passed_on(process: Popen[Any]) -> Iterator[list[int]]:
 
 
 def how_it_died(code: int, stopped: bool) -> str:
-    """Return how a worker died that could not record it; `stopped`: by a signal passed on."""
+    """Return how a worker died that could not record it; negative codes are signals. `stopped`:
+    one was passed on to it."""
     if code >= 0:
         return f"the worker ended with exit code {code} and reported no error"
     hint = "; out of memory?" if -code == signal.SIGKILL and not stopped else ""
@@ -154,7 +159,8 @@ def handling(
 
 
 def children(pid: int) -> list[int]:
-    """Return the running processes that one has started, by what Linux shows; elsewhere none."""
+    """Return the processes that one has started and that still run, by what the kernel shows
+    (Linux); elsewhere none."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -201,7 +207,8 @@ def die_with_parent() -> None:
 
 
 def never_fail_to_print() -> None:
-    """Make both output streams replace the characters that they cannot show."""
+    """Make both output streams replace the characters that they cannot show: an ASCII terminal ends
+    no run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             utf8 = stream.encoding.lower().replace("-", "") == "utf8"
@@ -212,7 +219,8 @@ def never_fail_to_print() -> None:
 
 
 def leave(code: int) -> None:
-    """Flush and end the process without finalisation, where gloo and wandb threads abort."""
+    """Flush and end the process without the interpreter's finalisation, where gloo and wandb
+    threads abort."""
     for stream in (sys.stdout, sys.stderr):
         # closed, or None where it never was open
         with contextlib.suppress(OSError, ValueError, AttributeError):

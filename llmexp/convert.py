@@ -22,7 +22,8 @@ MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML fil
 
 
 def build(mapping: Mapping[str, Any]) -> Config:
-    """Return a `Config` from a plain mapping. Raises ConfigError for wrong keys, types and ranges.
+    """Return a `Config` from a plain mapping. Raises ConfigError for unknown or missing keys, types
+    and ranges.
 
     Texts keep their variables of the environment; numbers, switches and choices take their values.
     """
@@ -139,7 +140,8 @@ def _from_environment(kind: Any, value: str, key: str, knob: Knob) -> Any:
 
 
 def _scalar(kind: type, value: Any, key: str, knob: Knob) -> Any:
-    """Return `value` as `kind`, without guessing: 2.5 is no int, False no text."""
+    """Return `value` as `kind`, without guessing: 2.5 is no int, "1e-3x" no float, False no
+    text."""
     a_switch, example = isinstance(value, bool), knob.example
     if kind is bool and not a_switch:
         needed = "true, false or auto" if knob.auto else "true or false"

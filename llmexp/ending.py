@@ -108,7 +108,8 @@ class Ending:
 def conclude(
     path: Path, left: Left, *, code: int = FAILED, stopped: bool = False, cause: str = ""
 ) -> Ending:
-    """Return how the run in a folder ended, and record it; `cause`: what its watcher knows."""
+    """Return how the run in a folder ended, and record it there if the run could not. `cause`: what
+    its watcher knows of it."""
     status = rundir.read_status(path)
     on_disk = status.get("state", "")
     # a refusal may come from a process of another host, whose locks may not be seen here
@@ -130,7 +131,8 @@ def record_end(path: Path, state: str, exit_code: int, error: str | None, **more
 
 
 def state_now(path: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run that nobody watches: its status, "", or "cut"."""
+    """Return the state of a run that nobody watches: that of its status, "" where it has none, and
+    "cut" for a running one that no process is at work in."""
     state = status.get("state")
     if state != "running":  # the others do not depend on who is there
         return state if isinstance(state, str) else ""
@@ -140,7 +142,8 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
 
 def mend_status(path: Path) -> None:
     """Record that a run of this host failed which no process is at work in, though its status says
-    running or is lost. A folder that cannot be locked or written is left as it is."""
+    running or is lost, as after a power cut; its figures stay. A folder that cannot be locked or
+    written is left as it is."""
     if rundir.read_status(path).get("host") not in (None, socket.gethostname()):
         return  # elsewhere it may be alive
     with contextlib.suppress(OSError, ConfigError):
@@ -155,7 +158,8 @@ def mend_status(path: Path) -> None:
 
 
 def bus_error(path: Path, code: int) -> str:
-    """Return what a run that died by SIGBUS most likely died of, for its message, or ""."""
+    """Return what a run that died by SIGBUS most likely died of, to be added to its message; "" for
+    any other exit code."""
     if code != -signal.SIGBUS:
         return ""
     states: Any = {}

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run in its folder. Nothing is kept in memory: it is read as far as it is."""
+    """A run in its folder. Nothing is kept in memory: a run that is training is read as far as it
+    is."""
 
     path: Path
 
@@ -100,7 +101,8 @@ class Run:
         return build_tokenizer(filled(self.config))[0]
 
     def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
-        """Return the model of a checkpoint (None: the newest whole one), on the CPU, for use."""
+        """Return the model with the weights of a checkpoint (None: the newest whole one), on the
+        CPU, in evaluation mode. `weights="ema"`: their average."""
         from llmexp.assembly.opening import open_run
         from llmexp.naming import named_checkpoint
 
@@ -175,7 +177,8 @@ class Answer:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the page by name, as plotly.graph_objects.Figure."""
+        """Return the figures of the page by name (losses, others, and one for each swept key), as
+        plotly.graph_objects.Figure."""
         import plotly.graph_objects as go
 
         from llmexp.compare.plot_settings import maps, over_keys
@@ -202,7 +205,8 @@ def typed(texts: list[str]) -> list[Any]:
 
 def compare(*paths: Any, align: str = "tokens",
             sort: str | None = None, negligible: float | None = None) -> Answer:  # fmt: skip
-    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does."""
+    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does. Raises ConfigError
+    for what the command refuses, as paths without a run."""
     from llmexp.compare import comparing
 
     found: list[Path] = []
@@ -263,7 +267,8 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
 
 
 def result_of(text: bytes, words: Sequence[str]) -> dict[str, Any]:
-    """Return what `llmexp train --json` printed. Raises ConfigError where it trained nothing."""
+    """Return what `llmexp train --json` printed. Raises ConfigError for words that made it print
+    something else and train nothing, as --help."""
     with contextlib.suppress(ValueError):
         found = json.loads(text)
         if isinstance(found, dict) and "runs" in found:

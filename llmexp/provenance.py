@@ -55,7 +55,8 @@ class Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The part of provenance.json about repositories, and their diffs by file name."""
+    """The part of provenance.json about the repositories, and their diffs by the names of their
+    files."""
 
     about: dict[str, Any]
     files: dict[str, bytes]
@@ -93,10 +94,11 @@ def begin() -> Search:
 
 
 def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
-    """Write provenance/ into the run's folder; provenance-2/, ... for another state at a resume.
+    """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another
+    state of things.
 
-    A queued run has the state of that moment until it starts. `drivers`: versions of CUDA and the
-    like. What fails is printed.
+    A run that its sweep has queued has the state of that moment until it starts. `drivers` are the
+    versions of CUDA and the like. What fails is printed.
     """
     try:
         _write(run_dir, drivers, resumed)
@@ -133,7 +135,11 @@ def _write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
 
 
 def _concealed(name: str, diff: bytes, about: dict[str, Any]) -> bytes:
-    """Return a diff without the values of secrets, with a note in `about` that it may not apply."""
+    """Return a diff without the values of secrets, with a note in `about` that it may not apply.
+
+    Secrets are those of the environment, values given to a name such as API_KEY, and texts that
+    begin as tokens do.
+    """
     text = diff.decode("utf-8", "surrogateescape")
     clean = TOKEN.sub("<redacted>", ASSIGNED.sub(r"\1<redacted>", redacted(text)))
     note = "the diff has placeholders for the values of secrets, and may not apply"
@@ -152,7 +158,8 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return provenance.json of one of `folders`, {} where it cannot be read."""
+    """Return provenance.json of one of `folders`; an empty dict where there is none that can be
+    read."""
     try:
         about = fileio.read_json(path / FILE)
     except rundir.ConfigError:
@@ -189,7 +196,8 @@ def gather(deadline: float) -> Found:
 
 
 def repositories() -> list[Path]:
-    """Return the top folders of the repositories of the current folder and allowed packages."""
+    """Return the top folders of the repositories that the current folder and the allowed packages
+    are in."""
     places = [Path.cwd()]
     for package in os.environ.get("LLMEXP_ALLOW", "").split(","):
         try:
@@ -228,7 +236,8 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> None:
 
 
 def _diff(root: Path, one: dict[str, Any], deadline: float) -> bytes:
-    """Return the uncommitted changes, without binary files where too large. Raises Unknown."""
+    """Return the uncommitted changes, without binary files where they are too large. Raises
+    Unknown."""
     diff = _git(root, deadline, *DIFF, "--binary", one["commit"], "--")
     one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
     if len(diff) > MAX_DIFF:
@@ -266,7 +275,8 @@ def _git(root: Path, deadline: float, *arguments: str) -> bytes:
 
 
 def installed() -> list[str]:
-    """Return name==version of each distribution, by the names of their folders, which is fast."""
+    """Return name==version of each installed distribution, by the names of their folders: to read
+    them takes longer."""
     found = set()
     for entry in sys.path:
         for path in Path(entry or ".").glob("*.dist-info"):
@@ -276,7 +286,8 @@ def installed() -> list[str]:
 
 
 def image() -> str | None:
-    """Return the container's image, where the environment, Podman, Apptainer or NVIDIA tells it."""
+    """Return the container's image, where something tells it: the environment, Podman, Apptainer,
+    NVIDIA's images."""
     for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if value := os.environ.get(name):
             return value

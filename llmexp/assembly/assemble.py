@@ -64,7 +64,8 @@ from llmexp.tracker import stores
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run. `config` has every derived value, and variables without their value."""
+    """The parts of a run. `config` has every derived value written back, and names variables
+    without their value."""
 
     config: Config
     run: Run
@@ -174,9 +175,11 @@ def _on_meta(
     make_model: Callable[[], nn.Module],
     make_optimizers: Callable[[nn.Module], list[Optimizer]],
 ) -> WindowLoss:
-    """Return the loss with its model, without memory. Raise ConfigError for bad knobs.
+    """Return the loss with its model, without memory. Raise ConfigError for bad knobs of the model
+    and the optimizer.
 
-    An optimizer of the user's may change its model, so each gets a model of its own.
+    An optimizer of the user's may change the model that it is given, so each gets a model of its
+    own.
     """
     with torch.device("meta"):
         model = make_model() if _own(optimizer) else once("model", deciding, make_model)
@@ -186,7 +189,8 @@ def _on_meta(
 
 
 def _check_sizes(model: nn.Module, length: int, tokenizer: Tokenizer) -> int | None:
-    """Return the model's vocabulary or None. Raise ConfigError for what is beyond the model."""
+    """Return the vocabulary of a model that has one. Raise ConfigError where sequences or token ids
+    are beyond the model."""
     positions = getattr(model, "max_position_embeddings", None)
     vocab_size: int | None = getattr(model, "vocab_size", None)
     check_model(length, positions, vocab_size, tokenizer.name, tokenizer.n_vocab)
@@ -264,7 +268,8 @@ def _warmup(section: dict[str, Any], total: int) -> int:
 
 
 def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
-    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError."""
+    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
+    knobs."""
     factor = bind("schedule", section, {})
     for update in (0, max_steps - 1):
         if not isinstance(found := factor(update, max_steps), (int, float)):
@@ -279,7 +284,8 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
 def _solved(
     saved: Config, config: Config, optimizer: dict[str, Any], batch: Batch, place: Placement
 ) -> Config:
-    """Return the config `saved` with every derived value; `config` is the same one, filled."""
+    """Return the config `saved` with every derived value written back. `config` is the same one,
+    filled."""
     model, data = dict(saved.model), dict(saved.data)
     if model.get("vocab_size", 0) is None:
         model["vocab_size"] = config.model["vocab_size"]

@@ -48,7 +48,8 @@ def filled(config: Config) -> Config:
 
 
 def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a filled config, and the model section with its vocabulary."""
+    """Return the tokenizer of a filled config, and the model section with the vocabulary that
+    follows where it is null."""
     found = bind("tokenizer", config.tokenizer, {})()
     try:
         tokenizer = as_tokenizer(found)
@@ -92,7 +93,8 @@ def build_corpus(
 
 
 def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return what there is to prepare for each source of a filled config, and the cache folder."""
+    """Return what there is to prepare for each source of a filled config, and the cache folder.
+    Raises ConfigError."""
     if (target := config.data["_target_"]) != CORPUS:
         text = "is prepared as a whole, here; parts and clusters are for data=corpus"
         raise refuse("data._target_", target, text)
@@ -103,7 +105,8 @@ def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]
 
 
 def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a document under document masks, else None. Raises ConfigError."""
+    """Return the id that ends a document where the run has document masks, else None. Raises
+    ConfigError."""
     if not config.batch.document_mask:
         return None
     if config.data["_target_"] == "llmexp.data.sources.synthetic":
@@ -115,7 +118,8 @@ def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
 
 
 def training_documents(config: Config) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of a filled config. Raises ConfigError."""
+    """Yield the pieces of each training document of a filled config: what is held out for
+    validation is none of them. Raises ConfigError for data that are not text."""
     knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
     target = knobs.pop("_target_")
     if target == CORPUS:

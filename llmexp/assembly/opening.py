@@ -25,7 +25,8 @@ from llmexp.models.llama import Llama
 
 @dataclass(frozen=True)
 class Opened:
-    """A trained model on the CPU, in the run's type of parameters; `config` is filled."""
+    """Hold a trained model and what belongs to it. `config` is filled; the model is on the CPU, in
+    the run's type of parameters, with the checkpoint's weights."""
 
     path: Path
     step: int
@@ -37,7 +38,8 @@ class Opened:
 def open_run(
     path: Path, step: int | None, warn: Callable[[str], None], weights: str = "model"
 ) -> Opened:
-    """Open a run's checkpoint as `open_checkpoint` does. Raises ConfigError."""
+    """Open a run's checkpoint as `open_checkpoint` does. `naming.named_checkpoint` reads RUN@STEP.
+    Nothing is written. Raises ConfigError."""
     config = filled(rundir.built_config(path))
     try:
         loaded = open_checkpoint(path, step, warn, weights)
@@ -57,7 +59,8 @@ def export_run(
     dtype: str | None,
     warn: Callable[[str], None],
 ) -> Exported:
-    """Write a checkpoint, (run, step, weights), as a folder of Hugging Face. Raises ConfigError."""
+    """Write a checkpoint, (run, step, weights) as for `open_checkpoint`, as a folder of Hugging
+    Face; `dtype` as in `export`. Raises ConfigError."""
     path, step, weights = checkpoint
     config = filled(rundir.built_config(path))
     try:
@@ -71,7 +74,8 @@ def export_run(
 
 
 def _build(section: dict[str, Any]) -> nn.Module:
-    """Return the model of the section, whose weights follow. Raise ConfigError for want of room."""
+    """Return the model of the section, whose weights follow. Raise ConfigError where there is no
+    room for it: the config may be somebody else's."""
     make = model_maker(section)
     try:
         with torch.device("meta"):

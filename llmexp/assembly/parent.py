@@ -27,7 +27,8 @@ BESIDES = re.compile(r"data\.(ignore_id|val_main|val\.[^.]+\.(?!share$).*)")
 
 def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | None:
     """Return the parent of a fork with this solved config, None for a run that is no fork; `model`
-    may be without memory. Raise ConfigError where the fork cannot go on from it."""
+    may be without memory. Raise ConfigError for a run, a step or a checkpoint that the fork cannot
+    go on from."""
     if config.fork.run is None:
         return None
     path, step = Path(str(config.fork.run)), config.fork.step

@@ -57,15 +57,17 @@ def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> 
 
 
 def model_maker(section: dict[str, Any]) -> Callable[[], Any]:
-    """Return the function that makes the model of a filled section. Raises ConfigError."""
+    """Return the function that makes the model of a filled section. Raises ConfigError for knobs
+    that it does not have."""
     return bind("model", {k: v for k, v in section.items() if k not in MODEL_COMMON}, {})
 
 
 def initial_weights(
     section: dict[str, Any], model: nn.Module, whole: bool
 ) -> tuple[Source, list[str]] | None:
-    """Return the weights that the model section names and what grows beyond them, or None. `whole`:
-    all values are checked, too. Raises ConfigError where they do not fit the model."""
+    """Return the weights that the model section names, and what grows beyond them; None without
+    any. `whole`: all values are read and checked, too. Raises ConfigError where they do not fit the
+    model."""
     if (given := section.get("init_from")) is None:
         return None
     try:
@@ -120,8 +122,9 @@ def build_model(
     end: int | None = None,
     fresh: bool = True,
 ) -> nn.Module:
-    """Return a model in the type of parameters for the precision `kind`, with the weights of this
-    run's seed and twin. `fresh` false: a checkpoint's follow. Raise ConfigError."""
+    """Return what `make` makes of the model section, in the type of its parameters for the
+    precision `kind`, with the weights of this run's seed and twin. `fresh` false: a checkpoint's
+    weights follow. Raise ConfigError for what cannot be trained."""
     torch.manual_seed(train.seed)
     model = make()
     dotted = section["_target_"]
@@ -142,7 +145,8 @@ def build_model(
 
 
 def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> None:
-    """Give the model the id that ends a document. Raise ConfigError where it has no use for it."""
+    """Give the model the id that ends a document, where there is one. Raise ConfigError for a model
+    that has no use for it."""
     if end is None:
         return
     if not hasattr(model, "document_end"):
@@ -165,7 +169,8 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make optimizers without importing torch's compiler, which takes a second."""
+    """Make optimizers without torch's compiler. They import it to keep themselves out of graphs:
+    a second, which what trains nothing need not pay."""
     wrapped = getattr(Optimizer.add_param_group, "__wrapped__", None)
     if wrapped is None or "torch._dynamo" in sys.modules:
         yield

@@ -42,7 +42,8 @@ RESERVED = (
 
 
 def allowed_packages(section: str) -> list[str]:
-    """Return our own parts of the section and the user's packages from LLMEXP_ALLOW."""
+    """Our own parts of the section and the user's packages from LLMEXP_ALLOW (comma-separated;
+    --allow adds to it)."""
     extra = [name.strip() for name in os.environ.get("LLMEXP_ALLOW", "").split(",")]
     return [name for name in (*OWN.get(section, ()), *extra) if name]
 
@@ -57,10 +58,12 @@ def inside_allowed(module: str) -> bool:
 
 
 def _defined_in(found: Any) -> str:
-    """Return the module that a function or class is really from, or "".
+    """Return the module that a function or class is really from, whatever it says of itself; empty
+    for anything else.
 
-    For a function it is the module whose globals it uses, beneath partial and wraps. A class must
-    be found again in the module that it names. Builtins, methods and objects have none.
+    Of a function it is the module whose globals it uses, beneath partial and wraps. A class must be
+    found again in the module that it names. Builtins, bound methods and other objects that can be
+    called have none.
     """
     while True:
         if isinstance(found, functools.partial):
@@ -85,7 +88,8 @@ def _defined_in(found: Any) -> str:
 
 
 def locate(key: str, dotted: Any) -> Callable[..., Any]:
-    """Return the callable that `dotted` names. Raises ConfigError outside the allowed packages."""
+    """Return the callable that `dotted` names. Raises ConfigError for anything outside the allowed
+    packages."""
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
         raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
     packages = allowed_packages(key.partition(".")[0])
@@ -119,7 +123,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception of the user's code in words, and the lines of theirs that led to it."""
+    """Return an exception of the user's code in words, and below them the lines of the user's own
+    files that led to it, the last one last."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:  # it has no frame in the file
         return f"{text}\n" + "".join(traceback.format_exception_only(error)[:-1]).rstrip("\n")
@@ -128,13 +133,15 @@ def described(error: BaseException) -> str:
 
 
 def own_line(error: BaseException, *, or_any: bool = True) -> str:
-    """Return FILE:LINE of the user's own code where an exception arose, with `or_any` of any."""
+    """Return FILE:LINE of the user's own code where an exception came from; where none of it was in
+    it, of any code, or without `or_any` the empty string."""
     frames = _own_frames(error) or (traceback.extract_tb(error.__traceback__) if or_any else [])
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _own_frames(error: BaseException) -> traceback.StackSummary:
-    """Return the frames of an exception, or of its cause, that are in allowed packages."""
+    """Return the frames of an exception, and of the one that it was raised from, that are in
+    allowed packages."""
     frames = [
         pair for pair in traceback.walk_tb(error.__traceback__)
         if inside_allowed(str(pair[0].f_globals.get("__name__")))
@@ -145,7 +152,8 @@ def _own_frames(error: BaseException) -> traceback.StackSummary:
 
 
 def place(found: Any) -> str:
-    """Return " (FILE:LINE)" of a function or class of the user's, or "" where it is not known."""
+    """Return " (FILE:LINE)" of a function or class of the user's, or the empty string where it is
+    not known."""
     found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     try:
         file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
@@ -173,10 +181,12 @@ def refuse_calls(key: str, value: Any) -> None:
 
 
 def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function bound to the section's knobs and to those of `offered` that it accepts.
+    """Return a function of further arguments, bound to the section's knobs and to those of
+    `offered` that it accepts.
 
-    The values are filled (`llmexp.assembly.inputs.filled`). Raise ConfigError for unknown or
-    missing knobs and, when it is called, for an exception of the user's own code (`described`).
+    Variables of the environment are filled in before (`llmexp.assembly.inputs.filled`). Raise
+    ConfigError for knobs that the signature does not have (with the nearest one) or that are
+    missing; and, when it is called, for an exception of the user's own code (`described`).
     """
     target, knobs = resolve(section, values, tuple(offered))
     signature = inspect.signature(target)
@@ -233,7 +243,8 @@ def resolve(
 
 
 def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
-    """Return the name of an entry of `hooks` and its function of (event, context)."""
+    """Return the name of an entry of `hooks`, a name or a section with arguments, and its function
+    of (event, context). Raise ConfigError."""
     key = f"hooks.{number}"
     if isinstance(entry, Mapping):
         found, knobs = resolve(key, entry, ("event", "context"))

@@ -28,11 +28,12 @@ def try_model(
 ) -> None:
     """Run a model of the user's once, on tokens below `ids`, and refuse what it must not return.
 
-    With `meta`, run `model`, which is on the meta device: only in a process that trains nothing,
-    since what the user's code keeps from call to call would stay there. Else, and where that fails,
-    `build` one on the `device` and run it on a tiny batch. Raise ConfigError, with the line of the
-    user's file, for a pass that fails, and for anything but floating-point logits (batch, time,
-    vocabulary) of `wanted` ids or, where it is None, of at least `ids`.
+    With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in
+    a process that trains nothing, since what the user's code keeps from call to call, such as
+    positions, would stay on that device. Else, and where that fails, `build` one on the `device`
+    and run it on a tiny batch. Raise ConfigError, with the line of the user's file, for a pass that
+    fails, and for anything but floating-point logits (batch, time, vocabulary), of `wanted` ids or,
+    where it is None, of at least `ids`.
     """
     done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
     if not done:
@@ -68,7 +69,8 @@ def _on_device(
     wanted: int | None,
     device: torch.device,
 ) -> str | None:
-    """Return what is wrong with a real model's answer to a tiny batch. Raise ConfigError."""
+    """Return what is wrong with what a real model makes of a tiny batch. Raise ConfigError where it
+    fails."""
     tokens = torch.arange(ROWS * min(length, TOKENS), device=device).view(ROWS, -1) % ids
     try:
         with torch.random.fork_rng(devices=[]):
@@ -101,7 +103,8 @@ def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None
 
 
 def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
-    """Return what is wrong with the output of a model, which should be logits, or None."""
+    """Return what is wrong with the output of a model, which should be logits; None where nothing
+    is."""
     rows, length = tokens.shape
     needed = (
         f"a tensor of logits ({rows}, {length}, {wanted or ids}) = (batch, time, vocabulary) "
@@ -133,7 +136,8 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _place(model: nn.Module, dotted: str) -> str:
-    """Return " (FILE:LINE)" of the user's forward pass, else of what made the model."""
+    """Return " (FILE:LINE)" of the forward pass, or of what made the model where the pass is not
+    the user's."""
     forward = type(model).forward
     package = dotted.partition(".")[0]
     if str(getattr(forward, "__module__", "")).partition(".")[0] == package:

@@ -56,7 +56,8 @@ class CheckpointError(ValueError):
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint of a newer version: whole, and not to be passed over for an older one."""
+    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for
+    an older one."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A whole checkpoint. `model`, `optimizer`, `ema`: the pieces of each tensor by name."""
+    """A checkpoint that was found whole. `model`, `optimizer` and `ema`: the pieces of each tensor,
+    by its name."""
 
     path: Path
     step: int
@@ -101,11 +103,13 @@ def latest(
     kinds: tuple[str, ...] = KINDS,
     only: int | None = None,
 ) -> Loaded | None:
-    """Return the newest checkpoint that is whole, or that of the step `only`; warn of damaged ones.
+    """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`; each
+    damaged one before it is named in a warning.
 
     On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
-    whether its argument is true on any rank. None when there is no checkpoint at all. Raises
-    CheckpointError when all are damaged, NewerFormat for a newer format version, on all ranks.
+    whether its argument is true on any rank. Ranks that know the damage name it. None when there is
+    no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
+    NewerFormat for one of a newer format version, on all ranks.
     """
     found = [path for path in steps(root) if only in (None, int(path.name[5:]))]
     for path in reversed(found):
@@ -132,7 +136,8 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
     """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
     the CPU. With `kinds` ("model",) the optimizer's files are not opened.
 
-    Raises CheckpointError naming the damage, or NewerFormat. Nothing is unpickled.
+    Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of
+    its files are checked, and nothing is unpickled.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
@@ -169,7 +174,8 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest with a step and files. Raises CheckpointError, NewerFormat."""
+    """Return the manifest with a step and plain file names in it. Raises CheckpointError,
+    NewerFormat."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -191,7 +197,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
-    """Return the pieces of each tensor. Raises ValueError where they do not add up to it."""
+    """Return the pieces of each tensor in the files. Raises ValueError where they do not add up to
+    the tensor."""
     found: dict[str, list[Stored]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -224,7 +231,8 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
 
 
 def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tensor:
-    """Return a whole parameter in the dtype that it was saved in, or put it `into` a tensor."""
+    """Return a parameter of the checkpoint, whole, in the dtype that it was saved in; or put it
+    `into` a tensor. Raises CheckpointError."""
     pieces = loaded.model[name]
     found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype) if into is None else into
     _fill(found, name, pieces, {})
@@ -232,7 +240,8 @@ def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tenso
 
 
 def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
-    """Fill an average of the weights from the checkpoint's, else from its weights."""
+    """Fill an average of the weights: from the checkpoint's, or where it has none, as a copy of its
+    weights."""
     opened: dict[Path, Any] = {}
     for name, tensor in average.items():
         _fill(tensor, name, (loaded.ema or loaded.model)[name], opened)
@@ -243,9 +252,10 @@ def restore_optimizers(
 ) -> None:
     """Put the checkpoint's states and the `values` of the parameter groups into the optimizers.
 
-    A group takes the values that its first parameter had: the groups may have been others. torch's
-    load_state_dict wants whole tensors and casts them. Raises CheckpointError listing the
-    parameters that differ, before anything is changed.
+    A group takes the values that its first parameter had: the split into groups may have been
+    another one. torch's load_state_dict is not used because it wants whole tensors and casts them
+    to the parameters' dtype. Raises CheckpointError listing the parameters that differ, before
+    anything is changed.
     """
     refuse_other_model(loaded, named_tensors(model))
     names = names_by_id(model, optimizers)
@@ -284,7 +294,8 @@ def restore_optimizers(
 
 
 def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
-    """Return room for an optimizer's tensor: laid out as the parameter where it has its shape."""
+    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on
+    every rank."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         # torch's other kernels want the count on the host
         return torch.empty(piece.shape, dtype=piece.dtype)
@@ -306,7 +317,8 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
 
 
 def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
-    """Fill this rank's part of a tensor from the pieces that overlap it; `opened`: open files."""
+    """Fill this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files
+    open."""
     own = piece_of(target)
     for piece in pieces:
         low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]

@@ -31,9 +31,11 @@ class Piece:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return distinct tensors of the state dict by clean name, a tied one under its first.
+    """Distinct tensors of the state dict by clean name: a tied parameter appears once, under its
+    first name.
 
-    Not by named_parameters: after an evaluation FSDP's root shows gathered parameters there.
+    Not by named_parameters: after an evaluation FSDP's root shows it gathered parameters, the state
+    dict never.
     """
     distinct: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
@@ -41,7 +43,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]:
-    """Return the clean name of each tensor by its id(). Raises ValueError for other tensors."""
+    """Return the clean name of each tensor by its id(). Raises ValueError for optimizers of other
+    tensors."""
     names = {id(t): name for name, t in named_tensors(model).items()}
     for number, optimizer in enumerate(optimizers):
         if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
@@ -52,7 +55,8 @@ def names_by_id(model: nn.Module, optimizers: list[Optimizer]) -> dict[int, str]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor; importing that class costs half a second."""
+    """Told by an attribute: importing the class costs the start of every run half a second or
+    more."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -136,7 +140,8 @@ def weighted_sum(pieces: dict[str, Piece]) -> int:
 
 
 def _box_sum(words: Tensor, offset: Shape) -> int:
-    """Return the weighted sum of a box of integers at `offset` of its tensor, modulo 2**64."""
+    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo
+    2**64."""
     for dim in reversed(range(words.ndim)):
         words = (words * _weights(dim, offset[dim], words.shape[dim]).to(words.device)).sum(-1)
     return int(words) % 2**64

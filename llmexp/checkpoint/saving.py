@@ -64,10 +64,11 @@ def snapshot(
     copy: bool,
     ema: Mapping[str, Tensor] | None = None,
 ) -> Pieces:
-    """Return this rank's pieces of the model, the optimizers, and an average of the weights.
+    """Return this rank's pieces of the model and the optimizers, and of an average of the weights.
 
-    With `copy` they are cloned to host memory, and training may go on; else they are live. Raises
-    ValueError for an optimizer of parameters that the model does not have.
+    With `copy` they are cloned to host memory, with one wait for the device, and training may go
+    on; without it they are the live tensors. Raises ValueError for an optimizer of parameters that
+    the model does not have.
     """
     names = names_by_id(model, optimizers)
     states: dict[str, Tensor] = {}
@@ -111,9 +112,11 @@ def _to_host(local: Tensor) -> Tensor:
 
 
 def write(root: Path, step: int, pieces: Pieces) -> None:
-    """Write and flush this rank's files into the folder of the save, with their fingerprints.
+    """Write and flushes this rank's files into the folder of the save, and a note with their
+    fingerprints.
 
-    Raises OSError; this rank's files are then gone again, the folder is left for `clean`.
+    Raises OSError; this rank's files are then gone again. The folder is left for `clean`: other
+    ranks may be at it.
     """
     temporary = _temporary(root, step)
 
@@ -147,7 +150,8 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
 
 
 def _order_header(path: Path) -> None:
-    """Put the metadata of a safetensors file into the order of their names, in place."""
+    """Put the metadata of a safetensors file, which are in a random order, into that of their
+    names, in place."""
     with open(path, "r+b") as f:
         length = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(length))
@@ -169,12 +173,13 @@ def commit(
     keep_every: int | None = None,
 ) -> Path:
     """Make what all ranks have written checkpoint `step`, then remove those older than the newest
-    `keep` of it and `whole`, the steps that this process knows to be whole. Multiples of
-    `keep_every` stay.
+    `keep` of it and `whole`: the steps of those that this process has loaded or committed. Another
+    on the disk may be damaged. Multiples of `keep_every` stay.
 
-    For rank 0, after `write` has returned on every rank. `state` (plain containers) becomes
-    state.pt, with the pieces' optimizers; `meta` (JSON) goes into the manifest. Raises OSError; the
-    files of this save are then removed and what was there before is untouched.
+    For rank 0, with its pieces, after `write` has returned on every rank. `state` (plain
+    containers) becomes state.pt, with the pieces' optimizers under "optimizers"; `meta` (JSON) goes
+    into the manifest. Raises OSError; the files of this save are then removed and what was there
+    before is untouched.
     """
     final, temporary = of_step(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
@@ -201,7 +206,8 @@ def commit(
 
 
 def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fingerprints of the files of all ranks, and the digests of their tensors."""
+    """Return the fingerprints of the files that all ranks have written, and the digests of what is
+    in them, from the ranks' notes."""
     files: dict[str, Any] = {}
     for rank in range(world):
         note = temporary / _note(rank)
@@ -227,7 +233,8 @@ def _remove_before(root: Path, step: int, keep_every: int | None) -> None:
 
 
 def clean(root: Path) -> None:
-    """Remove what killed or failed saves have left. For rank 0, under the run's lock."""
+    """Remove what killed or failed saves have left. For rank 0, under the run's lock, while no rank
+    saves."""
     for leftover in root.glob(".step_*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 

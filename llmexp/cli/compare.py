@@ -53,9 +53,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _targets(args: argparse.Namespace) -> dict[str, str]:
-    """Return the file for each form that is asked for, - for standard output. Raises ConfigError.
+    """Return the file for each form that is asked for, - for standard output.
 
-    What follows `--csv` and is no name of such a file is one more path to compare.
+    What follows `--csv` and is no name of such a file is one more path to compare, and must not be
+    overwritten. Raises ConfigError for a file that cannot be written.
     """
     wanted: dict[str, str] = {}
     for name, suffix in (_TEXTS | _PICTURES).items():

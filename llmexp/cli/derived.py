@@ -10,7 +10,8 @@ from llmexp.knobs import fields
 
 @dataclass(frozen=True)
 class Derived:
-    """A number: `sources` are what it follows from; `formula` takes a run's numbers."""
+    """`sources`: the keys, or derived numbers, that it follows from; `formula` is filled with the
+    numbers of a run."""
 
     meaning: str
     sources: tuple[str, ...]
@@ -163,7 +164,8 @@ DERIVED = {
 
 
 def used_by(key: str) -> list[str]:
-    """Return the derived numbers that follow directly from a key or another derived number."""
+    """Return the derived numbers that follow directly from a key, or from another derived
+    number."""
     name = key.rpartition(".")[2]
     section = key.partition(".")[0]
     there = {key, name} if name in DERIVED and key.startswith("batch.") else {key}

@@ -157,7 +157,8 @@ def _tokens(given: str | None, configured: int | None) -> int | None:
 
 
 def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return a run's config with other data, or its own with some values changed."""
+    """Return a run's config with the data that overrides describe: of another group, or the run's
+    own data with some values changed. Raises ConfigError."""
     command_line.check_overrides(overrides)
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
@@ -252,7 +253,8 @@ def _figures(
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """Return "2.4568 ± 0.0123": the error with two significant digits, the value as precise."""
+    """Return "2.4568 ± 0.0123": the error with two significant digits, the value with as many
+    decimals."""
     if value is None:
         return ""
     if error is None or not error > 0:

@@ -73,7 +73,8 @@ def run(arguments: list[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return (the key, the rest): the first word that is no flag, flag's value or override."""
+    """Return (the key, the rest). The key is the first word that is neither a flag, nor a flag's
+    value, nor an override."""
     rest, before = list(arguments), ""
     for place, word in enumerate(rest):
         bare = word.rstrip("=")  # as a shell completes it
@@ -150,7 +151,8 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:
-    """Return what the run makes of a number or an open knob; nothing where it does not follow."""
+    """Return what the run makes of a number, or of a knob that was left open; nothing where it does
+    not follow."""
     from llmexp.assembly.assemble import assemble
 
     name = key.rpartition(".")[2]
@@ -185,7 +187,8 @@ def filled(formula: str, numbers: dict[str, Any]) -> str:
 def group(
     loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """Return a group: its option, who chose it, the other options, its knobs with their values."""
+    """Return a group: its option, who chose it, the options there are, and its knobs with their
+    values."""
     choice = cfg.hydra.runtime.choices[name]
     by = "conf/config.yaml"
     experiment = cfg.hydra.runtime.choices.get("experiment")
@@ -216,7 +219,8 @@ def group(
 
 
 def meaning(key: str, every: list[Layer]) -> str:
-    """Return the documentation of a knob: of the typed section, else the comment in its YAML."""
+    """Return the documentation of a knob with its range: that of the typed section, else the
+    comment in its YAML."""
     section, _, name = key.partition(".")
     known = knobs_of(OF_COMMANDS[section][0]) if section in OF_COMMANDS else fields()
     if (found := known.get(name if section in OF_COMMANDS else key)) is not None:

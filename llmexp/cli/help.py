@@ -127,7 +127,8 @@ def print_help(command: str, arguments: list[str]) -> None:
 
 
 def table(name: str, text: str, column: int, width: int) -> None:
-    """Print a name, and its text from `column` on, or below where the terminal is too narrow."""
+    """Print a name, and its text from `column` on; under the name where the terminal is too narrow
+    for that."""
     narrow = width - column < 40
     column = 4 if narrow else column
     lines = textwrap.wrap(text, width - column - 2) or [""]

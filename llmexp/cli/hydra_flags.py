@@ -19,7 +19,8 @@ from llmexp.sweep.points import expand
 
 
 def asked(args: Any) -> bool:
-    """Return whether one of the flags was given. Raise ConfigError for flags that need another."""
+    """Return whether one of the flags was given. Raise ConfigError for flags that only act beside
+    one of them."""
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve: acts beside --cfg only; for example --cfg job --resolve")
     if args.package is not None and not args.cfg:
@@ -67,7 +68,8 @@ def answer(args: Any) -> int:
 
 
 def one_budget(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, and those by which a budget replaces another (`replace_budgets`)."""
+    """Return the overrides, and those by which a budget takes the place of another one
+    (`run.replace_budgets`)."""
     given = budgets_in(overrides)
     return [*overrides, *(f"{key}=null" for key in BUDGETS if given and key not in given)]
 

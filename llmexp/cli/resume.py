@@ -98,7 +98,8 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
 
 
 def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> None:
-    """Make room for another budget in a run's config, and keep the length of its warm-up."""
+    """Make room for another budget in the config of a run, and keep the length of its warm-up,
+    which was a share of the old one."""
     tree["train"] |= NO_BUDGET
     schedule = tree["schedule"]
     relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
@@ -118,7 +119,8 @@ def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:
 
 
 def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: str | None) -> None:
-    """Put overrides into the config of the run in `path`; `before`: its parallelism."""
+    """Put overrides into the config of the run in `path`, which ran with the parallelism `before`.
+    Raises ConfigError."""
     kinds = ("parallelism", "parallelism.kind")
     parsed = map(OverridesParser.create().parse_override, overrides)
     # the kind first, then its sizes

@@ -59,7 +59,8 @@ class Line:
 
 
 def run(arguments: list[str]) -> int:
-    """Return 0, 1 where something could not be removed, 2 where there is no run."""
+    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises
+    ConfigError."""
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
         raise ConfigError(
@@ -116,7 +117,8 @@ def _line(path: Path, sweep: Sweep) -> Line:
 
 
 def described(folder: Path) -> list[dict[str, Any]]:
-    """Return what `llmexp runs FOLDER --json` lists, with the figures of each run's end."""
+    """Return what `llmexp runs FOLDER --json` lists, each run below the folder, with the figures
+    of its end."""
     found = find([folder])[0]
     return [
         _plain(_line(path, sweep))
@@ -202,7 +204,8 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
-    """Remove or list the checkpoints of finished runs but the newest whole one."""
+    """Remove all checkpoints of finished runs but the newest whole one; without `yes` only list
+    them."""
     freed: list[int] = []
     failed: list[Path] = []
     verb = "removed" if yes else "would remove"

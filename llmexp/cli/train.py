@@ -31,7 +31,8 @@ from llmexp.config import ConfigError, plain, refuse
 
 
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:
-    """Print which of wandb's variables are unused. Raises ConfigError for an id for all points."""
+    """Print which of wandb's variables are set and not used. Raises ConfigError for an id for all
+    points."""
     if points and cfg.tracker.kind == "wandb" and (run_id := os.environ.get("WANDB_RUN_ID")):
         text = (
             "is the id of one run, and each point of a sweep is a run; unset it (wandb agent: "
@@ -62,7 +63,8 @@ def train(arguments: list[str]) -> int:
 
 
 def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
-    """Train what the arguments ask for; return the exit code and the folder, if one was made."""
+    """Train what the parsed arguments ask for; return the exit code and the folder of the run or
+    the sweep, if one was made. Raises ConfigError."""
     worker = None if args.multirun else Worker()
     try:
         from llmexp.sweep.main import sweep

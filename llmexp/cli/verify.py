@@ -34,7 +34,8 @@ PASS, FAIL = 0, 1
 
 
 def run(arguments: list[str]) -> int:
-    """Run `llmexp verify PROOF [--shrink] [--steps N] [overrides]`; return the exit code."""
+    """`llmexp verify geometry|resume|determinism|data [--shrink] [--steps N] [overrides]`; returns
+    the exit code."""
     what, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if what in ("-h", "--help") or {"-h", "--help"} & set(rest):
         usage()
@@ -97,7 +98,10 @@ class Proof:
 
 
 def prove(proof: Proof) -> int:
-    """Make the proof, print and record it; return the exit code. Raises ConfigError, recorded."""
+    """Make the proof, print and record what it finds; return the exit code.
+
+    Raises ConfigError, which is recorded too, where it cannot be made.
+    """
     what = proof.what
     its = "its record is" if what == "data" else "its runs are"
     print_wrapped(f"verify {what}: {WHAT[what]}; {its} in {proof.path}")
@@ -149,7 +153,8 @@ def report(proof: Proof, checks: Sequence[Check]) -> int:
 def record(
     proof: Proof, passed: bool | None, checks: Sequence[Check], error: str | None = None
 ) -> None:
-    """Write verify.json, without secrets. `passed` None: no verdict, because of `error`."""
+    """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
+    because of `error`."""
     from llmexp.metrics.hardware import commit, versions
 
     found = {

@@ -44,7 +44,8 @@ class Worker:
         os.close(self._report)
 
     def run(self, request: dict[str, Any]) -> tuple[int, Path | None]:
-        """Send the request and wait; return (exit code, run folder or None). Raises ConfigError."""
+        """Send the request and wait; (exit code, run folder if one was made). Signals are passed
+        on. Raises ConfigError where batch.micro_batch_size=auto finds no size."""
         if request["config"]["batch"]["micro_batch_size"] == AUTO:
             request["config"]["batch"]["micro_batch_size"] = fitting(request)
         with signals_passed_on(self._process) as passed:
@@ -57,7 +58,8 @@ class Worker:
 
 
 def fitting(request: dict[str, Any]) -> int:
-    """Return the micro-batch size in the place of `auto`, found by another process."""
+    """Return the micro-batch size of the run in the place of `auto`, which another process finds.
+    Raises ConfigError."""
     pipe, folder = subprocess.PIPE, request["folder"] if request["fixed"] else ""
     child = start("llmexp.forecast.fitting", stdin=pipe, stdout=pipe, text=True)
     try:
@@ -76,7 +78,8 @@ def fitting(request: dict[str, Any]) -> int:
 
 
 def concluded(code: int, path: Path | None, stopped: bool) -> int:
-    """Return the run's exit code; print and record a death that the worker could not record."""
+    """Return the exit code of the run in the folder; print and record a death that the worker could
+    not record itself."""
     if path is None and code < 0:
         print(f"llmexp: {how_it_died(code, stopped)} before the run started", file=sys.stderr)
         return FAILED

@@ -29,7 +29,8 @@ from llmexp.run.budget import replace_budgets
 
 @contextmanager
 def hydra_app(config_dir: str | None, overrides: Sequence[str] = ()) -> Iterator[Hydra]:
-    """Start Hydra over conf/ and --config-dir; for a fork over the config of its parent."""
+    """Start Hydra over conf/ and the user's --config-dir; over the config of its parent for a fork,
+    which the overrides of the command line ask for."""
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
@@ -61,9 +62,11 @@ def started(search_path: Any) -> Iterator[Hydra]:
 def compose(
     hydra: Hydra, overrides: Sequence[str], multirun: bool = False
 ) -> tuple[DictConfig, bool]:
-    """Return (composed config with its hydra section, whether it is a sweep). Raises ConfigError.
+    """Return (composed config with its hydra section, whether it is a sweep). Raises ConfigError in
+    the user's words.
 
-    A sweep is asked for by -m or by hydra.mode in a config; then the config is what points share.
+    A sweep is asked for by -m or by hydra.mode in a config; then the config is what all points
+    share.
     """
     with user_errors(hydra.config_loader, overrides):
         wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
@@ -115,7 +118,8 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def chosen_folder(cfg: DictConfig, key: str) -> Path:
-    """Return the folder in `key`, such as hydra.run.dir. Raises ConfigError."""
+    """Return the folder in `key` (hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir). Raises
+    ConfigError."""
     with user_errors():
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):

@@ -25,7 +25,8 @@ ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
 
 
 def allow(packages: Sequence[str]) -> None:
-    """Allow `_target_` in the user's packages and the current folder, here and in the workers."""
+    """Allow `_target_` in the user's packages, found in the current folder too, here and in the
+    workers."""
     os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
     sys.path.insert(0, os.getcwd())
     os.environ["PYTHONPATH"] = os.pathsep.join(

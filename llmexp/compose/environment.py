@@ -28,7 +28,8 @@ NAMES = ("name", "tracker.project", "tracker.entity", "tracker.name", "tracker.g
 
 @contextmanager
 def variables_kept() -> Iterator[None]:
-    """Within it, oc.env gives its own text for a variable that is set: no value is saved."""
+    """Within it, oc.env gives its own text for a variable that is set, so that no value gets into
+    what is saved."""
 
     def env(name: str, *default: Any) -> Any:
         if name in os.environ:
@@ -52,7 +53,8 @@ def variables_kept() -> Iterator[None]:
 
 
 def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Put the values of variables into what names the run."""
+    """Put the values of variables into what names the run, in the plain config and in the composed
+    one's words."""
     for name in NAMES:
         *sections, key = name.split(".")
         node = tree.get(sections[0]) if sections else tree
@@ -62,8 +64,11 @@ def fill_names(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def fill_tracker(tree: dict[str, Any]) -> list[str]:
-    """Put what wandb's variables add into the section `tracker`; return a line for each unused one.
-    Raises ConfigError for a value that wandb would not take."""
+    """Put what wandb's variables add into the section `tracker`; return a line for each one that is
+    set and not used.
+
+    Raises ConfigError for a value that wandb would not take.
+    """
     if not isinstance(tree.get("tracker"), dict):  # refused later, by its key
         return []
     try:
@@ -74,7 +79,8 @@ def fill_tracker(tree: dict[str, Any]) -> list[str]:
 
 
 def refuse_secrets(node: Any, key: str = "") -> None:
-    """Raise ConfigError for a secret, known by its value or its key: a config is saved as text."""
+    """Raise ConfigError for a secret, known by its value or by its key: a config is saved as plain
+    text."""
     known = secrets()
     for name, value in _leaves(node, key):
         text = "" if value is None else str(value)
@@ -103,7 +109,8 @@ def refuse_secrets(node: Any, key: str = "") -> None:
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all in `node`, sections and lists themselves with None."""
+    """Yield (dotted key, value) of all that is in `node`, where the entries of a list have its key;
+    of a section or list itself the value is None."""
     if not isinstance(node, (Mapping, list, tuple)):
         yield key, node
         return

@@ -16,7 +16,8 @@ from llmexp.config import ConfigError
 
 @contextmanager
 def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words."""
+    """Hydra's, OmegaConf's and YAML's refusals as ConfigError, with the nearest known key or
+    option."""
     try:
         yield
     except ConfigError:

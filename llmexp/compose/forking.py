@@ -54,7 +54,8 @@ def existing_run(given: str) -> Path:
 
 
 def newest_step(overrides: Sequence[str]) -> list[str]:
-    """Return the override of fork.step that a sweep over a fork lacks: the newest step now."""
+    """Return the override of fork.step that a sweep over a fork lacks: the newest checkpoint may be
+    another one when the sweep is resumed."""
     run = parent_in(overrides)
     given = [o for o in overrides if o.lstrip("+").startswith("fork.step=")]
     if run is None or (given and not given[-1].endswith("=null")):
@@ -64,7 +65,8 @@ def newest_step(overrides: Sequence[str]) -> list[str]:
 
 @contextmanager
 def options(run: Path) -> Iterator[Path]:
-    """Write a run's config as a folder of options and a config.yaml that chooses them; yield it."""
+    """Write the config of a run as a folder of options, and a config.yaml that chooses them; yield
+    the folder, which goes again. Raises ConfigError."""
     tree = plain(rundir.built_config(run))
     tree["train"] |= {"stop_step": None, "profile_start": None, "twin": 0}  # it has been there
     tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
@@ -86,8 +88,9 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 
 
 def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> None:
-    """Put into the plain config of a fork what follows from its overrides: step, cut of its batch,
-    warm-up, cooldown. A fork that is in its `folder` already keeps its step. Raises ConfigError."""
+    """Put into the plain config of a fork what follows from its overrides: the step, the cut of its
+    batch, the warm-up, start and end of a cooldown. A fork that is in its `folder` already keeps
+    its step. Raises ConfigError."""
     fork = tree.get("fork")
     if not isinstance(fork, dict) or fork.get("run") is None:
         return
@@ -116,7 +119,8 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
 
 
 def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
-    """Give the schedule of a fork its parent's updates of warm-up, unless some are given."""
+    """Give the schedule of a fork as many updates of warm-up as its parent has, unless the command
+    line says how many; a schedule of the user's may know none."""
     keys = ("warmup_steps", "warmup_ratio")
     there = plain(rundir.built_config(run))["schedule"]
     if not all(key in section for key in keys for section in (schedule, there)):
@@ -131,7 +135,8 @@ def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
 
 
 def _updates(step: int, schedule: dict[str, Any]) -> int:
-    """Return the length of a cooldown after `step`: its decay_steps, or from decay_ratio."""
+    """Return the length of a cooldown that starts after `step`: its decay_steps, or so many that
+    they are the share decay_ratio of all."""
     steps, ratio = schedule.get("decay_steps"), schedule.get("decay_ratio")
     if steps is not None:
         return steps if isinstance(steps, int) else 1  # refused by its schedule

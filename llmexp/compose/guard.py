@@ -48,7 +48,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def guard(loader: Any) -> None:
-    """Have `refuse_code` look at each config before Hydra does anything with it."""
+    """Have each config that Hydra's loader composes looked at (`refuse_code`) before Hydra does
+    anything with it."""
     load = loader.load_configuration
 
     def looked_at(
@@ -110,8 +111,9 @@ def _below(own: Any, key: str) -> Any:
 
 
 def _resolved(parent: Any, key: Any, name: str) -> Any:
-    """Return the plain values that Hydra gets to see. Raises ConfigError for missing values, and
-    for sections that an interpolation brings from where nothing has checked them."""
+    """Return the plain values that Hydra gets to see. Raises ConfigError for sections and lists
+    that an interpolation brings from elsewhere, where nothing has checked them, and for values
+    that are not there yet."""
     try:
         value = "???" if OmegaConf.is_missing(parent, key) else parent[key]
     except OmegaConfBaseException as error:
@@ -129,7 +131,8 @@ def _resolved(parent: Any, key: Any, name: str) -> Any:
 
 
 def _typed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the knobs of `hydra.launcher` that a command line alone may give."""
+    """Return what a command line says of the knobs of `hydra.launcher` that come from there
+    only."""
     whole = OmegaConf.create({"hydra": {"launcher": {}}})
     keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
     given = [override for override in overrides if override.lstrip("+").startswith(keys)]
@@ -139,7 +142,8 @@ def _typed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_sweeper(sweeper: dict[str, Any]) -> None:
-    """Raise ConfigError for an unknown sweeper, or one that calls more than a sampler of optuna."""
+    """Raise ConfigError for a sweeper that is not known, or would call something besides a sampler
+    of optuna."""
     rest = dict(sweeper)
     if (target := rest.pop("_target_", None)) not in (None, *SWEEPERS):
         locate("hydra.sweeper._target_", target)
@@ -170,7 +174,8 @@ def _check_sweeper(sweeper: dict[str, Any]) -> None:
 
 
 def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for folders of configs that Hydra would find by importing a package."""
+    """Raise ConfigError for folders of configs that Hydra would find by importing a package, unless
+    it is allowed."""
     own = Path(config_dir or "", "config.yaml")
     if config_dir and own.exists():
         raise ConfigError(

@@ -65,7 +65,8 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
 
 
 def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
-    """Return a refusal of a key that the config lacks: what it misses, or the nearest key."""
+    """Return a refusal of a key that the composed config does not have: what it misses, or the
+    nearest key that there is."""
     if key.startswith("user."):
         return (
             f"{key}: there is no such key yet; a new key of your own is written with a +: "
@@ -122,7 +123,8 @@ def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of nested mappings, sections included; `hydra` as one."""
+    """Yield the dotted keys of nested mappings, sections included; hydra's own without what is in
+    it."""
     for key, child in node.items():
         yield f"{prefix}{key}"
         if isinstance(child, dict) and key != "hydra":

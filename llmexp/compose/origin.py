@@ -79,7 +79,8 @@ def option(loader: Any, path: str) -> dict[str, Any]:
 
 
 def refuse_dead(cfg: DictConfig, config: Config) -> None:
-    """Raise ConfigError for a knob that does nothing where it is set to a value of its own."""
+    """Raise ConfigError for a knob that does nothing where it is set: on the command line to any
+    value but null, in a file to a value of its own."""
     flat = flatten(plain(config))
     given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
     for key, (why, instead) in dead(flat).items():
@@ -108,7 +109,8 @@ RUN_ONLY = {
 
 
 def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
-    """Raise ConfigError for an override that acts in a sweep only, or in a single run only."""
+    """Raise ConfigError for an override of the command line that acts in a sweep only, or in a
+    single run only."""
     if any(o.lstrip("+").startswith("sweep.resume=") for o in overrides) and multirun:
         return  # its command was accepted when it began
     for override in overrides:
@@ -148,7 +150,8 @@ def refuse_given(config: Config, given: Sequence[str]) -> None:
 
 
 def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
-    """Raise ConfigError for an experiment whose settings are under `experiment`, unread."""
+    """Raise ConfigError for an experiment whose settings are under `experiment`: nothing reads them
+    there."""
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
         source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
@@ -159,7 +162,8 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
-    """Return whether nobody chose the value of an idle knob: a default, or the chosen option's."""
+    """Return whether the value of a knob that does nothing was not chosen: it is the default, or
+    that of the chosen option."""
     value, (section, _, name) = flat[key], key.partition(".")
     if value is None or value == defaults().get(key, dataclasses.MISSING):
         return True

@@ -23,7 +23,8 @@ def id_type(tokenizer: Tokenizer) -> np.dtype:
 
 @contextlib.contextmanager
 def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder of the cache. Raises ValueError for a full disk, or DataChanged."""
+    """Hold the lock of a folder of the cache, alone or with others that are not alone. Raises
+    ValueError where the disk does not take it, DataChanged as it comes."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock"), fcntl.LOCK_EX if alone else fcntl.LOCK_SH):

@@ -64,7 +64,8 @@ def corpus(  # noqa: PLR0913 (its knobs)
 
 
 def work(data: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return the work for each source of the section `data`, and the cache folder."""
+    """Return what there is to do for each source of the section `data`, and the cache folder.
+    Raises ValueError."""
     check_kinds(data["val"], data["stages"], data["on_bad_record"])
     cache = cache_folder(data["cache_dir"])
     answers = Answers(cache, write=True, anew=True)
@@ -80,7 +81,8 @@ def _works(
     tokenizer: Tokenizer,
     answers: Answers,
 ) -> tuple[dict[str, Work], dict[str, Work], dict[str, float] | None]:
-    """Return the work of each source, of each validation set with files, and the weights."""
+    """Return the work for each source, and for each validation set with files of its own; and the
+    weights of the sources, None where none is given."""
     chosen, weights = read_sources(sources, answers)
     held_out, shares = read_validation(val, answers)
     chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
@@ -154,7 +156,8 @@ def _val_sets(
     ready_val: Mapping[str, Prepared],
     length: int,
 ) -> dict[str, TokenStream]:
-    """Return the validation sets in order: of files of their own, or the shares of all sources."""
+    """Return the validation sets in the order of their names: of files of their own, or the shares
+    of all sources."""
     found = {}
     for name in names:
         if name in ready_val:
@@ -199,7 +202,8 @@ def _texts(
 
 
 def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each split of each source; `whole`: the split that is no share."""
+    """Yield a row for each split of each source, for the table of `llmexp prepare`. `whole`: what
+    the split is called that is no share."""
     for name, one in sources.items():
         for split, stream in one.streams.items():
             tokens, first = len(stream), split == TRAIN

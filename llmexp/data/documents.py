@@ -31,7 +31,8 @@ class Document:
 
 
 def find_documents(key: str, paths: list[Path], cache: Path, write: bool) -> list[Document]:
-    """Return the files that are not empty. Raises ValueError when all are."""
+    """Return the files that are not empty. Raises ValueError when all are, or one that is the only
+    one."""
     states = [state_of(p) for p in paths]  # before the hashing: from here on a change is noticed
     contents = remembered(cache, "sha256", None, paths, lambda: sha256_of(paths), write)
     documents = []
@@ -51,8 +52,12 @@ def find_documents(key: str, paths: list[Path], cache: Path, write: bool) -> lis
 
 
 def split(documents: list[Document], val_ratio: float, seed: int) -> dict[str, list[Document]]:
-    """Return the documents, cut where the share `val_ratio` of their bytes is left; several are
-    shuffled by `seed` before. For a single ASCII file this is text[:int(n * (1 - val_ratio))]."""
+    """Return the documents one after the other, cut where the share `val_ratio` of their bytes is
+    left.
+
+    For a single ASCII file this is text[:int(n * (1 - val_ratio))]. Several are shuffled by `seed`
+    before.
+    """
     count = len(documents)
     if count > 1:
         order = sequence_index(seed, np.arange(count), count, True)

@@ -66,8 +66,11 @@ def encode_documents(
     max_tokens: int | None,
     count_bytes: Callable[[int], None] = lambda n: None,
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of the documents, an end-of-text token between two, `max_tokens` in all.
-    Raises ValueError, with file and byte offset, for text that is not UTF-8."""
+    """Yield the tokens of the documents in order, as arrays; the end-of-text token between two of
+    them. At most `max_tokens` in all.
+
+    Raises ValueError, with file and byte offset, for text that is not UTF-8.
+    """
     left = sys.maxsize if max_tokens is None else max_tokens
     encode = _encode_bytes if is_byte_level(encoding) else _encode_text
     with contextlib.closing(encode(documents, encoding)) as encoded:
@@ -117,7 +120,8 @@ def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encoding
 def ahead(
     work: Callable[[T], R], items: Iterator[T], threads: int | None = None
 ) -> Generator[tuple[T, R], None, None]:
-    """Yield each item with what `work` makes of it, in order; threads work a few items ahead."""
+    """Yield each item with what `work` makes of it, in order. Threads, by default one per core,
+    work a few items ahead."""
     threads = min(threads or cpu_count(), MAX_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
     waiting: deque[tuple[T, Future[R]]] = deque()
@@ -135,7 +139,11 @@ def ahead(
 
 
 def cut(texts: Iterator[str], size: int) -> Iterator[str]:
-    """Yield the text in pieces of about `size` characters, or more up to the next BOUNDARY."""
+    """Yield the same text in pieces of about `size` characters that can be encoded one by one (see
+    BOUNDARY).
+
+    Where there is no boundary the piece grows until there is one.
+    """
     pending: list[str] = []
     length, enough = 0, size
     for text in texts:

@@ -44,7 +44,8 @@ OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp; it may not exist."""
+    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here.
+    Raises ValueError."""
     if not isinstance(cache_dir, str | None):
         raise ValueError(f"data.cache_dir={cache_dir}: the path of a folder is needed, or null")
     return (
@@ -55,7 +56,8 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files. Raises ValueError where it may not."""
+    """Raise this process's limit of open files for so many that stay open. Raises ValueError where
+    it may not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
     if count + 64 > most:
@@ -73,8 +75,12 @@ def cpu_count() -> int:
 
 
 def match_files(key: str, patterns: Any) -> list[Path]:
-    """Return the readable files that globs name: sorted per glob, each file once; `**` crosses
-    folders. Raises ValueError, naming `key`."""
+    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each file
+    once.
+
+    Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming
+    `key`, for a glob without a match and for what is no readable file.
+    """
     wanted = [patterns] if isinstance(patterns, str) else patterns
     if (
         not isinstance(wanted, (list, tuple))
@@ -128,7 +134,8 @@ def refuse_others(key: str, path: str, head: bytes) -> None:
 
 
 def refuse_packed(key: str, path: Path) -> None:
-    """Raise ValueError, with a way to read it, for a file that is not plain text."""
+    """Raise ValueError, with a way to read it, for a file that is not plain text by its first
+    bytes."""
     quoted = shlex.quote(str(path))
     with open(path, "rb") as file:
         head = file.read(512)
@@ -175,7 +182,8 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names of files relative to the folder that holds them all."""
+    """Return names that do not change when the files move together: relative to the folder that
+    holds them all."""
     if not paths:
         return []
     full = [os.path.abspath(p) for p in paths]
@@ -192,9 +200,11 @@ def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str
 
 
 def cut_files(states: Mapping[str, int]) -> str:
-    """Return which files (path -> bytes when opened) are shorter now, in words; "" for none.
+    """In words, which of the files (path -> bytes when they were opened: `Corpus.states`) are
+    shorter now.
 
-    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends.
+    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. ""
+    where none is.
     """
     found = []
     for path, size in states.items():
@@ -227,7 +237,8 @@ def remembered(
     compute: Callable[[], Any],
     write: bool,
 ) -> Any:
-    """Return `compute()`, or what it returned when the files had the same sizes and times.
+    """Return `compute()`, or what it returned (plain values) when the files had the same sizes and
+    times of change.
 
     A note that cannot be written or read is no error: the value is computed again.
     """

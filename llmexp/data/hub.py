@@ -21,7 +21,8 @@ def hub_documents(
     skip_bad: bool,
     counts: Counts,
 ) -> Iterator[Document]:
-    """Yield the documents of a folder of `save_to_disk`, or of a name on the hub at `revision`."""
+    """Yield the documents of a folder made by `save_to_disk`, or of a name on the hub, which is
+    streamed at the commit `revision`. Raises ValueError."""
     datasets = need("datasets", key, f"reading {name}")
     if Path(name).is_dir():
         records = _of_folder(datasets, key, name, split)
@@ -63,7 +64,8 @@ def _texts(key: str, name: str, text_key: str, records: Any) -> Iterator[Found]:
 
 
 def hub_identity(key: str, name: str, answers: Answers) -> tuple[str, str | None]:
-    """Return what identifies the content of a dataset, and its commit on the hub."""
+    """Return what identifies the content of a dataset (the digests of a folder's files, or the
+    commit on the hub), and the commit. Raises ValueError."""
     folder = Path(name)
     if folder.is_dir():
         paths = sorted(path for path in folder.rglob("*") if path.is_file())

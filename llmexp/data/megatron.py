@@ -64,7 +64,8 @@ def read_index(path: Path) -> Index:
 
 
 def _tokens(path: Path, lengths: np.ndarray, starts: np.ndarray, width: int) -> int:
-    """Return the tokens of all sequences. Raises ValueError unless they follow one another."""
+    """Return the tokens of all sequences, which have to lie one after the other. Raises
+    ValueError."""
     at = 0
     for first in range(0, len(lengths), BLOCK):
         block = lengths[first : first + BLOCK].astype(np.int64)

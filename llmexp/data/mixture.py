@@ -27,7 +27,8 @@ FINEST = 1 << 30  # parts that weights are rounded to where they need more: prod
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in the proportions of the weights, a sum of FINEST at most.
+    """Return whole numbers in the proportions of the weights, with the smallest sum: exactly where
+    a sum up to FINEST can do that, else rounded to a sum of FINEST.
 
     The weights are at least 0 and one is above 0; what is above 0 stays above 0.
     """
@@ -157,7 +158,11 @@ class Stage:
 
 
 class Mixture:
-    """The order of the sources over a run. `stages`: first sequence, from 0 -> their weights."""
+    """The order of the sources over a run.
+
+    `stages`: the first sequence of each -> the weights of its sources, in one order in all; the
+    first stage begins at 0.
+    """
 
     def __init__(self, stages: Mapping[int, Sequence[float]]) -> None:
         self.stages: list[Stage] = []
@@ -171,7 +176,8 @@ class Mixture:
         return np.array([stage.start for stage in self.stages])
 
     def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, how many of its sequences come before), int64 [n], for sequences `k`."""
+        """Return, for sequences `k` (int64 [n], at least 0) of the run, (source, how many sequences
+        of that source come before), both int64 [n]."""
         sources, positions = np.empty_like(k), np.empty_like(k)
         which = np.searchsorted(self._starts(), k, side="right") - 1
         for number in np.unique(which).tolist():
@@ -201,7 +207,10 @@ class Mixed:
         return Mixture({k: [found[n] for n in self.tokens] for k, found in self.weights.items()})
 
     def starts(self, k: np.ndarray, seed: int, shuffle: bool, sequence_length: int) -> np.ndarray:
-        """Return int64 [n]: the first tokens of sequences `k`. Each source has its own order."""
+        """Return int64 [n]: the first token of the sequences `k` (int64 [n]) of the run.
+
+        Each source has an order of its own, which no other source and no weight changes.
+        """
         source, position = self.mixture.at(k)
         there = np.array(list(self.sequences(sequence_length).values()))
         seeds = np.array([_seed_of(seed, name) for name in self.tokens], dtype=np.uint64)

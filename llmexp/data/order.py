@@ -19,7 +19,8 @@ _POWERS = 1 << np.arange(63)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Mix every bit by splitmix64's finaliser (Steele et al. 2014), a bijection of uint64."""
+    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of uint64 that spreads every
+    bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -44,11 +45,12 @@ def _feistel(x: np.ndarray, key: np.ndarray, bits: np.ndarray, rounds: int) -> n
 def sequence_index(
     seed: int | np.ndarray, k: np.ndarray, n: int | np.ndarray, shuffle: bool
 ) -> np.ndarray:
-    """Return which of n sequences comes at positions `k` (int64 [m], >= 0) of the endless stream;
-    each position may have a stream of its own (seed uint64 [m], n int64 [m]).
+    """Return which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless
+    stream of sequences; each position may have a stream of its own (seed uint64 [m], n int64 [m]).
 
-    Every epoch e = k // n visits each sequence once, with `shuffle` in an order of its own. The
-    result may never change between versions: runs are resumed by it.
+    Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in
+    file order. Returns int64 [m]. The result may never change between versions: runs are resumed by
+    it.
     """
     if np.min(n, initial=1) < 1:
         raise ValueError(f"a stream of {n} sequences has no order; at least one sequence is needed")

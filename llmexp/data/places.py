@@ -112,7 +112,8 @@ class Watched(io.RawIOBase):
 
 
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
-    """Open a path or an address for reading bytes, with `seeks` in any order. Raises ValueError."""
+    """Open a path or an address (s3://, gs://, https://) for reading bytes, with `seeks` in any
+    order. Raises ValueError."""
     if is_remote(place):
         system, path = _remote(key, place)
         # One stream of a web server needs no ranges, which not every server has.
@@ -142,7 +143,8 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
 
 @dataclass
 class Answers:
-    """Answers of buckets and the hub, remembered in the cache, for runs with their shards."""
+    """Answers of buckets and the hub about their files, remembered in the cache: a run whose
+    shards are there asks nothing."""
 
     cache: Path
     write: bool
@@ -150,7 +152,8 @@ class Answers:
     remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
 
     def get(self, key: str, question: str, ask: Callable[[], T]) -> T:
-        """Return the remembered answer (plain values) to a question of a knob, else `ask()`."""
+        """Return the answer (plain values) to a question of the knob `key` that is remembered, else
+        that of `ask`."""
         name = hashlib.sha256(question.encode()).hexdigest()[:32]
         note = self.cache / "notes" / f"remote-{name}.json"
         if not self.anew:
@@ -172,7 +175,8 @@ class Answers:
 
 
 def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
-    """Return the files that globs and addresses name, sorted per glob, each once."""
+    """Return the files that globs and addresses name, sorted per glob, each once. Raises
+    ValueError."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(wanted, (list, tuple)) or not any(is_remote(str(p)) for p in wanted):
         return [str(path) for path in match_files(key, patterns)]
@@ -203,7 +207,8 @@ def _match_remote(key: str, pattern: str, answers: Answers) -> list[str]:
 
 
 def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list[str], list[int]]:
-    """Return what identifies the content of each file (a digest, a bucket's marks), and bytes."""
+    """Return what identifies the content of each file (a digest; in a bucket, what the bucket says
+    of it), and their sizes in bytes. Raises ValueError."""
     local = [Path(place) for place in places if not is_remote(place)]
     digests = remembered(
         answers.cache, "sha256", None, local, lambda: sha256_of(local), answers.write
@@ -220,7 +225,8 @@ def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list
 
 
 def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (what the bucket says of its content, its bytes) for each address."""
+    """Return for each address (what the bucket says of its content, its bytes). Raises
+    ValueError."""
 
     def one(address: str) -> tuple[str, int]:
         system, path = _remote(key, address)

@@ -46,7 +46,8 @@ class Prepared:
 
 
 class Forgotten(Exception):
-    """Remembered answers of a bucket or the hub count only while their shards are there."""
+    """Answers of a bucket or the hub that are remembered count only while their shards are
+    there, and these are not."""
 
 
 def prepare(work: Work, answers: Answers) -> Prepared:
@@ -76,7 +77,8 @@ def prepare(work: Work, answers: Answers) -> Prepared:
 
 
 def _refuse_changed(work: Work, cache: Path) -> None:
-    """Remove the shards, raise DataChanged where a file in a bucket changed while it was read."""
+    """Ask buckets again: where a file changed while it was read remove the shards and raise
+    DataChanged."""
     source = work.source
     if any(map(is_remote, source.files)):
         now = work_of(source, work.skip_bad, work.tokenizer, Answers(cache, False, True))
@@ -178,7 +180,8 @@ def _stream(
 
 
 def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
-    """Map a file of `count` ids, with fewer system calls than np.memmap. Raises ValueError."""
+    """Map a file of so many ids. np.memmap asks the system many times as often, which counts for
+    thousands of shards. Raises ValueError for a file that is not whole, OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         found = os.fstat(handle)

@@ -93,7 +93,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a window: this rank takes rows [rank*R/dp_size, (rank+1)*R/dp_size) of it."""
+    """The cut of a window: this rank takes its rows [rank*R/dp_size, (rank+1)*R/dp_size), in
+    micro-batches."""
 
     micro_batch_size: int
     rank: int = 0
@@ -110,9 +111,10 @@ def read_windows(
     pin_memory: bool = False,
     prefetch: int = 2,
 ) -> Iterator[Window]:
-    """Yield this rank's windows [start_step, max_steps), equally many micro-batches on all ranks.
+    """Yield this rank's windows [start_step, max_steps).
 
-    A thread reads `prefetch` windows ahead; its errors are raised here.
+    All ranks have equally many micro-batches. `prefetch` windows are read ahead; an error of the
+    reading thread is raised here, and closing the iterator ends the thread.
     """
     if order.real_batch_size % (cut.micro_batch_size * cut.dp_size):
         raise ValueError(
@@ -161,7 +163,8 @@ def _windows(
 def eval_batches(
     stream: TokenStream, cut: Cut, *, sequence_length: int, max_sequences: int, hidden: Hidden
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens_bt, targets_bt) of this rank's part of sequences spread evenly over the stream.
+    """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
+    over the stream.
 
     All ranks have equally many batches; rows that are missing are masked.
     """
@@ -189,9 +192,10 @@ def _micro_batches(
     hidden: Hidden,
     pin_memory: bool,
 ) -> tuple[list[list[tuple[Tensor, Tensor]]], list[int]]:
-    """Return per window its micro-batches and the number of their valid targets.
+    """Per window its micro-batches and the number of their valid targets.
 
-    Filled through numpy: torch would start a team of threads for the copies of this thread.
+    Filled through numpy: torch would start a team of threads of its own for the copies of this
+    thread.
     """
     windows, rows, length = tokens_nrs.shape[0], tokens_nrs.shape[1], tokens_nrs.shape[2] - 1
     shape = (windows, micro_steps * micro_batch_size, length)
@@ -212,7 +216,8 @@ def _micro_batches(
 
 
 def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
-    """Return the sum of the rows' blake2b digests, each over its place in the window and ids."""
+    """Return the sum of the rows' blake2b digests (8 bytes), each over the row's place in the
+    window and its ids."""
     rows, width = tokens_rs.shape
     message = np.empty((rows, width + 1), "<u4")
     message[:, 0], message[:, 1:] = np.arange(first_row, first_row + rows), tokens_rs
@@ -225,8 +230,9 @@ def _read_ahead(
 ) -> Iterator[Window]:
     """Yield the same windows, produced by a daemon thread that lives as long as this generator.
 
-    Two SimpleQueues: taking from one that is not empty keeps the interpreter lock; with a bounded
-    Queue the thread would take it in the middle of `next` and the loop wait for a whole window.
+    Two SimpleQueues, because taking from one that is not empty never lets go of the interpreter
+    lock: with a bounded Queue the thread would take the lock in the middle of `next` and make the
+    loop wait for a whole window.
     """
     ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
     # a True for each window that may be produced; False ends the thread

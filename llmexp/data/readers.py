@@ -76,7 +76,8 @@ class Document:
 
 
 class Zstd(io.RawIOBase):
-    """The content of zstd frames. Raises EOFError where the last one is cut short."""
+    """The content of zstd frames one after the other. Raises EOFError for a file that is cut short,
+    which the library's own reader takes for the end."""
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor
@@ -118,7 +119,8 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
 
 
 def kind_of(key: str, place: str) -> str:
-    """Return "parquet", "jsonl", "text" or "empty". Raises ValueError for other files."""
+    """Return what a file is: "parquet", "jsonl", "text" or "empty". Raises ValueError for what
+    holds no documents."""
     with open_file(key, place) as file:
         refuse_others(key, place, file.peek(HEAD))
         if file.peek(4).startswith(PARQUET):
@@ -167,8 +169,11 @@ def _torn(error: Exception) -> str:
 def documents(
     key: str, place: str, text_key: str, skip_bad: bool, counts: Counts
 ) -> Iterator[Document]:
-    """Yield the documents of a file; count and leave out empty ones, and bad ones with `skip_bad`.
-    Raises ValueError that names the file and the place in it."""
+    """Yield the documents of one file in order; empty ones are counted and left out.
+
+    A record that cannot be read is counted and left out with `skip_bad`, else refused. Raises
+    ValueError that names the file and the place in it.
+    """
     kind = kind_of(key, place)
     read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
     counts.place, counts.file = place, None

@@ -41,7 +41,8 @@ def chunk_name(unit: int, chunk: int) -> str:
 
 
 def chunks_of(folder: Path, unit: int) -> list[dict[str, Any]]:
-    """Return the committed chunks of a unit: "counts" since its start, "last" or not, "shards"."""
+    """Return the committed chunks of a unit, in order: "counts" from the unit's start to the end of
+    the chunk, "last" of the unit or not, and "shards" by split."""
     found: list[dict[str, Any]] = []
     while True:
         try:
@@ -74,9 +75,10 @@ def write_unit(
     progress: Callable[[int, Counts], None],
     threads: int | None = None,
 ) -> None:
-    """Write those chunks of a unit that are `mine` and not there yet; others may write the same.
+    """Write those chunks of a unit that are `mine`, by their numbers, and are not there yet.
 
-    `progress` gets the bytes of text that were done, and how far the reading is.
+    `progress` gets the bytes of text that were done, and how far the reading is. Another process
+    may write the same chunk meanwhile: it writes the same.
     """
     folder, number = unit.folder, unit.number
     if is_whole(chunks_of(folder, number)):
@@ -136,7 +138,11 @@ def encoded(
     wanted: Callable[[int], bool] = lambda chunk: True,
     threads: int | None = None,
 ) -> Generator[tuple[Job, Encoded], None, None]:
-    """Yield the jobs of the wanted chunks in order, encoded by threads; the cut never shows."""
+    """Yield the jobs of the wanted chunks in order, encoded by so many threads.
+
+    The cut into jobs, and the number of threads, never show in the ids. Raises ValueError for text
+    that the tokenizer gives up on.
+    """
 
     def encode(job: Job) -> Encoded:
         try:
@@ -148,7 +154,8 @@ def encoded(
 
 
 def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
-    """Return (the ids of all parts, where each stops); the end-of-text token ends a document.
+    """Return (the ids of all parts, where each part stops in them); the end-of-text token ends a
+    document.
 
     One call for all parts: a thread that encodes has to wait for the interpreter lock after each.
     """
@@ -260,7 +267,8 @@ class _Writer:
 
 
 class _Shard:
-    """The files of one split in one chunk, which get their names when they are whole."""
+    """The files of one split in one chunk. They get their names when they are whole, so that
+    several processes may write the same ones."""
 
     def __init__(self, stem: Path, dtype: np.dtype) -> None:
         self._stem, self._dtype = stem, dtype

@@ -78,7 +78,8 @@ def stdlib(
     cache_dir: str | None,
     write: bool = True,
 ) -> Corpus:
-    """Return the source text of the running Python's standard library, without its tests."""
+    """Return the source text of the running Python's standard library, without its tests: real text
+    on every machine."""
     paths = {"data": _stdlib_files()}
     amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
     label = "Python's standard library, "
@@ -116,7 +117,8 @@ def text(
     """UTF-8 text files, each a document; the end-of-text token stands between two documents.
 
     Without `val_files` the last `val_ratio` of the text (bytes, cut between characters) is for
-    validation, after the documents were shuffled by `seed`. A byte order mark is left out.
+    validation; several documents are put into an order by `seed` first. A byte order mark at the
+    start of a file is left out; everything else stays as it is.
     """
     paths = _match_both(train_files, val_files)
     amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
@@ -140,7 +142,8 @@ def training_documents(
     train_files: Any = None,
     val_files: Any = None,
 ) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of `text`, or of `stdlib` without files."""
+    """Yield the pieces of each training document of `text`, or of `stdlib` without files;
+    `max_tokens` does not cut them."""
     paths = (
         {"data": _stdlib_files()} if train_files is None else _match_both(train_files, val_files)
     )

@@ -31,12 +31,14 @@ class Shard:
     state: tuple[int, int, int] | None = None
 
     def check_size(self) -> None:
-        """Raise DataChanged where the file became shorter: reading past its end is a SIGBUS."""
+        """Raise DataChanged where the file became shorter: reading past its end kills the process
+        with SIGBUS."""
         if self.mapped is not None and (now := self.mapped.size()) < self.size:
             raise DataChanged(_cut(self.name, self.size, now))
 
     def difference(self) -> tuple[str, bool] | None:
-        """Return (what happened to the file since, whether other ids may be read now), or None."""
+        """Compare the file with what it was when it was opened. Return (what happened to it,
+        whether other ids may be read now), or None. Never raises."""
         try:
             self.check_size()
             if self.state is None or (now := _state(self.name)) == self.state:
@@ -77,9 +79,11 @@ def _opened(array: np.ndarray) -> Shard:
 
 
 class TokenStream:
-    """One flat sequence of token ids over 1-d integer arrays, which may be memory-mapped files.
+    """One flat sequence of token ids over one or more 1-d integer arrays, which may be
+    memory-mapped files.
 
-    A file that became shorter raises DataChanged: reading past its end would be a SIGBUS.
+    Nothing is loaded but what is asked for. A file that became shorter since it was opened is
+    reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray | Shard]) -> None:
@@ -95,7 +99,8 @@ class TokenStream:
 
     @classmethod
     def unprepared(cls, length: int) -> TokenStream:
-        """Return a stream of known length without tokens; reading it raises ValueError."""
+        """Return a stream whose length is known but whose tokens are not there; reading it raises
+        ValueError."""
         stream = cls([])
         stream._unprepared_length = length
         return stream
@@ -114,7 +119,8 @@ class TokenStream:
         return int(self._ends[-1]) if self._unprepared_length is None else self._unprepared_length
 
     def n_sequences(self, sequence_length: int) -> int:
-        """Return how many sequences fit: inputs, and as many targets, shifted by one."""
+        """Sequences of `sequence_length` inputs and as many targets, which are the inputs shifted
+        by one."""
         return max(0, len(self) - 1) // sequence_length
 
     def part(self, start: int, stop: int) -> TokenStream:
@@ -130,7 +136,8 @@ class TokenStream:
         return stream
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position of the first, at most `most` ids) of all tokens in order, no copies."""
+        """Yield all tokens in order, as they are stored and without a copy: (position of the first,
+        at most `most` ids)."""
         for array, shard, first in zip(
             self._arrays, self.shards, self._ends[:-1].tolist(), strict=True
         ):
@@ -139,11 +146,13 @@ class TokenStream:
                 yield first + start, array[start : start + most]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return int64 [count]: the tokens [start, start + count). Raises IndexError."""
+        """int64 [count]: the tokens [start, start + count). Raises IndexError outside the
+        stream."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
 
     def holds(self, token: int | None, pieces: int = 16, piece_tokens: int = 1 << 16) -> bool:
-        """Return whether the id is there, or in evenly spread pieces of a long stream."""
+        """Return whether the id is there: anywhere, or in evenly spread pieces of a stream of more
+        than a million tokens."""
         count = min(piece_tokens, len(self))
         starts = np.unique(np.linspace(0, len(self) - count, pieces).astype(np.int64)).tolist()
         return token is not None and any(
@@ -151,8 +160,10 @@ class TokenStream:
         )
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Return int64 [n, count]: `count` tokens from each of `starts` (int64 [n]). Raises
-        IndexError."""
+        """int64 [n, count]: for each of `starts` (int64 [n]) the tokens [start, start + count).
+
+        Raises IndexError outside the stream.
+        """
         if self._unprepared_length is not None:
             raise ValueError(
                 "these tokens have been counted only; prepare the data first: llmexp prepare"
@@ -183,8 +194,11 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a run. `fingerprint` (plain values) identifies content and settings: a run is not
-    resumed on another one."""
+    """The data of a run, as a source returns them.
+
+    `description` says in a few plain words what it is. `fingerprint` (plain values) identifies the
+    content and the settings: a run is not resumed on another one.
+    """
 
     train: TokenStream
     val: TokenStream | None
@@ -224,8 +238,11 @@ class Corpus:
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
-    """Return a `Corpus`, or one of a tuple (train, val or None) of 1-d integer arrays, whose ids
-    are checked with `vocab_size`. Raises ValueError for anything else."""
+    """Return `found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays, of
+    which val may be None.
+
+    With `vocab_size` the ids of such arrays are checked. Raises ValueError for anything else.
+    """
     if isinstance(found, Corpus):
         return found
     what = (
@@ -285,7 +302,8 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
 
 
 def sample_digest(stream: TokenStream, pieces: int = 16, piece_tokens: int = 16384) -> str:
-    """Return the sha256 of the length and of evenly spread pieces: quick for any size."""
+    """sha256 over the length and evenly spread pieces, first and last tokens among them: quick for
+    any size."""
     digest = hashlib.sha256(str(len(stream)).encode())
     count = min(piece_tokens, len(stream))
     for start in np.unique(np.linspace(0, len(stream) - count, pieces).astype(np.int64)).tolist():

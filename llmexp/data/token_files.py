@@ -62,7 +62,8 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
 def documents_of(
     arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path, write: bool
 ) -> tuple[int, int]:
-    """Return the documents that indexes know, and those without the end-of-text id at their end."""
+    """Return how many documents the indexes beside token files know, and how many of those do not
+    end with the tokenizer's end-of-text id."""
     end = None if tokenizer is None else end_of_text(tokenizer)
 
     def count() -> list[int]:

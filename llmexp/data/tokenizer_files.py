@@ -148,7 +148,8 @@ class HuggingFace:
         return text
 
     def _byte_lengths(self) -> np.ndarray:
-        """Count the bytes of each token: its characters if byte-level, else those of its UTF-8."""
+        """Count the bytes of each token as its decoder writes them: one for each character of a
+        byte-level token; of others, one for <0xNN> and for the mark of a space."""
         lengths = np.zeros(self.n_vocab, dtype=np.int64)
         is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -158,7 +159,8 @@ class HuggingFace:
 
 
 def _pattern(content: dict[str, Any]) -> str | None:
-    """Return the expression in PATTERNS that alone decides how text is split, or None."""
+    """Return the expression in PATTERNS that alone decides how a tokenizer.json splits text; None
+    where it is another one, or where anything else takes part."""
     if content["normalizer"] or content["model"].get("dropout"):
         return None
     if not all(token["special"] for token in content["added_tokens"]):
@@ -230,7 +232,8 @@ class SentencePiece:
 
 
 def keeps_bytes(tokenizer: Any) -> bool:
-    """Return whether the byte lengths of a text's ids add up to the text's bytes: not where it is
-    changed before, such as to lower case."""
+    """Return whether the byte lengths of a text's ids add up to the text's bytes, so that losses
+    per byte mean what they say. A tokenizer that changes the text before (lower case, a space in
+    front) does not keep them."""
     (ids,) = tokenizer.encode_batch([PROBE])
     return int(tokenizer.byte_lengths[ids].sum()) == len(PROBE.encode())

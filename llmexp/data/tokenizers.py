@@ -32,7 +32,9 @@ MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
 class Own:
-    """A tokenizer of the user's own as a `tiktoken.Encoding`. Raises ValueError without a part."""
+    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here;
+    all others are the user's object's. Raises ValueError, naming the part, for an object that lacks
+    one."""
 
     def __init__(self, given: Any) -> None:
         missing = [part for part in PARTS if not hasattr(given, part)]
@@ -71,7 +73,8 @@ class Own:
         return Own, (self.given,)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, by one call where that changes no ids. Raises ValueError."""
+        """Return the ids of each text, all in one call where that changes no ids: the library may
+        have threads of its own. Raises ValueError for what `encode_batch` must not return."""
         if self._one_by_one:
             return [self.encode_to_numpy(text) for text in texts]
         return self._encode_batch(texts)
@@ -126,7 +129,8 @@ class Own:
         return text
 
     def identity(self) -> str:
-        """Return a digest of what it was seen to do: the text of every id, how a text is cut."""
+        """Return a digest of what it was seen to do: of every id its text, and how a text is
+        cut."""
         digest = hashlib.sha256(
             repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode()
         )
@@ -143,12 +147,14 @@ Tokenizer = tiktoken.Encoding | Own
 
 
 def as_tokenizer(found: Any) -> Tokenizer:
-    """Return a tokenizer ready for use. Raise ValueError for what is none."""
+    """Return what a tokenizer's function made, ready for use. Raise ValueError for what is no
+    tokenizer."""
     return found if isinstance(found, tiktoken.Encoding | Own) else Own(found)
 
 
 def byte_level() -> tiktoken.Encoding:
-    """Return a token per byte: byte b has id b, end-of-text 256. Needs no file and no network."""
+    """Return a token per byte: byte b has id b, the end-of-text token has id 256. Needs no file and
+    no network."""
     return tiktoken.Encoding(
         name="bytes",
         pat_str=r"[\s\S]+",
@@ -161,7 +167,8 @@ def byte_level() -> tiktoken.Encoding:
 def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
     """Return the published encoding `name`, from tiktoken's cache or, once, from the network.
 
-    Raises ValueError for an unknown name, or after `download_timeout_s` seconds without an answer.
+    Raises ValueError for an unknown name, and when the encoding is neither cached nor there within
+    `download_timeout_s` seconds.
     """
     known = tiktoken.list_encoding_names()
     if name not in known:
@@ -226,7 +233,8 @@ def end_of_text_id(encoding: Tokenizer) -> int:
 
 
 def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
-    """Return int64 [n_vocab]: bytes of text that an id stands for; 0 for special and unused ids."""
+    """[n_vocab] int64: bytes of text that an id stands for; 0 for special tokens and ids without a
+    meaning."""
     if isinstance(encoding, Own):
         return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
@@ -246,7 +254,8 @@ def text_bytes(encoding: Tokenizer, is_text: bool, vocab_size: int | None) -> np
 
 
 def has_meaning(encoding: Tokenizer) -> np.ndarray:
-    """Return bool [n_vocab]: whether an id stands for bytes or is a special token."""
+    """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of
+    another."""
     found: np.ndarray = token_byte_lengths(encoding) > 0
     special = (
         [end_of_text(encoding)]

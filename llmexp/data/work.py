@@ -37,7 +37,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Work:
-    """The work for a source, which can be sent to another process: its units and their folder."""
+    """The work for a source: its units, and where their shards go. It can be sent to
+    another process."""
 
     source: Source
     folder: Path
@@ -67,7 +68,8 @@ class Work:
         return [size or UNIT_BYTES for size in sizes]
 
     def refuse_changed(self, files: Sequence[str]) -> None:
-        """Raise DataChanged for a file that is not any more what was hashed."""
+        """Raise DataChanged for a file that is not any more what was hashed: else other text would
+        be found under its hash."""
         for name in files:
             if name in self.states and state_of(Path(name)) != self.states[name]:
                 raise DataChanged(f"{name}: this file changed while it was prepared; start again")
@@ -87,8 +89,9 @@ class Part:
         return start * self.of < end and (start + size) * self.of > first
 
     def has(self, start: int, size: int, total: int, chunk: int) -> bool:
-        """Return whether a chunk of the unit there is in this part: multiples of the golden ratio
-        are spread evenly, however many chunks a unit turns out to have."""
+        """Return whether a chunk of the unit there is in this part. How many chunks a unit has is
+        not known before it is read: multiples of the golden ratio are spread evenly, however many
+        there are."""
         at = (start << 64) + size * (chunk * GOLDEN % (1 << 64))
         return at * self.of // (total << 64) == self.number - 1
 
@@ -113,7 +116,8 @@ def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answe
 
 
 def refuse_shared(works: Iterable[Work]) -> None:
-    """Refuse a file that two sources read, under whatever name."""
+    """Refuse a file that two sources read, under whatever name: it would count twice, or be trained
+    and validated."""
     seen: dict[str, tuple[str, str]] = {}
     for work in works:
         key = work.source.key

@@ -54,10 +54,12 @@ class Death:
 
 
 def launch_ranks(plan: Plan) -> Death | None:
-    """Start this host's ranks and wait; return the first death if the group failed for good.
+    """Start this host's ranks and wait for them. Returns the first death when the group failed for
+    good; None when it ended well, or failed elsewhere.
 
-    Rank 0 writes to the console; every rank's output is in run_dir/logs. Raises ValueError or
-    HostsMissing, and SystemExit where a signal stops what has not begun to train.
+    Rank 0 writes to the console; every rank's output is in run_dir/logs. Raises ValueError where
+    hosts have no place to meet, HostsMissing, and SystemExit where a signal stops what has not
+    begun to train.
     """
     endpoint, run_id = rendezvous(plan.nnodes, plan.run_dir.absolute().name)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -127,7 +129,8 @@ def launch_config(plan: Plan, endpoint: str, run_id: str) -> LaunchConfig:
 
 
 def logs_of_ranks(folder: Path, ranks: int) -> DefaultLogsSpecs:
-    """Have ranks print into files, rank 0 also to the console."""
+    """Return where ranks print: into files, but rank 0 also to the console; its standard output is
+    in train.log too."""
     redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
     return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee={0: Std.ERR})
 

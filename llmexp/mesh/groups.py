@@ -21,7 +21,8 @@ LOOPBACK_S = 3.0
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of this process among replicas x shards x tensor-parallel ranks, last fastest.
+    """Hold the place of this process. The ranks form replicas x shards x tensor-parallel ranks, the
+    last varying fastest.
 
     `dp_rank` and `dp_size` count the ranks that see different sequences: replicas x shards.
     """
@@ -42,7 +43,8 @@ class Mesh:
 
     @property
     def sharded(self) -> bool:
-        """Return whether a rank holds parts of tensors, so that a forward pass needs all ranks."""
+        """Return whether a rank holds parts of tensors only, so that a forward pass needs all
+        ranks."""
         return self.sharding is not None or self.tensor is not None
 
     @property
@@ -56,7 +58,8 @@ class Mesh:
 
 
 def check_loopback() -> None:
-    """Raise ValueError where processes of this host cannot reach each other."""
+    """Raise ValueError where a process of this host cannot reach another one: its ranks would wait
+    for ever."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -80,9 +83,11 @@ def join(
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Join the process group that torchrun's environment describes, if any; return the mesh.
+    """Return the mesh of this process; joins the process group that torchrun's environment
+    describes where there is one.
 
-    All ranks have `timeout_s` seconds to come. Raises ValueError for a world of another size.
+    All ranks have `timeout_s` seconds to come. Raises ValueError when the launched world is not the
+    configured one.
     """
     sizes = (replicate_size, shard_size, tensor_parallel_size)
     expected = replicate_size * shard_size * tensor_parallel_size
@@ -134,7 +139,8 @@ def maximum(mesh: Mesh, value: Tensor) -> Tensor:
 
 
 def any_rank(mesh: Mesh, *flags: bool) -> list[bool]:
-    """Return for each flag whether it is set on any rank, waiting for all of them."""
+    """For each flag whether it is set on any rank; the same answer everywhere. Waits for all
+    ranks."""
     if not mesh.distributed:
         return list(flags)
     # on the CPU: its group is gloo, no device has to wait
@@ -169,12 +175,14 @@ def gather_last(mesh: DeviceMesh, value: Tensor) -> Tensor:
 
 
 def local_part(value: Any) -> Tensor:
-    """Return what this rank holds of a tensor: its storage, or all of a whole one."""
+    """Return what this rank holds of a tensor: its storage for a split one, the tensor itself for a
+    whole one."""
     return value.to_local() if is_split(value) else value
 
 
 def is_split(value: Any) -> bool:
-    """Return whether it is a DTensor, without importing that class, which costs a second."""
+    """Return whether it is a DTensor; by its looks, because importing that class costs a
+    second."""
     return hasattr(value, "to_local")
 
 
@@ -191,7 +199,8 @@ def _copies(value: Any, world: int) -> float:
 
 
 def global_norm(mesh: Mesh, values: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm over tensors of which each rank may hold a part, elements once each."""
+    """2-norm over tensors of which each rank may hold a part; every element counts once. A 0-dim
+    tensor."""
     if not mesh.sharded:
         if not values:
             return torch.zeros((), device=mesh.device)
@@ -233,6 +242,7 @@ def shorten_timeout(mesh: Mesh, timeout_s: float) -> None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Leave the group; free module and optimizer first, or gloo may abort at exit."""
+    """Leave the group. Free the wrapped module and the optimizer first, or gloo may abort at
+    exit."""
     if mesh.distributed and dist.is_initialized():
         dist.destroy_process_group()

@@ -16,8 +16,10 @@ class HostsMissing(RuntimeError):
 
 
 def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
-    """Return (endpoint, id) where all agents meet: a free local port for one host, else
-    $LLMEXP_RDZV_ENDPOINT, else what Slurm says. `name` tells runs apart at one port."""
+    """Return (endpoint, id) where the agents of all hosts meet: a free local port for one host,
+    else $LLMEXP_RDZV_ENDPOINT, else what Slurm says. `name` tells runs apart that meet at the same
+    port. Raises ValueError where nothing says it.
+    """
     env = os.environ
     if nnodes == 1:
         return "localhost:0", uuid.uuid4().hex
@@ -42,7 +44,8 @@ def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
 
 
 def hosts_there(here: Path) -> list[str]:
-    """Return the hosts whose agents keep touching their files beside `here`."""
+    """Return the hosts whose agents keep touching their files beside `here`, this one's. Needs no
+    network, and no clock but that of the file system."""
     here.touch()
     now = here.stat().st_mtime
     return sorted(

@@ -38,7 +38,8 @@ class Plan:
 
 @contextlib.contextmanager
 def forwarded_signals() -> Iterator[list[int]]:
-    """Pass stop signals on to the ranks, which then save; yield the list of those that came."""
+    """Pass stop signals on to the ranks, which then save; the agent's own way would kill them after
+    30 s. Yields the list of those that came."""
     came: list[int] = []
 
     def forward(number: int, frame: object) -> None:
@@ -55,7 +56,8 @@ def forwarded_signals() -> Iterator[list[int]]:
 
 
 def attend(work: Callable[[], object], watch: Watch) -> None:
-    """Call `work` in a thread, as it may hang in the network, and look after the ranks."""
+    """Call `work` in a thread, because it may hang in the network for long, and look after the
+    ranks until it is done. Raises what either raises."""
     failure: list[BaseException] = []
 
     def run() -> None:
@@ -78,7 +80,8 @@ def attend(work: Callable[[], object], watch: Watch) -> None:
 
 @dataclass
 class Watch:
-    """Watch this host's ranks; do what torch's agent would not do, or not soon enough."""
+    """Watch this host's ranks, and do what torch's agent would not do for them or not soon
+    enough."""
 
     plan: Plan
     here: Path  # touched for the other hosts to see
@@ -133,13 +136,15 @@ class Watch:
             )
 
     def _failure_time(self, now: float, recorded_at: float) -> float:
-        """Return when the run failed, by this clock; of several hosts only the status knows."""
+        """Return when the run failed, by this process's clock; of several hosts only the status
+        knows."""
         if self.plan.nnodes == 1 and self.failed_at is not None:
             return self.failed_at
         return now - (time.time() - recorded_at)
 
     def _kill_those_of(self, there: list[int], failed_at: float) -> None:
-        """Kill the ranks that outlived their group: a hung process heeds no other signal."""
+        """Kill the ranks of the group that failed which are still there: a stopped or hung process
+        heeds no other signal, and torch's agent would wait for it for 30 s more."""
         self._kill([pid for pid in there if self.seen_at[pid] < failed_at])
 
     def _kill(self, pids: list[int]) -> None:
@@ -148,7 +153,8 @@ class Watch:
             send(pid, signal.SIGKILL)
 
     def _nobody_comes(self, state: str, idle_s: float) -> bool:
-        """Return whether this host waits for nothing: torch's agent waits 300 s for lost hosts."""
+        """Return whether this host waits for nothing: torch's agent waits for the other hosts, for
+        300 s even for one that is no more."""
         if state in ENDED:
             return idle_s > GRACE_S and len(hosts_there(self.here)) < self.plan.nnodes
         over = state == GIVEN_UP or (state == "failed" and not self.restarts_left)

@@ -29,7 +29,8 @@ _BY_ROW = ("out_proj", "down_proj")
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how each named layer is split; empty where no block has one of the known names."""
+    """Return how each named layer of a model is split; empty for a model whose blocks have none of
+    the known names."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -53,7 +54,8 @@ def wrap(
     compiled: bool,
     gathered: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return the module to train. Parameters keep their names; sharded ones become parts.
+    """Return the module to train. Parameters keep their names; under sharding they become this
+    rank's parts.
 
     FSDP gathers the matrices of blocks in the dtype `gathered`, in which autocast multiplies them
     anyway, and reduces in fp32; None: as they are.
@@ -130,10 +132,12 @@ def _vocab_shard(mesh: Mesh, model: Any) -> VocabShard:
 
 @contextlib.contextmanager
 def micro_step(mesh: Mesh, module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Surround forward *and* backward of a micro-batch: only the `last` one of a step reduces.
+    """Around forward *and* backward of a micro-batch: gradients are reduced with the last one of a
+    step.
 
-    DDP decides in the forward pass. FSDP reduces in each, and keeps no whole gradient, unless it
-    communicates once.
+    (Around the backward alone DDP's no_sync does nothing, silently: it decides in the forward
+    pass.) FSDP reduces in each one instead, and keeps no whole gradient, unless it communicates
+    once.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         with module.no_sync():

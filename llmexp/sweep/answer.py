@@ -15,7 +15,8 @@ from llmexp.tracker.sync import upload_command
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:
-    """End the ledger; print the answer or a table, why points did not finish, and the folder."""
+    """End the ledger; print the answer of the comparison, or a table where there is nothing to
+    compare, why points did not finish, and where everything is."""
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
     all_done = states <= {"finished"} and (current.grid or not current.stopped)
@@ -38,7 +39,8 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
 
 
 def report(current: Current) -> list[str]:
-    """Return the lines of the comparison, and write its page; none without two finished runs."""
+    """Compare the points that ran, write the page or the table of rates, and return what to print;
+    nothing where fewer than two ran or none finished."""
     ledger = current.ledger
     ran = [
         e

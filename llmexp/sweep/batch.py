@@ -29,9 +29,11 @@ LOCK = ".lock-sweep"
 def run_batch(
     current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
 ) -> list[Task]:
-    """Check all points, then run the unfinished ones; return them with their places in the ledger.
+    """Check all points, then run those that are not finished; return them with their places in
+    the ledger.
 
-    `again`: a sweeper may ask twice for a point. Raises ConfigError before anything is written.
+    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is
+    written.
     """
     able, refused = checked(current, points, refused, again)
     resumed = current.settings.resume is not None
@@ -57,7 +59,8 @@ def run_batch(
 def checked(
     current: Current, points: list[Point], refused: list[Refused], again: bool
 ) -> tuple[list[Point], list[Refused]]:
-    """Return the points that can run and those left out. Raises ConfigError if none may be."""
+    """Return the points that can run and those that are left out. Raises ConfigError where nothing
+    may be left out, or nothing is left."""
     settings = current.settings
     if current.launcher != "slurm":
         for point in points:
@@ -99,7 +102,8 @@ def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) 
 
 
 def others(current: Current, asked: set[str]) -> list[Task]:
-    """Return the unfinished points of earlier commands but twins, from their folders."""
+    """Return the points of earlier commands that are not finished, from their folders. Twins have
+    their time at the end."""
     ledger, found = current.ledger, []
     for entry in ledger.points:
         path = ledger.path / entry.folder
@@ -113,7 +117,8 @@ def others(current: Current, asked: set[str]) -> list[Task]:
 
 
 def open_ledger(current: Current) -> None:
-    """Make or find the sweep's folder with its ledger, locked until the sweep ends."""
+    """Make the sweep's folder with its ledger, or find it; it is locked until the sweep ends.
+    Raises ConfigError."""
     path, resumed = current.where, current.settings.resume is not None
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         text = (

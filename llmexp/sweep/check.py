@@ -24,7 +24,8 @@ from llmexp.train import folder
 
 
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:
-    """Assemble a point; return what is known of its run. Raises ConfigError."""
+    """Assemble a point; return what is known of its run. `shared`: what points have in common.
+    Raises ConfigError."""
     config = fitted(build(request["config"]), request["folder"])
     parts = assemble(config, write=True, shared=shared, **folder.known(request))
     if purpose == "queue":

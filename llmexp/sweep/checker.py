@@ -18,7 +18,8 @@ from llmexp.sweep.progress import counted
 
 
 class Checker:
-    """The process that assembles points (sweep/check.py); it imports torch meanwhile."""
+    """The process that assembles points (sweep/check.py). It imports torch while the points are
+    composed."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -36,7 +37,8 @@ class Checker:
                 stream.close()
 
     def check(self, points: Sequence[Point]) -> tuple[list[Point], list[Refused]]:
-        """Return the points that can run, with what is known of them, and the others."""
+        """Return the points that can run, with what is known of their runs, and the others. Data
+        are prepared, which the runs need anyway. Raises ConfigError."""
         able: list[Point] = []
         refused: list[Refused] = []
         for point, found in zip(points, self._ask("check", points), strict=True):
@@ -47,7 +49,8 @@ class Checker:
         return able, refused
 
     def queue(self, points: Sequence[Point]) -> list[str]:
-        """Make the folders of the points' runs; return for each why that failed, or ""."""
+        """Make the folders of the points' runs; return for each why that failed, or the empty
+        text. Raises ConfigError."""
         return [found.get("refused", "") for found in self._ask("queue", points)]
 
     def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 class Composer:
     """From the overrides of a point to its config.
 
-    Hydra composes the first of the points that differ in plain values alone; the values of the
-    others are put into that config, with the same words of OmegaConf's.
+    Hydra composes the first of the points that differ in plain values alone (numbers, texts,
+    switches); of the others these values are put into that config, with the same words of
+    OmegaConf's as Hydra has for them.
     """
 
     def __init__(self, loader: Any, base: DictConfig) -> None:
@@ -28,7 +29,8 @@ class Composer:
         self._last: tuple[list[str], str, DictConfig] | None = None
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
-        """Return the config of the point with this name; the next call may change it."""
+        """Return the config of the point with this name; the next call may change it. Raises
+        Hydra's exceptions."""
         if self._last is not None and self._last[:2] == (list(overrides), name):
             return self._last[2]
         for text in overrides:

@@ -73,7 +73,8 @@ def knobs_of(name: str, cfg: DictConfig) -> Any:
 def run_tasks(
     current: Current, tasks: list[Task], at_work: list[slurm.Submitted], display: Display
 ) -> None:
-    """Run the tasks where the launcher says, and wait for them and for jobs `at_work`."""
+    """Run the tasks where the launcher says, and wait for them and for jobs `at_work`, or until a
+    signal stops it."""
     launcher: Launcher
     if current.launcher == "local":
         launcher = Local(current, tasks)
@@ -87,7 +88,8 @@ def run_tasks(
 
 
 def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Display) -> None:
-    """Run the waiting tasks until all have ended, or a signal or a failure stops the sweep."""
+    """Run the waiting tasks until all have ended. No further one starts once a signal, which is
+    passed on, or a failure has ended the sweep."""
     passed_on, cancelled, left = 0, False, True
     while left:
         for number in current.signals[passed_on:]:

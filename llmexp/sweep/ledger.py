@@ -110,7 +110,8 @@ class Ledger:
             self.save()
 
     def look(self, entry: Entry, alive: bool = False) -> dict[str, Any]:
-        """Return a run's status, which goes before the ledger; `alive`: it is known to be."""
+        """Return the status of a point's run, after the ledger has taken over what it says.
+        `alive`: it is known to be there, such as from a queue."""
         path = self.path / entry.folder
         status = rundir.read_status(path) if rundir.is_run(path) else {}
         state = status.get("state") if alive else state_now(path, status)
@@ -132,7 +133,8 @@ class Ledger:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Return a hash of a plain config less what cannot change results, in hex digits."""
+    """Hash of a plain config less what cannot change results or does nothing there; in hex
+    digits."""
     text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -153,7 +155,8 @@ def is_sweep(path: Path) -> bool:
 
 
 def read(path: Path) -> Ledger:
-    """Return the ledger of a sweep. Raises ConfigError for one missing, damaged, or newer."""
+    """Return the ledger of the sweep's folder. Raises ConfigError for one that is missing, damaged,
+    or of a newer version."""
     where = path / LEDGER
     if not where.is_file():
         raise ConfigError(
@@ -183,7 +186,8 @@ def read(path: Path) -> Ledger:
 
 
 def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:
-    """Return the ledger of a sweep that has lost its own, from its runs. Raises ConfigError."""
+    """Return the ledger of a sweep's folder that has lost its own, from its runs. Raises
+    ConfigError."""
     found = Ledger(path, name, str(path), launcher, arguments, [])
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
@@ -226,7 +230,8 @@ def _entry(at: str, given: Any) -> Entry:
 
 
 def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the values for a dataclass. Raises ConfigError for a wrong or missing one."""
+    """Return the values for the fields of a dataclass. Raises ConfigError for one of another
+    kind, and for one that is missing and has no default."""
     values = {}
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING
@@ -241,7 +246,8 @@ def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Return whether a value is of a kind: `int`, `float   None`, `list[str]`, ..."""
+    """Return whether a value of a file is of a kind, such as `int`, `float | None` or
+    `list[str]`."""
     if value is None:
         return "None" in kind
     if kind.startswith("list"):

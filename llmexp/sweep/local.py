@@ -36,7 +36,8 @@ class Active:
 
 
 class Local:
-    """Run tasks as devices are free; on a CPU `sweep.max_parallel` tasks share the cores."""
+    """Run each task as soon as its devices are free; on a CPU `sweep.max_parallel` tasks share the
+    cores."""
 
     pause_s = 0.1
 
@@ -98,7 +99,8 @@ def visible_devices(count: int) -> list[str]:
 
 
 def start(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the task's worker, which starts its own ranks."""
+    """Return the task's worker. It starts its own ranks, with a port and a process group of their
+    own."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -146,7 +148,8 @@ def by_plan(path: Path) -> bool:
 
 
 def last_words(path: Path, code: int) -> str:
-    """Return the last line that a worker printed on standard error, if it failed by itself."""
+    """Return the last line that the worker itself printed on standard error, such as why it
+    refused; "" for one that a signal ended, or that left well."""
     if code < 0 or code in (DONE, PREEMPTED):
         return ""
     with contextlib.suppress(OSError):

@@ -39,7 +39,8 @@ class Task:
 
 
 def match(ledger: Ledger, points: Sequence[Point]) -> list[Task]:
-    """Return the points with their entries in the ledger, known by their config, or new ones."""
+    """Return the points with their entries: those that they have already, known by the config as
+    composed, or as solved in the run's folder; else new ones."""
     composed = {e.identity: e for e in ledger.points if e.identity is not None}
     infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
     # some may be there in other words
@@ -73,7 +74,8 @@ def by_folder(ledger: Ledger) -> dict[str, Entry]:
 
 
 def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Task | None:
-    """Return an earlier command's point from its folder; None for one that cannot run."""
+    """Return the point of an earlier command, from its run's folder; None for one that cannot run,
+    which is recorded."""
     path = ledger.path / entry.folder
     try:
         config = rundir.built_config(path)
@@ -91,7 +93,8 @@ def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Task | None:
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
-    """Return the new point with a label that sets it apart from all others of the sweep."""
+    """Return the new point with a label by what sets it apart from all others of the sweep, not
+    from those of its command."""
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
     text = label(point.overrides, swept)
     if other := next((e for e in ledger.points if e.label == text), None):

@@ -107,7 +107,8 @@ class Point:
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """Return the swept keys with their values, in characters that need no quotes anywhere."""
+    """Return the swept keys with their values, in characters that neither a shell nor an override
+    needs quotes for."""
     given = [o.partition("=") for o in overrides]
     text = "+".join(
         f"{key.rpartition('.')[2]}_{value.replace('=', '_')}"
@@ -128,7 +129,8 @@ def load_points(
 ) -> tuple[list[Point], list[Refused]]:
     """Return every point that composes and divides, and each one that is refused.
 
-    Swept are the keys that differ between the points or, if given, from the overrides `fixed`.
+    Swept are the keys that differ between the points; with `fixed`, those that are not among these
+    overrides.
     """
     values: dict[str, set[str]] = {}
     for override in itertools.chain.from_iterable(job_overrides):
@@ -154,8 +156,9 @@ def load_points(
 
 
 def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return a sweeper's overrides, as the command line has those that only repeat one of its own:
-    Optuna's writes None for null."""
+    """Return the overrides of a sweeper, those that only repeat one of the command line as that has
+    it: Optuna's writes its values as Python does, False for false and None for null, which no
+    longer is that."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     texts = {}
@@ -170,7 +173,8 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 def split_duplicates(
     points: Sequence[Point], known_by: Callable[[Point], str]
 ) -> tuple[list[Point], list[Refused]]:
-    """Return the points, and apart from them those of the same config or folder as another one."""
+    """Return the points, and apart from them those that are another one again: the same config but
+    for what cannot change results, or the same folder."""
     kept: list[Point] = []
     refused: list[Refused] = []
     configs: dict[str, Point] = {}
@@ -192,7 +196,8 @@ def split_duplicates(
 
 
 def with_devices(config: Config, settings: Sweep) -> Config:
-    """Return the config with as many ranks as sweep.devices_per_run, where it names none."""
+    """Return the config with as many ranks as sweep.devices_per_run gives it, where it names none.
+    Raises ConfigError."""
     p, devices = config.parallelism, settings.devices_per_run
     if devices is None:
         return config
@@ -204,7 +209,8 @@ def with_devices(config: Config, settings: Sweep) -> Config:
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them."""
+    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises
+    ConfigError."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

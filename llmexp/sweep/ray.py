@@ -57,7 +57,8 @@ def need(asked: str) -> None:
 
 
 def train(path: str, environment: dict[str, str]) -> int:
-    """Train in a run folder, as a task; return the exit code. One that is ended lets it save."""
+    """Train in a run folder, or go on there, as a task; return the exit code. A task that is ended
+    lets the run save."""
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     wait_until_free(Path(path))  # this task was here before, and is still saving
     env = kept | environment
@@ -73,12 +74,16 @@ def train(path: str, environment: dict[str, str]) -> int:
 
 
 class Ray:
-    """Run tasks as the cluster has room, `max_parallel` at once; Ray repeats one that dies."""
+    """Run each task as soon as the cluster has room for it, `sweep.max_parallel` of them at once.
+
+    A task whose process dies is repeated by Ray and goes on from the run's checkpoint.
+    """
 
     pause_s = 0.2
 
     def __init__(self, current: Current, knobs: Knobs, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError where there is no cluster, or none that is large enough."""
+        """Raise ConfigError where there is no cluster at the address, or none that is large
+        enough."""
         import ray
 
         self._ray, self._current, self._knobs = ray, current, knobs
@@ -132,7 +137,8 @@ class Ray:
 
 
 def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> None:
-    """Connect to the cluster at the address, else start one here. Raises ConfigError."""
+    """Connect to the cluster at the address, or start one on this machine. Raises ConfigError,
+    naming what asked for it."""
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         os.environ.setdefault("RAY_worker_niceness", "0")

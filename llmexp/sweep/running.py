@@ -55,7 +55,8 @@ def run_rungs(current: Current, tasks: list[Task]) -> None:
 
 
 def stop_of(task: Task, share: float) -> int:
-    """Return the step at which a run has done this share of its own steps."""
+    """Return the step at which a run has done this share of its own steps; a fork's begin after its
+    parent's."""
     first = task.point.config.fork.step or 0
     return first + max(1, math.ceil(share * (task.facts.max_steps - first)))
 
@@ -63,7 +64,8 @@ def stop_of(task: Task, share: float) -> int:
 def best(
     current: Current, racing: list[Task], stops: Mapping[str, int], share: float
 ) -> list[Task]:
-    """Return the points with the lowest losses at a rung; the others are out."""
+    """Return the points that go on after a rung, those with the lowest losses; the others are out
+    at this share of their steps."""
     folder, scores = current.ledger.path, {}
     for task in racing:
         name = task.entry.folder
@@ -78,7 +80,8 @@ def best(
 
 
 def score(path: Path, step: int) -> float:
-    """Return a run's loss at a step, per byte where known; inf for one that did not come so far."""
+    """Return the loss of a run at a step, which decides whether it goes on (per byte where that is
+    known, for points of several tokenizers); inf for one that did not come so far."""
     with contextlib.suppress(ConfigError):
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
@@ -97,7 +100,8 @@ def reached(task: Task, stops: Mapping[str, int]) -> bool:
 def run_points(
     current: Current, tasks: Sequence[Task], stops: Mapping[str, int] | None = None
 ) -> None:
-    """Run points to their ends, or to the steps in `stops`, by folder; failed ones again."""
+    """Run points to their ends, or to the steps in `stops`, by folder, where they have not been
+    there before; failed ones again."""
     stops, ledger = stops or {}, current.ledger
     left = []
     for task in tasks:
@@ -171,7 +175,8 @@ def with_stop(point: Point, step: int | None) -> Point:
 
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:
-    """Return whether nobody trains there, waiting for a run whose sweep was killed to leave."""
+    """Return whether nobody trains there. A run whose sweep was killed has until the deadline to
+    save and leave."""
     while rundir.is_held(path):
         if time.monotonic() > deadline or current.over:
             return False

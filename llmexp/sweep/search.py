@@ -80,7 +80,8 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
 
 
 def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
-    """Return a point's final loss for the sweeper (per byte between tokenizers), or why none."""
+    """Return what the sweeper gets of a point: its final validation loss, in bits per byte where
+    the tokenizer is searched too, or why there is none."""
     if entry is None:
         return JobReturn(
             overrides, status=JobStatus.FAILED, _return_value=PointFailed("this point cannot run")

@@ -33,7 +33,8 @@ class Display:
     def __init__(
         self, ledger: Ledger, lines: bool = True, reported: set[str] | None = None
     ) -> None:
-        """Print changes of a state with `lines`; add the folders of failures to `reported`."""
+        """`lines`: print each change of a point's state. `reported` gets the folders of those whose
+        failure was printed."""
         self._reported = set() if reported is None else reported
         self._ledger, self._slots, self._lines = ledger, 1, lines
         self._live: Any = None
@@ -117,7 +118,8 @@ class Display:
         return f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}"
 
     def _time_left(self, left: dict[str, float]) -> str:
-        """Return when the sweep may end: runs under way, then the queue at the mean time."""
+        """Return when the sweep may end: what is under way, then the points in the queue at the
+        mean time of those that ran."""
         points, now = self._ledger.points, time.time()
         took = []
         for entry in points:
@@ -147,7 +149,8 @@ def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
 
 
 def name_of(entry: Entry, swept: Sequence[str]) -> str:
-    """Return the number of a point and the short names of what is swept."""
+    """Return the number of a point, which begins its folder's name, and the short names of what is
+    swept."""
     return f"{entry.number} {label(values_of(entry, swept)) or entry.label}"
 
 
@@ -173,7 +176,8 @@ def told(entry: Entry, ledger: Ledger) -> str:
 
 
 def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the validation loss in a row or summary, else the train loss, to end a line."""
+    """Return the validation loss in a row or summary, else the train loss, to be added to a line;
+    empty without."""
     for key, name in (("val/loss", "val loss"), ("train/loss", "train loss")):
         if text := shown_as(figures.get(f"{prefix}{key}"), ".4f"):
             return f", {name} {text}"
@@ -181,7 +185,8 @@ def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def unfinished(ledger: Ledger, reported: Collection[str] = ()) -> list[str]:
-    """Return lines that say why points did not finish, short ones for those `reported` before."""
+    """Return lines that say why points did not finish; short ones for the folders whose failure was
+    reported before."""
     lines = []
     for entry in ledger.points:
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
@@ -203,7 +208,8 @@ def shown_as(value: Any, form: str) -> str:
 
 
 def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
-    """Return how many points are in which state; `waiting`: the folders of those at a rung."""
+    """Return how many points are in which state; `waiting`: the folders of those that wait at a
+    rung."""
     states = Counter[str]()
     for entry in points:
         if entry.rung is not None:
@@ -224,7 +230,8 @@ def latest_row(path: Path) -> dict[str, Any]:
 
 
 def results_table(ledger: Ledger) -> str:
-    """Return state and final figures of every point, where there is nothing to compare."""
+    """Return state and final figures of every point, for sweeps of which there is nothing to
+    compare."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
         summary = {}
@@ -240,7 +247,8 @@ def results_table(ledger: Ledger) -> str:
 
 
 def flat(error: str) -> str:
-    """Return one line, without the newlines that the repr of an exception spells out."""
+    """Return one line, where the repr of an exception has the newlines of its text as two
+    characters each."""
     return " ".join(error.replace("\\n", " ").split())
 
 
@@ -264,9 +272,12 @@ def naming(
     rest: Sequence[Sequence[str]],
     width: int | None,
 ) -> list[tuple[str, ...]]:
-    """Return the first cells of a table of points, with a header: number, then a column a swept
-    key, or its short name where columns do not fit beside `rest`. `points`: number and swept
-    values."""
+    """Return the first cells of a table of points, with its header: number and short name, a column
+    a swept key where that fits beside the `rest` of the columns.
+
+    `points`: their numbers and the values of the swept keys; a key that a point lacks is left
+    blank.
+    """
     keys = list(dict.fromkeys(key for _, values in points for key in values))
     short = short_keys(keys)
     columns = [("", *(short[key] for key in keys))]

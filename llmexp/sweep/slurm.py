@@ -32,7 +32,8 @@ OVER = (
 
 
 def states() -> dict[str, tuple[str, str]]:
-    """Return (state, reason or nodes) of the user's jobs by id, such as 12_3. Raises OSError."""
+    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3, ended ones for a while
+    too. Raises OSError."""
     form = "--format=%i|%T|%R"
     out = client("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form)
     rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
@@ -51,7 +52,8 @@ class Submitted:
 
 
 def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
-    """Return these tasks' earlier jobs that have not ended. Raises ConfigError."""
+    """Return the jobs, submitted earlier for these tasks, that have not ended. Raises
+    ConfigError."""
     known = []
     for task in tasks:
         with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
@@ -69,8 +71,11 @@ def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
 
 
 class Slurm:
-    """Run each task as a job, which goes on without this process. Needs no accounting database: the
-    run's status.json says how a job ended, squeue whether it is there."""
+    """Run each task as a job, which goes on without this process.
+
+    Needs no accounting database: the run's own status.json says how a job ended, and squeue whether
+    it is still there.
+    """
 
     pause_s = 1.0
 

@@ -27,7 +27,9 @@ OF_THE_JOB = re.compile(
 
 def outside() -> dict[str, str]:
     """Return the environment without that of the Slurm job that this process may be in: what is
-    submitted from inside a job is no part of it."""
+    submitted from inside a job is no part of it. $SLURM_CONF stays, which says where the cluster
+    is.
+    """
     if "SLURM_JOB_ID" not in os.environ:  # then SLURM_* are the user's own defaults
         return dict(os.environ)
     return {k: v for k, v in os.environ.items() if not OF_THE_JOB.match(k)}
@@ -53,7 +55,8 @@ def client(*command: str) -> str:
 
 
 def run(path: Path) -> int:
-    """Train the run on this node; queue a job that Slurm stopped again. Return the exit code."""
+    """Train the run on this node; its exit code. A job that Slurm stopped goes back into the queue,
+    once."""
     seen: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         # Not ignored, which the child would inherit. Not passed on: Slurm sends it to all processes

@@ -119,7 +119,8 @@ def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -
 
 
 def fixed_here(config: Config, path: Path) -> str:
-    """Return what this host has chosen for a run that may start on another kind of host, or ""."""
+    """Return what this host has chosen for a run that may start on another kind of host; empty if
+    nothing."""
     recorded = rundir.read_run(path)
     if config.train.device != "auto" or recorded["device"] != "cpu":
         return ""

@@ -28,7 +28,8 @@ def is_twin(entry: Entry) -> bool:
 
 
 def leading(ledger: Ledger) -> Entry | None:
-    """Return the finished point with the lowest final loss, over seeds that of the mean."""
+    """Return the finished point with the lowest final loss; of several seeds the setting's mean
+    counts."""
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not is_twin(e)] or finished
     for key in LOSSES:
@@ -45,7 +46,8 @@ def leading(ledger: Ledger) -> Entry | None:
 
 
 def run_twins(current: Current) -> None:
-    """Train `sweep.twins` twins of the leading point, and unfinished ones of earlier commands."""
+    """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not
+    finished."""
     if current.over:
         return
     ledger = current.ledger
@@ -73,7 +75,8 @@ def is_cut(ledger: Ledger, entry: Entry) -> bool:
 
 
 def twins_of(current: Current, lead: Entry) -> list[Task]:
-    """Return the twins of a finished point, with new places in the ledger where needed."""
+    """Return the twins of a finished point, with new places in the ledger for those that it does
+    not have yet."""
     ledger, count = current.ledger, current.settings.twins
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
