@@ -6,7 +6,8 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,8 @@ def compose(
     share.
     """
     with user_errors(hydra.config_loader, overrides):
-        wanted = RunMode.MULTIRUN if multirun else hydra.get_mode(CONFIG_NAME, list(overrides))
-        # It does not compose: as a sweep the error says why, a run would blame the swept values.
-        if wanted is None:
-            with suppress(AttributeError, KeyError, TypeError, RecursionError):  # reported below
-                hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
-        multirun = wanted == RunMode.MULTIRUN
-        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         try:
-            cfg = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=mode)
+            cfg, multirun = _composed(hydra, overrides, multirun)
         # such as for clip=[{}]
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
@@ -85,6 +79,21 @@ def compose(
             ) from None
         HydraConfig.instance().set_config(cfg)
     return cfg, multirun
+
+
+def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[DictConfig, bool]:
+    """Return what `compose` does. A run is composed once."""
+    compose = partial(hydra.compose_config, CONFIG_NAME, list(overrides))
+    if not multirun:
+        try:
+            cfg = compose(run_mode=RunMode.RUN)
+            if cfg.hydra.mode != RunMode.MULTIRUN:
+                return cfg, False
+        except Exception:
+            # As a sweep the error says why: a run would blame the swept values.
+            if compose(run_mode=RunMode.MULTIRUN).hydra.mode != RunMode.MULTIRUN:
+                raise
+    return compose(run_mode=RunMode.MULTIRUN), True
 
 
 def typed(cfg: DictConfig) -> Config:
