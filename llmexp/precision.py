@@ -114,6 +114,14 @@ def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
+def cast_once(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which parameters do not change, around several `autocast`: each is cast
+    once. (autocast keeps its copies until the outermost context ends.)"""
+    if kind in ("bf16", "fp16"):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 class Scaler:
     """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default
     factors; 1 for all other arithmetic. Its state stays on the device.
@@ -136,10 +144,11 @@ class Scaler:
         if self.enabled:
             torch._foreach_mul_(gradients, 1.0 / self.value)
 
-    def update(self, overflow: Tensor) -> None:
-        """Halves the scale after an overflow, doubles it after `growth_interval` optimizer steps
-        without one."""
+    def update(self, norm: Tensor) -> None:
+        """Halve the scale after an overflow (a gradient norm that is not finite), double it after
+        `growth_interval` optimizer steps without one."""
         if self.enabled:
+            overflow = ~norm.isfinite()
             self._steps = torch.where(overflow, 0, self._steps + 1)
             grown = self._steps == self._growth_interval
             self._steps = torch.where(grown, 0, self._steps)
@@ -147,7 +156,7 @@ class Scaler:
             self.value = torch.where(overflow, self.value * 0.5, larger)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the host waits."""
+        """Return what a checkpoint keeps. The host waits."""
         return {"scale": float(self.value), "steps": int(self._steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

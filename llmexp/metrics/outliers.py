@@ -20,6 +20,9 @@ class Limits:
     loss: tuple[float, float]
     norm: tuple[float, float]
 
+    def hold(self, loss: float, norm: float) -> bool:
+        return self.loss[0] <= loss <= self.loss[1] and self.norm[0] <= norm <= self.norm[1]
+
 
 class Outliers:
     """A trailing window over loss and norm, on the host. Values enter it clamped to the limits of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from llmexp.assembly.assemble import Parts
 from llmexp.config import Clip
 from llmexp.data.reader import Window
 from llmexp.metrics.noise import SmallGradient
-from llmexp.metrics.outliers import Outliers
+from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.train.ema import Ema
 
-# Verdicts on a window: those beyond OUTLIER skip the update.
+# What a window was; the update is applied after the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 
@@ -76,10 +77,11 @@ class Seen:
 
 
 class Verdict:
-    """A window's verdict and the figures behind it on their way to the host, in one copy. `read`
-    waits for that copy alone, not for work queued after it."""
+    """The figures of a window on their way to the host, in one copy, and the limits of outliers
+    that held for it. `read` waits for that copy alone, not for work queued after it."""
 
-    def __init__(self, *figures: Tensor) -> None:
+    def __init__(self, limits: Limits | None, *figures: Tensor) -> None:
+        self._limits = limits
         self._event: torch.cuda.Event | None = None
         self._figures = torch.stack(figures)  # one of them is float64, and so are all
         if self._figures.device.type == "cuda":
@@ -91,9 +93,10 @@ class Verdict:
     def read(self) -> Seen:
         if self._event is not None:
             self._event.synchronize()
-        code, loss, norm, norm_after, clipped, count, scale, *small = self._figures.tolist()
+        skipped, loss, norm, norm_after, clipped, count, scale, *small = self._figures.tolist()
+        code = judge(loss, norm, count, bool(skipped), self._limits)
         mean_square = (small[0], small[1]) if small else None
-        return Seen(int(code), loss, norm, norm_after, bool(clipped), count, scale, mean_square)
+        return Seen(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
 
 
 def train_step(
@@ -115,17 +118,21 @@ def train_step(
     own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
     count = mesh.total(setup.mesh, own_count.to(device, non_blocking=True))
     # x dp_size: DDP and FSDP average what is to be summed
-    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(dtype)
+    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(dtype) * setup.scaler.value
     nll = torch.zeros((), dtype=dtype, device=device)
-    for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-        tokens_bt = tokens_bt.to(device, non_blocking=True)
-        targets_bt = targets_bt.to(device, non_blocking=True)
-        with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
-            with precision.autocast(kind, device):
-                micro_nll = setup.module(tokens_bt, targets_bt)
-            with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
-                (micro_nll * weight * setup.scaler.value).backward()
-        nll += micro_nll.detach()
+    with precision.cast_once(kind, device):
+        for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
+            tokens_bt = tokens_bt.to(device, non_blocking=True)
+            targets_bt = targets_bt.to(device, non_blocking=True)
+            last = i == len(window.micro_batches)
+            with mesh.micro_step(setup.mesh, setup.module, last=last):
+                with precision.autocast(kind, device):
+                    micro_nll = setup.module(tokens_bt, targets_bt)
+                with setup.small.watching(
+                    window.step + 1, i, window.micro_batches, setup.parameters
+                ):
+                    (micro_nll * weight).backward()
+            nll += micro_nll.detach()
     own_nll = nll.clone()
     loss = mesh.total(setup.mesh, nll) / count.clamp(min=1)
 
@@ -134,43 +141,43 @@ def train_step(
     setup.scaler.unscale(held)
     gradients_ready()
     norm = mesh.global_norm(setup.mesh, gradients)
-    code = first_verdict(loss, norm, count)
+    skip = unusable(loss, norm, count)
     norm_after, clipped = clipping.clip(
         setup.mesh, setup.clip.kind, gradients, norm, setup.clip.max_norm, setup.clip.max_value
     )
 
     lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
-    # by the limits of the settled steps: all before this one
-    code = look_for_outlier(setup, code, loss, norm)
+    limits = setup.outliers.limits  # by the settled steps: all before this one
+    if limits is not None and setup.parts.config.metrics.skip_outliers:
+        outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
+        skip = mesh.maximum(setup.mesh, (skip | outside).int()) > 0  # the same on all ranks
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
-    optim.update(setup.optimizers, skip=code > OUTLIER)
-    setup.scaler.update(overflow=~norm.isfinite())
+    optim.update(setup.optimizers, skip)
+    setup.scaler.update(norm)
     torch._foreach_zero_(held)
-    clipped = clipped & (code <= OUTLIER)
-    verdict = Verdict(code, loss, norm, norm_after, clipped, count, scale, *small)
+    clipped = clipped & ~skip
+    verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
     return Step(count, clipped, own_nll, verdict, lr)
 
 
-def first_verdict(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
-    """Return OK, or what is wrong with a window: no valid target, or a figure that is not
-    finite."""
-    code = torch.where(norm.isfinite(), OK, BAD_NORM)
-    code = torch.where(loss.isfinite(), code, BAD_LOSS)
-    return torch.where(count > 0, code, EMPTY)
+def unusable(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
+    """Return whether a window has no valid target, or a figure that is not finite."""
+    # x - x is 0, or nan where x is not finite; isfinite would be four operations
+    return ~((loss - loss == norm - norm) & (count > 0))
 
 
-def look_for_outlier(setup: Setup, code: Tensor, loss: Tensor, norm: Tensor) -> Tensor:
-    """Return the verdict, with outliers apart from the windows that were OK. Nothing waits: the
-    limits are numbers."""
-    limits = setup.outliers.limits
-    if limits is None:
-        return code
-    outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
-    if not setup.parts.config.metrics.skip_outliers:
-        return torch.where(outside & (code == OK), OUTLIER, code)
-    # the same on all ranks
-    return mesh.maximum(setup.mesh, torch.where(outside & (code == OK), SKIPPED_OUTLIER, code))
+def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits | None) -> int:
+    """Return what is wrong with a window, or OK; `skipped`: its update was not applied."""
+    if count == 0:
+        return EMPTY
+    if not math.isfinite(loss):
+        return BAD_LOSS
+    if not math.isfinite(norm):
+        return BAD_NORM
+    if skipped:
+        return SKIPPED_OUTLIER
+    return OK if limits is None or limits.hold(loss, norm) else OUTLIER
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

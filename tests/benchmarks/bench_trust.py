@@ -26,7 +26,7 @@ from llmexp import mesh
 from llmexp.assembly.assemble import assemble
 from llmexp.checkpoint import loading, saving
 from llmexp.compose import app
-from llmexp.train.step import BAD_LOSS, BAD_NORM, EMPTY, OK, Verdict, set_up, train_step
+from llmexp.train.step import Verdict, set_up, train_step, unusable
 from llmexp.train.windows import read_ahead
 
 
@@ -67,10 +67,8 @@ def main() -> None:
     )
 
     def look() -> None:
-        code = torch.where(norm.isfinite(), OK, BAD_NORM)
-        code = torch.where(loss.isfinite(), code, BAD_LOSS)
-        code = torch.where(count > 0, code, EMPTY)
-        Verdict(code, loss, norm, norm, norm > 1, count, loss).read()
+        skip = unusable(loss, norm, count)
+        Verdict(None, skip, loss, norm, norm, norm > 1, count, loss).read()
 
     for _ in range(5):
         step()
