@@ -256,6 +256,10 @@ def allowed_again() -> str:
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
 
 
+# json.dumps with options would make one for each row
+ROW = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 class Rows:
     """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once."""
 
@@ -264,7 +268,7 @@ class Rows:
         first."""
         kept = [row for row in read_rows(path) if row["step"] <= keep_up_to_step]
         if path.exists():
-            write_whole(path, "".join(_line(row) for row in kept))
+            write_whole(path, "".join(ROW.encode(row) + "\n" for row in kept))
         self.rows = kept
         # Unbuffered: what could not be written must not come back as an error at the end.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -272,7 +276,7 @@ class Rows:
     def append(self, row: dict[str, Any]) -> None:
         """Raise OSError where the row cannot be written; the file then ends with the row before
         it."""
-        left = memoryview(_line(row).encode())
+        left = memoryview(f"{ROW.encode(row)}\n".encode())
         whole = os.fstat(self._file.fileno()).st_size
         try:
             while left:
@@ -295,10 +299,6 @@ class Rows:
     def close(self) -> None:
         self.sync()
         self._file.close()
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

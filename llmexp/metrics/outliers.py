@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 ENOUGH = 32  # steps in the window before anything is judged, or all of a smaller window
 # A loss that stands still differs by rounding alone (some 2**-24 in fp32): that is no outlier.
 LEAST_DEVIATION = 1e-6
+SCALE = 2**60  # units in 1: a value of 1e-9 keeps nine digits
+LARGEST = 1e100  # what is beyond it counts as this
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,33 @@ class Limits:
         return self.loss[0] <= loss <= self.loss[1] and self.norm[0] <= norm <= self.norm[1]
 
 
+class Trailing:
+    """Mean and standard deviation of the last values of a series, from running sums in units of
+    1 / SCALE: sums of integers are exact, so a value that has left the window leaves no trace."""
+
+    def __init__(self, window: int) -> None:
+        self.values: deque[float] = deque(maxlen=window)
+        self._sum = self._squares = 0
+
+    def add(self, value: float) -> None:
+        if len(self.values) == self.values.maxlen:
+            gone = _in_units(self.values[0])
+            self._sum -= gone
+            self._squares -= gone * gone
+        self.values.append(value)
+        new = _in_units(value)
+        self._sum += new
+        self._squares += new * new
+
+    def about(self, sigma: float) -> tuple[float, float]:
+        """Return the ends of `sigma` standard deviations about the mean. Needs two values."""
+        n = len(self.values)
+        mean = self._sum / n / SCALE
+        deviation = math.sqrt((n * self._squares - self._sum**2) / (n * (n - 1))) / SCALE
+        reach = sigma * max(deviation, LEAST_DEVIATION * abs(mean))
+        return mean - reach, mean + reach
+
+
 class Outliers:
     """A trailing window over loss and norm, on the host. Values enter it clamped to the limits of
     their step, so that one spike does not blind it and a level that lasts is learned; what is not
@@ -32,9 +60,7 @@ class Outliers:
     def __init__(self, sigma: float | None, window: int) -> None:
         self.sigma = sigma
         self._needed = min(ENOUGH, window)
-        # losses and norms, oldest first: the order decides how sums round
-        self._values = np.empty((2, window))
-        self._count = 0
+        self._losses, self._norms = Trailing(window), Trailing(window)
         self.limits: Limits | None = None  # for the next step; None while too little is known
 
     def add(self, loss: float, norm: float) -> None:
@@ -43,37 +69,22 @@ class Outliers:
             return
         if self.limits is not None:
             loss, norm = _clamp(loss, *self.limits.loss), _clamp(norm, *self.limits.norm)
-        if self._count == self._values.shape[1]:
-            self._values[:, :-1] = self._values[:, 1:]
-        else:
-            self._count += 1
-        self._values[:, self._count - 1] = loss, norm
+        self._losses.add(loss)
+        self._norms.add(norm)
         self._renew()
 
     def _renew(self) -> None:
-        self.limits = None
-        if self.sigma is not None and self._count >= self._needed:
-            values = self._values[:, : self._count]
-            means = np.add.reduce(values, 1) / self._count
-            off = values - means[:, None]
-            squares = np.add.reduce(off * off, 1).tolist()
-            reaches = [
-                self.sigma * max(math.sqrt(square / (self._count - 1)), LEAST_DEVIATION * abs(mean))
-                for mean, square in zip(means.tolist(), squares, strict=True)
-            ]
-            loss, norm = (
-                (mean - reach, mean + reach)
-                for mean, reach in zip(means.tolist(), reaches, strict=True)
-            )
-            self.limits = Limits(loss, norm)
+        if self.sigma is not None and len(self._losses.values) >= self._needed:
+            self.limits = Limits(self._losses.about(self.sigma), self._norms.about(self.sigma))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window": self._values[:, : self._count].T.tolist()}
+        pairs = zip(self._losses.values, self._norms.values, strict=True)
+        return {"window": [[loss, norm] for loss, norm in pairs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        kept = state["window"][-self._values.shape[1] :]
-        self._count = len(kept)
-        self._values[:, : self._count] = np.array(kept).reshape(-1, 2).T
+        for loss, norm in state["window"]:
+            self._losses.add(loss)
+            self._norms.add(norm)
         self._renew()
 
 
@@ -94,3 +105,7 @@ def describe(limits: Limits, loss: float, norm: float) -> str:
 
 def _clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
+
+
+def _in_units(value: float) -> int:
+    return int(_clamp(value, -LARGEST, LARGEST) * SCALE)

@@ -163,8 +163,9 @@ def train_step(
 
 def unusable(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
     """Return whether a window has no valid target, or a figure that is not finite."""
-    # x - x is 0, or nan where x is not finite; isfinite would be four operations
-    return ~((loss - loss == norm - norm) & (count > 0))
+    if loss.device.type == "cpu":  # reading is free there
+        return torch.tensor(judge(float(loss), float(norm), float(count), False, None) != OK)
+    return ~(loss.isfinite() & norm.isfinite() & (count > 0))
 
 
 def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits | None) -> int:
