@@ -58,6 +58,15 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(node) if isinstance(node, list) else ()
 
 
+def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
+    """Return the config with other values of knobs in some sections: train={"max_steps": 3}."""
+    found: dict[str, Any] = {}
+    for name, values in sections.items():
+        old = getattr(config, name)
+        found[name] = old | values if isinstance(old, dict) else dataclasses.replace(old, **values)
+    return dataclasses.replace(config, **found)
+
+
 @functools.cache
 def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)

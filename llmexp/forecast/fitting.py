@@ -18,7 +18,7 @@ from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.remembered import MEMORY, kind_of, remember, remembered
 from llmexp.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.config import Config, ConfigError, refuse
-from llmexp.convert import build
+from llmexp.convert import build, with_knobs
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import Died, measured
 from llmexp.metrics import hardware
@@ -82,8 +82,7 @@ def _written(folder: str) -> int | None:
 
 def cut(config: Config, micro: int) -> Config:
     """Return the config with this micro-batch, whose accumulation is solved."""
-    batch = dataclasses.replace(config.batch, micro_batch_size=micro)
-    return dataclasses.replace(config, batch=batch)
+    return with_knobs(config, batch={"micro_batch_size": micro})
 
 
 def _room(parts: Parts, limit: float | None) -> memory.Room:
@@ -111,17 +110,19 @@ def _find(parts: Parts, room: memory.Room) -> dict[str, Any]:
     best: dict[str, Any] | None = None
     why = ""
     for size in sizes[sizes.index(first) :]:
+        sequences = _sequences(size, first, whole)
+        real = {"real_batch_size": sequences * parts.run.dp_size}
         try:
-            found = measured(_tried(parts, size, first), "steps")
+            found = measured(with_knobs(_cut(parts, size, sequences), batch=real), "steps")
         except Died as death:
             # the size is not the cause; a host without memory kills with the same words
             if str(death) == why and "SIGKILL" not in why:
                 raise refuse(KEY, AUTO, f"steps fail, whatever the size: {why}") from None
             why = str(death)
         else:
-            rate = parts.run.sequence_length * _sequences(size, first, whole) / found["step_s"]
+            rate = parts.run.sequence_length * sequences / found["step_s"]
             if found["peak_bytes"] <= room.usable:
-                kind = kind_of(_shape(parts, size), parts.run.facts.device_name)
+                kind = kind_of(_cut(parts, size, whole), parts.run.facts.device_name)
                 remember(MEMORY, {"peak_bytes": found["peak_bytes"]}, kind)
                 _say(size, f"fits: {gib(found['peak_bytes'])} GiB, {rate:,.0f} tokens/s a rank")
                 if best is not None and rate < FASTER * best["tokens_per_sec_per_rank"]:
@@ -185,24 +186,10 @@ def _sequences(size: int, first: int, whole: int) -> int:
     return size * -(-min(whole, 2 * first) // size)
 
 
-def _shape(parts: Parts, size: int) -> Config:
-    """Return the config as it is solved with this micro-batch."""
-    accumulation = parts.run.micro_batch_size // size
-    batch = dataclasses.replace(
-        parts.config.batch, micro_batch_size=size, gradient_accumulation_steps=accumulation
-    )
-    return dataclasses.replace(parts.config, batch=batch)
-
-
-def _tried(parts: Parts, size: int, first: int) -> Config:
-    sequences = _sequences(size, first, parts.run.micro_batch_size)
-    batch = dataclasses.replace(
-        parts.config.batch,
-        micro_batch_size=size,
-        gradient_accumulation_steps=sequences // size,
-        real_batch_size=sequences * parts.run.dp_size,
-    )
-    return dataclasses.replace(parts.config, batch=batch)
+def _cut(parts: Parts, size: int, sequences: int) -> Config:
+    """Return the config with so many sequences of a rank in a step, cut into this micro-batch."""
+    batch = {"micro_batch_size": size, "gradient_accumulation_steps": sequences // size}
+    return with_knobs(parts.config, batch=batch)
 
 
 def _say(size: int, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import tempfile
 import time
@@ -15,6 +14,7 @@ import yaml
 from llmexp import fileio, rundir
 from llmexp.child import DONE, how_it_died, kill_family, start_worker
 from llmexp.config import Config, plain
+from llmexp.convert import with_knobs
 from llmexp.train.calibration import ASKED, FILE
 
 ERRORS = "stderr.log"
@@ -32,7 +32,13 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
     with tempfile.TemporaryDirectory("", prefix, disk, ignore_cleanup_errors=True) as there:
         path = Path(there) / "run"
         path.mkdir()
-        fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(_quiet(config))))
+        quiet = with_knobs(
+            config,
+            tracker={"kind": "none", "also": []},
+            train={"stop_step": None, "profile_start": None},
+            parallelism={"max_restarts": 0},
+        )
+        fileio.write_whole(path / rundir.CONFIG, yaml.safe_dump(plain(quiet)))
         started = time.time()
         env = {**os.environ, ASKED: what}
         process = start_worker(str(path), log=path / ERRORS, env=env)
@@ -51,16 +57,6 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
     found["start_s"] = found.pop("began") - started
     found["end_s"] = ended - found.pop("ended")
     return found
-
-
-def _quiet(config: Config) -> Config:
-    """Return the config of a run that nobody follows."""
-    return dataclasses.replace(
-        config,
-        tracker=dataclasses.replace(config.tracker, kind="none", also=[]),
-        train=dataclasses.replace(config.train, stop_step=None, profile_start=None),
-        parallelism=dataclasses.replace(config.parallelism, max_restarts=0),
-    )
 
 
 def _last_words(path: Path, code: int) -> str:

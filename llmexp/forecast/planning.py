@@ -14,6 +14,7 @@ from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.inputs import Shared
 from llmexp.assembly.remembered import MEMORY, kind_of, remember
 from llmexp.config import Config, ConfigError, refuse
+from llmexp.convert import with_knobs
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Cost, Times
 from llmexp.forecast.fitting import cut, known
@@ -157,11 +158,9 @@ class Planner:
 
 def placeable(config: Config) -> Config:
     """Return the config of a run that need not find its device here."""
-    train = dataclasses.replace(config.train, device="cpu", compile=False)
     kind = "fp32" if config.precision.kind == "tf32" else config.precision.kind
-    return dataclasses.replace(
-        config, train=train, precision=dataclasses.replace(config.precision, kind=kind)
-    )
+    on_cpu = {"device": "cpu", "compile": False}
+    return with_knobs(config, train=on_cpu, precision={"kind": kind})
 
 
 def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str]:

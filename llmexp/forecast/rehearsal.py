@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmexp import mesh
 from llmexp.assembly.assemble import Parts
 from llmexp.config import Parallelism
+from llmexp.convert import with_knobs
 from llmexp.data.reader import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
@@ -70,11 +71,8 @@ def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> F
     """
     real_cuda = device is not None and torch.cuda.is_available()
     kind = "cuda" if device is not None else "cpu"
-    config = dataclasses.replace(
-        parts.config,
-        parallelism=cut.parallelism,
-        train=dataclasses.replace(parts.config.train, compile=False),
-    )
+    config = dataclasses.replace(parts.config, parallelism=cut.parallelism)
+    config = with_knobs(config, train={"compile": False})
     counting = Counting("cuda" if real_cuda else "cpu")
     torch.set_grad_enabled(True)
     gc.collect()

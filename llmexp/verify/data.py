@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,8 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
             raise
         return [Check("token ids in range", False, note=str(error))]
     corpus, facts = parts.corpus, parts.run.facts
-    print(
-        f"reading {sum(s.array.nbytes for s in corpus.shards()) / 1e6:,.1f} MB of tokens",
-        flush=True,
-    )
+    size = sum(s.array.nbytes for s in corpus.shards())
+    print(f"reading {size / 1e6:,.1f} MB of tokens", flush=True)
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
@@ -138,18 +137,10 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
 def _in_range(name: str, shard: Shard, found: Scanned, vocab_size: int) -> Check:
     figure = f"{len(shard.array):,} ids from {found.smallest} to {found.largest}"
     note = f"sha256 {found.sha256}"
-    if found.first_bad is not None:
-        note = (
-            f"id {int(shard.array[found.first_bad])} at position {found.first_bad:,} is the "
-            f"first; {note}"
-        )
-    return Check(
-        f"token ids of {name} in range",
-        found.first_bad is None,
-        figure,
-        f"0 to {vocab_size - 1}",
-        note,
-    )
+    if (bad := found.first_bad) is not None:
+        note = f"id {int(shard.array[bad])} at position {bad:,} is the first; {note}"
+    what, limit = f"token ids of {name} in range", f"0 to {vocab_size - 1}"
+    return Check(what, found.first_bad is None, figure, limit, note)
 
 
 def _few(checks: list[Check], others: str) -> list[Check]:
@@ -185,11 +176,16 @@ def check_order(parts: Parts) -> list[Check]:
     return [*checks, equal(what, differing, looked, "sampled, the last one among them")]
 
 
+def _numbers(count: int) -> Iterator[np.ndarray]:
+    """Yield the numbers of so many sequences, some at a time."""
+    for start in range(0, count, 1 << 18):
+        yield np.arange(start, min(count, start + (1 << 18)))
+
+
 def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
     seen = np.zeros(n, dtype=np.bool_)
     outside = 0
-    for start in range(0, n, 1 << 18):
-        k = np.arange(start, min(n, start + (1 << 18)))
+    for k in _numbers(n):
         index = sequence_index(seed, epoch * n + k, n, shuffle)
         inside = (index >= 0) & (index < n)
         outside += int((~inside).sum())
@@ -200,13 +196,8 @@ def covers(epoch: int, seed: int, n: int, shuffle: bool) -> Check:
         note += f"; sequence {int(np.flatnonzero(~seen)[0]):,} is the first that is missing"
     if outside:
         note += f"; {outside:,} outside the corpus"
-    return Check(
-        f"sequences that epoch {epoch} visits, each once",
-        visited == n and not outside,
-        visited,
-        n,
-        note,
-    )
+    what = f"sequences that epoch {epoch} visits, each once"
+    return Check(what, visited == n and not outside, visited, n, note)
 
 
 def mixes(order: Order, name: str) -> Check:
@@ -219,21 +210,16 @@ def mixes(order: Order, name: str) -> Check:
     n = order.mixed.sequences(length)[name]
     visits = np.zeros(n, dtype=np.int64)
     outside = 0
-    for start in range(0, order.total_sequences, 1 << 18):
-        k = np.arange(start, min(order.total_sequences, start + (1 << 18)))
+    for k in _numbers(order.total_sequences):
         at = order.starts(k) - first
         mine = at[(at >= 0) & (at < sizes[name])]
         outside += int((mine % length != 0).sum())
         visits += np.bincount(mine // length, minlength=n)[:n]
     wanted, _ = order.mixed.shares(order.total_sequences, length)[name]
-    uneven = int(visits.max() - visits.min())
-    return Check(
-        f"sequences of the source {name}, none twice in an epoch",
-        int(visits.sum()) == wanted and uneven <= 1 and not outside,
-        int(visits.sum()),
-        wanted,
-        f"train.seed={order.seed}; {n:,} in the source",
-    )
+    total, uneven = int(visits.sum()), int(visits.max() - visits.min())
+    what = f"sequences of the source {name}, none twice in an epoch"
+    passed = total == wanted and uneven <= 1 and not outside
+    return Check(what, passed, total, wanted, f"train.seed={order.seed}; {n:,} in the source")
 
 
 def other_window(order: Order, cut: Cut, step: int) -> str:

@@ -29,10 +29,8 @@ def verify(
     checks = compare(pair)
     if any(check.passed is False for check in checks):
         note = first_difference(pair)
-        print(
-            f"a run of {LOOK_STEPS} steps that asks torch for what is not deterministic", flush=True
-        )
-        look = path / "look"
+        look, what = path / "look", "that asks torch for what is not deterministic"
+        print(f"a run of {LOOK_STEPS} steps {what}", flush=True)
         try:
             runs.train_recorded(look, _look(config, shrink), warned=True)
             likely = suspects(record.read(look))
@@ -114,44 +112,37 @@ def _stages(
 ) -> list[str]:
     """Return what differs in each stage of one rank's step, in words, or nothing."""
 
-    def named(part: str) -> str:
-        """Return the first entry that differs."""
+    def differing(part: str, text: str) -> str:
+        """Return the text with the first entry that differs, or nothing."""
         ours, theirs = one.get(part, {}), other.get(part, {})
-        return next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "")
+        name = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "")
+        return text.format(name) if name else ""
 
     if not one or not other:
         return ["only one of the runs came here"]
     gone = here.get("data_digest") != there.get("data_digest")
     passes = where_forward(one.get("events", []), other.get("events", []), classes)
-    if passes and named("rng"):
-        passes += f"; it drew other random numbers too ({named('rng')})"
+    if passes:
+        passes += differing("rng", "; it drew other random numbers too ({})")
     loss = here.get("train/loss") != there.get("train/loss")
     lists = one.get("gradients", []), other.get("gradients", [])
     left = next(places(*lists), None)
-    gradient = max(lists, key=len)[left][0] if left is not None else ""
-    update = (
-        "it starts with another "
-        if "modules" in one
-        else f"optimizer update ({'; '.join(optimizers)}) of "
-    )
+    backward = ""
+    if left is not None:
+        gradient = max(lists, key=len)[left][0]
+        backward = f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}"
+    update = f"optimizer update ({'; '.join(optimizers)}) of {{}}"
+    update = "it starts with another {}" if "modules" in one else update
     return [
         "the data: the window holds other tokens" if gone else "",
-        f"something between the steps, such as a hook, changed {named('entered')}"
-        if named("entered")
-        else "",
+        differing("entered", "something between the steps, such as a hook, changed {}"),
         passes,
         "the loss, after the last module" if loss else "",
-        f"the gradient of {gradient}, in the backward pass of {owner(gradient, classes)}"
-        if gradient
-        else "",
-        f"the gradient of {named('reduced')}, reduced over ranks, unscaled and clipped"
-        if named("reduced")
-        else "",
-        f"{update}{named('parameters')}" if named("parameters") else "",
-        f"{update}{named('optimizer')}" if named("optimizer") else "",
-        f"the RNG of {named('rng')}: another number of random numbers was drawn"
-        if named("rng")
-        else "",
+        backward,
+        differing("reduced", "the gradient of {}, reduced over ranks, unscaled and clipped"),
+        differing("parameters", update),
+        differing("optimizer", update),
+        differing("rng", "the RNG of {}: another number of random numbers was drawn"),
     ]
 
 
@@ -161,13 +152,14 @@ def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
     at = next(places(ours, theirs), None)
     if at is None:
         return ""
+    before = label(ours[at - 1][0], classes) if at else "the start"
     if at >= min(len(ours), len(theirs)) or ours[at][:2] != theirs[at][:2]:
-        return f"other modules are called after {_call(ours, at - 1, classes)}"
+        return f"other modules are called after {before}"
     name, way, _ = ours[at]
+    this = label(name, classes)
     if way == "out" and ours[at - 1][:2] == [name, "in"]:
         return (
-            f"the output of {label(name, classes)}, from an equal input and parameters equal "
-            "after the step before"
+            f"the output of {this}, from an equal input and parameters equal after the step before"
         )
     inside: list[str] = []  # the modules that are under way
     for called, direction, _ in ours[:at]:
@@ -176,20 +168,11 @@ def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
         elif called in inside:
             inside.remove(called)
     if way == "out":
-        return (
-            f"an operation in {label(name, classes)} itself, after {_call(ours, at - 1, classes)}"
-        )
+        return f"an operation in {this} itself, after {before}"
     if name == ours[0][0]:  # the first module of a micro-batch
-        return f"the data: the input of {label(name, classes)}"
+        return f"the data: the input of {this}"
     around = label(inside[-1], classes) if inside else "the model"
-    return (
-        f"an operation in {around} itself, between {_call(ours, at - 1, classes)} and "
-        f"{label(name, classes)}"
-    )
-
-
-def _call(events: Events, at: int, classes: dict[str, str]) -> str:
-    return label(events[at][0], classes) if at >= 0 else "the start"
+    return f"an operation in {around} itself, between {before} and {this}"
 
 
 def label(name: str, classes: dict[str, str]) -> str:

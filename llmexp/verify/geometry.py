@@ -22,6 +22,7 @@ from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError, fill
+from llmexp.convert import with_knobs
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
     Followed,
@@ -50,12 +51,9 @@ class Cut:
 
 
 ONE_RANK = {
-    "kind": "single",
-    "nproc_per_node": 1,
-    "nnodes": 1,
-    "tensor_parallel_size": None,
-    "replicate_size": None,
-}
+    "kind": "single", "nproc_per_node": 1, "nnodes": 1,
+    "tensor_parallel_size": None, "replicate_size": None,
+}  # fmt: skip
 TWO_RANKS = ONE_RANK | {"kind": "ddp", "nproc_per_node": 2}
 
 
@@ -71,7 +69,7 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     parts = assemble(in_precision(planned, "fp64", own.precision), write=True)
     windows = read_windows(parts, steps, real, tail)
     ignore_id, checks = masked_id(windows, own.config.data.get("ignore_id"))
-    planned = dataclasses.replace(planned, data=planned.data | {"ignore_id": ignore_id})
+    planned = with_knobs(planned, data={"ignore_id": ignore_id})
     print_wrapped(describe(windows, ignore_id, parts.document_end))
     refuse_random(parts, windows[0][:1, :-1])
 
@@ -81,7 +79,8 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
         for cut in cuts:
             print(f"{kind}, {cut.name}", flush=True)
             batch = {"micro_batch_size": cut.micro_batch_size, "gradient_accumulation_steps": None}
-            run = trial_of(in_precision(planned, kind, own.precision), batch, cut.parallelism)
+            run = in_precision(planned, kind, own.precision)
+            run = with_knobs(run, batch=batch, parallelism=cut.parallelism)
             train(run_folder(path, kind, cut), run)
 
     start = read_parameters(parts, run_folder(path, "fp64", cuts[0]), 0)
@@ -109,16 +108,12 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
 def plan(config: Config, steps: int, real: int, tail: int) -> Config:
     """Return the config as a run of one batch a step, of which the last has `tail` sequences."""
     length = config.batch.sequence_length
+    tokens = ((steps - 1) * real + tail) * length
     return trial(
         config,
         steps,
         batch={"micro_batch_size": real, "gradient_accumulation_steps": 1, "real_batch_size": real},
-        train={
-            "max_steps": None,
-            "max_tokens": ((steps - 1) * real + tail) * length,
-            "tail": "keep",
-            "eval_tokens": length,
-        },
+        train={"max_steps": None, "max_tokens": tokens, "tail": "keep", "eval_tokens": length},
         # a skipped overflow would prove nothing
         precision={"init_scale": min(config.precision.init_scale, 1024.0)},
         metrics={"outlier_sigma": None, "skip_outliers": False},
@@ -129,19 +124,8 @@ def plan(config: Config, steps: int, real: int, tail: int) -> Config:
 def in_precision(config: Config, kind: str, own: str) -> Config:
     """Return the config in a precision; compiled only in its own, as compiling changes nothing in
     float64 but the time."""
-    return dataclasses.replace(
-        config,
-        precision=dataclasses.replace(config.precision, kind=kind),
-        train=dataclasses.replace(config.train, compile=kind == own and config.train.compile),
-    )
-
-
-def trial_of(config: Config, batch: dict[str, Any], parallelism: dict[str, Any]) -> Config:
-    return dataclasses.replace(
-        config,
-        batch=dataclasses.replace(config.batch, **batch),
-        parallelism=dataclasses.replace(config.parallelism, **parallelism),
-    )
+    compiled = kind == own and config.train.compile
+    return with_knobs(config, precision={"kind": kind}, train={"compile": compiled})
 
 
 def run_folder(path: Path, kind: str, cut: Cut) -> Path:
@@ -175,17 +159,11 @@ def cuts_of(own: Parts, real: int) -> tuple[list[Cut], list[Check]]:
         cuts.append(Cut(f"own cut ({micro} x {real // (micro * dp)}{ranks})", micro, shared))
     half = real // 4 if real % 4 == 0 else real // 2
     if own.device.type == "cuda" and torch.cuda.device_count() < 2:
-        left_out.append(
-            Check(
-                "two ranks",
-                None,
-                note="there is one CUDA device; train.device=cpu shows it on a CPU",
-            )
-        )
+        text = "there is one CUDA device; train.device=cpu shows it on a CPU"
+        left_out.append(Check("two ranks", None, note=text))
     elif (kind, layout.nproc_per_node, layout.nnodes) != ("ddp", 2, 1):
-        cuts.append(
-            Cut(f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)", half, TWO_RANKS)
-        )
+        name = f"two ranks ({half} x {real // (2 * half)} x 2 ranks, ddp)"
+        cuts.append(Cut(name, half, TWO_RANKS))
     return cuts, left_out
 
 
@@ -196,7 +174,7 @@ def without_dropout(config: Config) -> Config:
         for key, value in config.model.items()
         if "dropout" in key and isinstance(fill(value, f"model.{key}"), (int, float))
     }
-    return dataclasses.replace(config, model=config.model | off)
+    return with_knobs(config, model=off)
 
 
 def refuse_random(parts: Parts, tokens: Tensor) -> None:
@@ -204,11 +182,8 @@ def refuse_random(parts: Parts, tokens: Tensor) -> None:
     model = parts.build_model().train()
     if not draws_random_numbers(model, tokens):
         return
-    named = [
-        n
-        for n, m in model.named_modules()
-        if "Dropout" in type(m).__name__ and getattr(m, "p", None)
-    ]
+    dropouts = [(n, m) for n, m in model.named_modules() if "Dropout" in type(m).__name__]
+    named = [name for name, module in dropouts if getattr(module, "p", None)]
     where = f" in {', '.join(named[:4])}" if named else ""
     raise ConfigError(
         f"model._target_={parts.config.model['_target_']}: draws random numbers{where}, so no two "
@@ -227,9 +202,8 @@ def masked_id(windows: Sequence[Tensor], own: int | None) -> tuple[int | None, l
         return own, []
     counts[counts * 2 > len(targets)] = 0
     if not counts.any():
-        return None, [
-            Check("masked targets", None, note="one id makes up more than half of the data, alone")
-        ]
+        text = "one id makes up more than half of the data, alone"
+        return None, [Check("masked targets", None, note=text)]
     return int(counts.argmax()), []
 
 

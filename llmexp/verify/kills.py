@@ -42,12 +42,9 @@ class Kill:
         late = "" if self.kind != "save" or self.saving is not None else " just after a save"
         if self.rank is None:
             return f"in {where}{late}"
-        others = (
-            "the others ended by themselves"
-            if self.alone
-            else f"the others had to be killed after {ALONE_S:g} s"
-        )
-        return f"in {where} (rank {self.rank} only; {others})"
+        killed = f"had to be killed after {ALONE_S:g} s"
+        others = "ended by themselves" if self.alone else killed
+        return f"in {where} (rank {self.rank} only; the others {others})"
 
     @property
     def hit(self) -> bool:
@@ -137,8 +134,10 @@ def strike(
 
 def _moment(unbroken: Path, kind: str) -> float:
     """Return for how many seconds, at most, to wait in what was met: a step, or half of a save."""
-    if kind == "save":
-        return _save_s(unbroken) / 2
+    if kind == "save":  # it took from the first of its files to the last
+        newest = loading.steps(unbroken / rundir.CHECKPOINTS)[-1]
+        times = [file.stat().st_mtime for file in newest.iterdir()]
+        return (max(times) - min(times)) / 2
     return statistics.median(row["step_time"] for row in runs.rows(unbroken))
 
 
@@ -179,13 +178,6 @@ def _saved(root: Path) -> int:
     """Return the step of the newest whole checkpoint under `root`, 0 where there is none."""
     there = loading.steps(root)
     return int(there[-1].name.removeprefix("step_")) if there else 0
-
-
-def _save_s(unbroken: Path) -> float:
-    """Return about how long a save took: from the first of its files to the last."""
-    newest = loading.steps(unbroken / rundir.CHECKPOINTS)[-1]
-    times = [file.stat().st_mtime for file in newest.iterdir()]
-    return max(times) - min(times)
 
 
 def _ranks(tree: Sequence[int]) -> dict[int, int]:

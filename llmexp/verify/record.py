@@ -32,11 +32,8 @@ from llmexp.train.diagnose import tensors_in
 
 # The folder; "1": also what goes into and out of each module; "1": also which operations are not
 # deterministic.
-FOLDER, MODULES, WARNINGS = (
-    "LLMEXP_RECORD_FOLDER",
-    "LLMEXP_RECORD_MODULES",
-    "LLMEXP_RECORD_WARNINGS",
-)
+FOLDER, MODULES = "LLMEXP_RECORD_FOLDER", "LLMEXP_RECORD_MODULES"
+WARNINGS = "LLMEXP_RECORD_WARNINGS"
 HOOK, LAST_HOOK = "llmexp.verify.record.record", "llmexp.verify.record.entered"
 
 STARTS = "starts.jsonl"
@@ -55,11 +52,8 @@ def environment(run: Path, *, modules: bool = False, warned: bool = False) -> di
     found = {FOLDER: str((run / "verify").absolute())}
     if modules:
         found[MODULES] = "1"
-    if warned:
-        found |= {
-            WARNINGS: "1",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }  # else cuBLAS refuses to be deterministic
+    if warned:  # cuBLAS refuses to be deterministic without its variable
+        found |= {WARNINGS: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return found
 
 
@@ -79,12 +73,10 @@ def entered(event: str, context: Any) -> None:
 
 def read(run: Path) -> Records:
     """Return what the ranks of a run recorded."""
-    found: Records = {}
-    for path in (run / "verify").glob("rank-*.jsonl"):
-        found[int(path.stem.removeprefix("rank-"))] = {
-            row["step"]: row for row in rundir.read_rows(path)
-        }
-    return found
+    files = {int(p.stem[5:]): p for p in (run / "verify").glob("rank-*.jsonl")}
+    return {
+        rank: {row["step"]: row for row in rundir.read_rows(path)} for rank, path in files.items()
+    }
 
 
 def starts(run: Path) -> list[int]:
@@ -120,31 +112,26 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: TextIO | None = None
+        self.warned: set[str] = set()
+        self._forget()
+
+    def begin(self, context: Any) -> None:
+        if self.file is None:
+            self._open(context)
+        self._forget()  # an evaluation has shown some too
+
+    def _forget(self) -> None:
         # [module, "in" or "out", digest], in the order of the forward passes
         self.events: list[list[str]] = []
         # [parameter, digest], as the backward passes leave them on this rank
         self.gradients: list[list[str]] = []
         self.reduced: dict[str, str] = {}  # by parameter: what the optimizer gets
-        self.warned: set[str] = set()
         self.entered: dict[str, str] = {}  # by parameter, when the user's hooks have had their turn
 
-    def begin(self, context: Any) -> None:
-        if self.file is None:
-            self._open(context)
-        self.events, self.gradients, self.reduced = [], [], {}  # an evaluation has shown some too
-        self.entered = {}
-
     def end(self, context: Any) -> None:
-        self._write(
-            context.step,
-            entered=self.entered,
-            events=self.events,
-            gradients=self.gradients,
-            reduced=self.reduced,
-            **_tensors(context),
-            rng=_rng(),
-            warned=sorted(self.warned),
-        )
+        seen = {key: getattr(self, key) for key in ("entered", "events", "gradients", "reduced")}
+        tensors, warned = _tensors(context), sorted(self.warned)
+        self._write(context.step, **seen, **tensors, rng=_rng(), warned=warned)
 
     def _open(self, context: Any) -> None:
         """Go on after the step before this one: what was recorded of later ones is of a process
@@ -164,12 +151,8 @@ class _Recorder:
             self._listen()
         if context.step == 1:
             classes = {name: type(m).__name__ for name, m in context.model.named_modules()}
-            self._write(
-                0,
-                modules=classes,
-                optimizers=[kernel(o) for o in context.optimizers],
-                **_tensors(context),
-            )
+            kernels = [kernel(o) for o in context.optimizers]
+            self._write(0, modules=classes, optimizers=kernels, **_tensors(context))
 
     def _write(self, step: int, **found: Any) -> None:
         assert self.file is not None
@@ -208,10 +191,10 @@ class _Recorder:
                     self.reduced[names[id(parameter)]] = digest(parameter.grad)
 
     def _listen(self) -> None:
+        known = re.compile(r"\s*(\S+) does not have a deterministic implementation")
+
         def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if named := re.match(
-                r"\s*(\S+) does not have a deterministic implementation", str(message)
-            ):
+            if named := known.match(str(message)):
                 self.warned.add(named[1])
 
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -137,21 +137,16 @@ class Roundoff(TorchDispatchMode):
         matmul = MATMUL.search(name) is not None
         if matmul and self.sizes.operand and not name.endswith("backward"):
             args = tuple(
-                self.disturb(a.clone(), self.sizes.operand)
-                if isinstance(a, Tensor) and a.is_floating_point()
-                else a
-                for a in args
+                self.disturb(a.clone(), self.sizes.operand) if _is_float(a) else a for a in args
             )
         out = func(*args, **(kwargs or {}))
         largest = max((a.numel() for a in given), default=0)
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                size = self.sizes.sums if matmul or tensor.numel() < largest else self.sizes.unit
-                if (
-                    matmul and tensor.ndim == given[0].ndim
-                ):  # not the sums that attention keeps for its backward
-                    size = max(size, self.sizes.operand)
-                self.disturb(tensor, size)
+        for tensor in filter(_is_float, out if isinstance(out, (tuple, list)) else (out,)):
+            size = self.sizes.sums if matmul or tensor.numel() < largest else self.sizes.unit
+            # not the sums that attention keeps for its backward
+            if matmul and tensor.ndim == given[0].ndim:
+                size = max(size, self.sizes.operand)
+            self.disturb(tensor, size)
         return out
 
     def disturb(self, tensor: Tensor, size: float) -> Tensor:
@@ -159,9 +154,9 @@ class Roundoff(TorchDispatchMode):
         pool = self._on.setdefault(tensor.device, torch.from_numpy(self._pool).to(tensor.device))
         start = int(self._starts.integers(0, 1 << 20))
         stop = start + tensor.numel()
-        noise = (pool if stop <= len(pool) else pool.repeat(-(-stop // len(pool))))[
-            start:stop
-        ].view(tensor.shape)
+        if stop > len(pool):
+            pool = pool.repeat(-(-stop // len(pool)))
+        noise = pool[start:stop].view(tensor.shape)
         if tensor.dtype == torch.float64:
             return tensor.addcmul_(tensor, noise, value=size)
         size = max(size, torch.finfo(tensor.dtype).eps)
@@ -176,6 +171,10 @@ class Roundoff(TorchDispatchMode):
         """
         longest = max((g.numel() for g in gradients), default=0)
         return self.sizes.unit * math.sqrt(3 * longest) / 6 * float(self._starts.uniform(-1.0, 1.0))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def follow(
@@ -197,9 +196,9 @@ def follow(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = parts.build_optimizers(model)
     groups = [g for o in optimizers for g in o.param_groups]
-    in_update = (
-        None if off is None else Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
-    )
+    in_update = None
+    if off is not None:
+        in_update = Roundoff(dataclasses.replace(off.sizes, operand=0.0), off.seed)
     for rows in windows:
         rows = rows.to(device)
         targets = targets_of(rows, ignore_id, parts.document_end)
@@ -221,9 +220,8 @@ def follow(
         for p, value in zip(parameters, exact, strict=True):
             p.detach().copy_(value)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        before, after = _clip(
-            gradients, parts.config.clip, 0.0 if off is None else off.of_norm(gradients)
-        )
+        error = 0.0 if off is None else off.of_norm(gradients)
+        before, after = _clip(gradients, parts.config.clip, error)
         found.norms.append(before)
         found.norms_post_clip.append(after)
         with in_update or contextlib.nullcontext():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from llmexp import rundir
 from llmexp.checkpoint import loading
@@ -18,6 +19,7 @@ from llmexp.verify.kills import Broken, Kill, kill_again_and_again
 from llmexp.verify.pair import Pair, joined, unequal
 
 STEPS = 12
+POSITION = ("data_digest", "tokens_seen", "epoch")
 
 
 def verify(
@@ -54,15 +56,8 @@ def kinds(unbroken: Path) -> tuple[str, ...]:
 def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) -> list[Check]:
     """Return whether the kills came where they had to, and what followed; without a kill, or a
     resume, nothing is proven. `starts`: the steps at which the run began, each time."""
-    come = ", ".join(map(str, kills))
-    checks = [
-        Check(
-            "killed with SIGKILL",
-            bool(kills),
-            len(kills),
-            note=come or "the run was over too soon each time",
-        )
-    ]
+    come = ", ".join(map(str, kills)) or "the run was over too soon each time"
+    checks = [Check("killed with SIGKILL", bool(kills), len(kills), note=come)]
     checks += [
         Check(f"no kill of this kind: {kind}", None, note="it was over too soon each time")
         for kind in dict.fromkeys(wanted)
@@ -70,27 +65,19 @@ def hits(kills: Sequence[Kill], wanted: Sequence[str], starts: Sequence[int]) ->
     ]
     if kills:
         note = "after " + ", ".join(f"step {step - 1}" for step in starts[1:])
-        anew = [
-            k.saved
-            for k in kills
-            if not any(step > k.saved for step in starts[k.starts : k.starts + 1])
-        ]
-        if not any(k.saved for k in kills):
-            note += (
-                ": it began anew each time, which proves nothing; more --steps, for example "
-                "--steps 40"
-            )
+        went_on = [max(starts[k.starts : k.starts + 1], default=0) > k.saved for k in kills]
+        anew = [str(k.saved) for k, on in zip(kills, went_on, strict=True) if not on]
+        saved = any(k.saved for k in kills)
+        if not saved:
+            note += ": it began anew each time, which proves nothing; more --steps, for example "
+            note += "--steps 40"
         elif anew:
-            note += f"; but there was a checkpoint of step {', '.join(map(str, anew))}"
-        passed = any(k.saved for k in kills) and not anew
-        checks.append(
-            Check("resumed from its newest checkpoint, one after step 0", passed, note=note)
-        )
+            note += f"; but there was a checkpoint of step {', '.join(anew)}"
+        what = "resumed from its newest checkpoint, one after step 0"
+        checks.append(Check(what, saved and not anew, note=note))
     if lone := [k.alone for k in kills if k.rank is not None]:
-        found = f"{sum(lone)} of {len(lone)} times"
-        checks.append(
-            Check("the other ranks end by themselves when one is killed", all(lone), found)
-        )
+        what = "the other ranks end by themselves when one is killed"
+        checks.append(Check(what, all(lone), f"{sum(lone)} of {len(lone)} times"))
     return checks
 
 
@@ -125,9 +112,7 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
         scaler,
         pair.figures("schedule: the learning rate in each row", "lr"),
         pair.recorded("RNG after each step, each rank", "rng"),
-        pair.figures(
-            "position: the data and the tokens of each row", "data_digest", "tokens_seen", "epoch"
-        ),
+        pair.figures("position: the data and the tokens of each row", *POSITION),
         equal("counters and measurements at the end", *of_states(*others)),
         each_once(*pair.rows),
         pair.figures("metrics rows, but for times and memory"),
@@ -136,12 +121,9 @@ def compare(unbroken: Path, broken: Path) -> list[Check]:
 
 def each_once(unbroken: list[dict[str, Any]], broken: list[dict[str, Any]]) -> Check:
     """Return whether the broken run has the steps of the other, each once and in order."""
-    expected, steps = [row["step"] for row in unbroken], [row["step"] for row in broken]
-    wrong = [
-        f"step {s}: {steps.count(s)} rows"
-        for s in sorted({*expected, *steps})
-        if steps.count(s) != 1
-    ]
+    expected, steps = ([row["step"] for row in rows] for rows in (unbroken, broken))
+    times = {step: steps.count(step) for step in sorted({*expected, *steps})}
+    wrong = [f"step {step}: {n} rows" for step, n in times.items() if n != 1]
     wrong += [] if wrong or steps == expected else ["their order"]
     return equal("metrics rows: each step once", wrong, len(expected))
 
@@ -160,11 +142,10 @@ def stored(pieces: dict[str, list[Any]]) -> dict[str, str]:
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, str]:
     """Return the values of nested containers as texts by dotted name; tensors as digests."""
-    if isinstance(tree, dict | list | tuple):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {
-            key: text
-            for name, value in items
-            for key, text in leaves(value, f"{prefix}.{name}").items()
-        }
-    return {prefix.removeprefix("."): record.digest(tree) if hasattr(tree, "numel") else repr(tree)}
+    if not isinstance(tree, dict | list | tuple):
+        text = record.digest(tree) if isinstance(tree, Tensor) else repr(tree)
+        return {prefix.removeprefix("."): text}
+    found: dict[str, str] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        found |= leaves(value, f"{prefix}.{name}")
+    return found

@@ -4,7 +4,6 @@ processes of their own."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from typing import Any
 from llmexp import rundir
 from llmexp.child import DONE, hand_over, signals_passed_on, start_worker
 from llmexp.config import Config, ConfigError, plain, refuse
+from llmexp.convert import with_knobs
+from llmexp.fileio import tail
 from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")
@@ -30,23 +31,15 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     """
     quiet: dict[str, dict[str, Any]] = {
         "train": {
-            "max_steps": steps, "max_epochs": None, "max_tokens": None, "log_every": 1,
-            "eval_every": None,
-            "sample_every": None, "sample_tokens": 0, "data_digest": True, "stop_step": None,
-            "profile_start": None,
+            "max_steps": steps, "max_epochs": None, "max_tokens": None, "stop_step": None,
+            "log_every": 1, "eval_every": None, "sample_every": None, "sample_tokens": 0,
+            "data_digest": True, "profile_start": None,
         },
         "metrics": {"picture": False, "single_rank_rates": None},
         "tracker": {"kind": "none"},
         "checkpoint": {"every": None, "keep": None, "resume": "auto", "save_initial": True},
     }  # fmt: skip
-    changed: dict[str, Any] = {}
-    for name in quiet.keys() | sections.keys():
-        values, section = quiet.get(name, {}) | sections.get(name, {}), getattr(config, name)
-        if isinstance(section, dict):
-            changed[name] = section | values
-        else:
-            changed[name] = dataclasses.replace(section, **values)
-    return dataclasses.replace(config, **changed)
+    return with_knobs(with_knobs(config, **quiet), **sections)
 
 
 def watched(config: Config, steps: int, shrink: bool, **sections: dict[str, Any]) -> Config:
@@ -67,19 +60,11 @@ def shrunk(config: Config) -> Config:
     sequences, two of them a step on each rank. Widths, vocabulary, data and everything else stay:
     what is proven is still this config's arithmetic.
     """
-    small = {
-        key: min(2, n)
-        for key, n in config.model.items()
-        if key in LAYER_KNOBS and isinstance(n, int)
-    }
-    batch = dataclasses.replace(
-        config.batch,
-        micro_batch_size=2,
-        gradient_accumulation_steps=2,
-        real_batch_size=None,
-        sequence_length=min(64, config.batch.sequence_length),
-    )
-    return dataclasses.replace(config, model=config.model | small, batch=batch)
+    layers = {key: n for key, n in config.model.items() if key in LAYER_KNOBS}
+    model = {key: min(2, n) for key, n in layers.items() if isinstance(n, int)}
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "real_batch_size": None}
+    length = min(64, config.batch.sequence_length)
+    return with_knobs(config, model=model, batch=batch | {"sequence_length": length})
 
 
 def start(path: Path, config: Config, **env: str) -> subprocess.Popen[str]:
@@ -134,10 +119,8 @@ def last_words(path: Path) -> str:
     """Return why a run ended, from its status or its output."""
     if error := rundir.read_status(path).get("error"):
         return str(error)
-    with contextlib.suppress(OSError):
-        lines = (path.parent / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1] if lines else "it printed nothing"
-    return "it printed nothing"
+    lines = tail(path.parent / OUTPUT, 1 << 16).decode(errors="replace").splitlines()
+    return lines[-1] if lines else "it printed nothing"
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -36,11 +36,7 @@ class Off:
     note: str = ""
 
     def beyond(self, limits: Off) -> bool:
-        return not (
-            self.loss <= limits.loss
-            and self.norm <= limits.norm
-            and self.parameters <= limits.parameters
-        )
+        return not all(getattr(self, key) <= getattr(limits, key) for key in QUANTITIES)
 
 
 # In float64 nothing below these is told apart: about 1e4 unit roundoffs, room for long sums in
@@ -58,12 +54,10 @@ def derived(
     """Return what rounding may do: MARGIN times how far it takes the reference itself, which
     `again` computes anew, the most of SAMPLES tries."""
     tries = [off_from(want, again(Roundoff(sizes, 10 * n)), start) for n in range(SAMPLES)]
-    return Off(
-        max(least.loss, MARGIN * max(t.loss for t in tries)),
-        max(least.norm, MARGIN * max(t.norm for t in tries)),
-        max(least.parameters, MARGIN * max(t.parameters for t in tries)),
-        note="derived" if least == NO_FLOOR else "the larger one of derived and a floor",
-    )
+    sizes_of = {key: [MARGIN * getattr(t, key) for t in tries] for key in QUANTITIES}
+    limits = {key: max(getattr(least, key), *found) for key, found in sizes_of.items()}
+    note = "derived" if least == NO_FLOOR else "the larger one of derived and a floor"
+    return Off(**limits, note=note)
 
 
 def off_from(want: Followed, found: Followed, start: nn.Module) -> Off:
@@ -76,13 +70,9 @@ def off_from(want: Followed, found: Followed, start: nn.Module) -> Off:
 
 def judge(name: str, off: Off, limits: Off, compared: int) -> list[Check]:
     """Return the checks of one run."""
-    return [
-        equal(f"{name}: steps, target counts, rates, first parameters", off.differing, compared),
-        *(
-            _within(f"{name}: {what}", getattr(off, key), getattr(limits, key), limits.note)
-            for key, what in QUANTITIES.items()
-        ),
-    ]
+    same = equal(f"{name}: steps, target counts, rates, first parameters", off.differing, compared)
+    found = [(what, getattr(off, key), getattr(limits, key)) for key, what in QUANTITIES.items()]
+    return [same, *(_within(f"{name}: {what}", a, b, limits.note) for what, a, b in found)]
 
 
 def _within(what: str, found: float, limit: float, note: str) -> Check:
@@ -90,11 +80,9 @@ def _within(what: str, found: float, limit: float, note: str) -> Check:
     nothing."""
     if math.isfinite(limit) and limit < MEANINGLESS:
         return at_most(what, found, limit, note)
-    why = (
-        "rounding alone moves the reference this far, or it does not move at all, so nothing can "
-        "be told from it"
-    )
-    return Check(what, None, found, limit, "; ".join(filter(None, (note, why))))
+    why = "rounding alone moves the reference this far, or it does not move at all"
+    notes = filter(None, (note, f"{why}, so nothing can be told from it"))
+    return Check(what, None, found, limit, "; ".join(notes))
 
 
 def off_by(found: Sequence[float | None], want: Sequence[float | None]) -> float:
