@@ -11,7 +11,7 @@ judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it
 comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
-page           the HTML page; pagetables, plotting, plot_training and plot_settings make its parts
+page           the HTML page; plotting, plot_training and plot_settings make its figures
 picture        the same as PNG
 curves         what page and picture draw: rows, smoothed and thinned; axes of swept keys
 budgets        unequal budgets, before a sweep starts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -13,7 +15,6 @@ import tiktoken
 from llmexp.data.tokenizer_files import HuggingFace, SentencePiece, from_file
 from llmexp.data.tokenizers import PROBE, Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.train_tokenizer import byte_names
-from llmexp.exchange.pieces import converted
 
 # AutoTokenizer takes a tokenizer.model for one of the model's family, and gives other ids.
 SENTENCEPIECE = "sentencepiece.model"
@@ -23,19 +24,18 @@ def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str |
     """Return the files by name; none for a tokenizer of the user's own, of which nobody else knows
     how it cuts text. `length`: the tokens that the model can read."""
     if isinstance(tokenizer, tiktoken.Encoding):
-        content = json.dumps(_bpe(tokenizer), ensure_ascii=False, indent=1)
-        return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, length)}
-    if isinstance(tokenizer.given, HuggingFace):
+        content = json.dumps(_of_tiktoken(tokenizer), ensure_ascii=False, indent=1)
+    elif isinstance(tokenizer.given, HuggingFace):
         # without what the run does without: a token before each text, cut or filled texts
         without = dict.fromkeys(("post_processor", "truncation", "padding"))
-        held = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
-        return {"tokenizer.json": held, "tokenizer_config.json": _config(tokenizer, length)}
-    if isinstance(tokenizer.given, SentencePiece):
+        content = json.dumps({**json.loads(tokenizer.given.content), **without}, ensure_ascii=False)
+    elif isinstance(tokenizer.given, SentencePiece):
         if (found := converted(tokenizer.given.content)) is None:
             return {SENTENCEPIECE: tokenizer.given.content}
-        held = json.dumps(found, ensure_ascii=False)
-        return {"tokenizer.json": held, "tokenizer_config.json": _config(tokenizer, length)}
-    return {}
+        content = json.dumps(found, ensure_ascii=False)
+    else:
+        return {}
+    return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, length)}
 
 
 def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
@@ -86,7 +86,38 @@ def _config(tokenizer: Tokenizer, length: int | None) -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
+def _whole(added: Any, normalizer: Any, cut: Any, decoder: Any, model: Any) -> dict[str, Any]:
+    """Return a tokenizer.json."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": cut,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **more,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+def _of_tiktoken(encoding: tiktoken.Encoding) -> dict[str, Any]:
     """Return the tokenizer.json of a tiktoken encoding.
 
     tiktoken joins the two neighbours that make the token of the lowest id; the other library wants
@@ -117,31 +148,10 @@ def _bpe(encoding: tiktoken.Encoding) -> dict[str, Any]:
         "invert": False,
     }
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added(encoding),
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split, {**level, "use_regex": False}],
-        },
-        "post_processor": None,
-        "decoder": {**level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token is one, as in tiktoken
-            "vocab": {**vocab, **unused},
-            "merges": merges,
-        },
-    }
+    cut = {"type": "Sequence", "pretokenizers": [split, {**level, "use_regex": False}]}
+    # a piece that is a token is one, as in tiktoken
+    model = _bpe({**vocab, **unused}, merges, ignore_merges=True)
+    return _whole(_added(encoding), None, cut, {**level, "use_regex": True}, model)
 
 
 def _added(encoding: tiktoken.Encoding) -> list[dict[str, Any]]:
@@ -158,3 +168,78 @@ def _added(encoding: tiktoken.Encoding) -> list[dict[str, Any]]:
         }
         for number in ids
     ]
+
+
+UNIGRAM, BPE = 1, 2  # of sentencepiece's trainer_spec.model_type
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # of its pieces' type
+MARK = "\u2581"  # stands for a space
+
+
+def converted(content: bytes) -> dict[str, Any] | None:
+    """Return the tokenizer.json of a sentencepiece model; None for one with parts that have no
+    counterpart there, or where the package protobuf is missing, which reads the model."""
+    try:
+        read: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except ImportError:
+        return None
+    model = read.ModelProto()
+    model.ParseFromString(content)
+    trained, rules = model.trainer_spec, model.normalizer_spec
+    known = {piece.type for piece in model.pieces} <= {NORMAL, UNKNOWN, CONTROL, BYTE}
+    plain = rules.escape_whitespaces and not trained.treat_whitespace_as_suffix
+    if not (known and plain) or trained.model_type not in (UNIGRAM, BPE):
+        return None
+    special = [i for i, piece in enumerate(model.pieces) if piece.type in (UNKNOWN, CONTROL)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": model.pieces[i].piece, "special": True, **flags} for i in special]
+    normalizer = {"type": "Sequence", "normalizers": _normalizers(rules)}
+    decoder = {"type": "Sequence", "decoders": _decoders(rules)}
+    kind = _unigram if trained.model_type == UNIGRAM else _of_pieces
+    return _whole(added, normalizer, None, decoder, kind(model))
+
+
+def _normalizers(rules: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if rules.precompiled_charsmap:
+        text = base64.b64encode(rules.precompiled_charsmap).decode()
+        found.append({"type": "Precompiled", "precompiled_charsmap": text})
+    if rules.remove_extra_whitespaces:
+        found.append(_replace({"Regex": "^ +| +$"}, ""))
+        found.append(_replace({"Regex": " {2,}"}, " "))
+    if rules.add_dummy_prefix:
+        found.append({"type": "Prepend", "prepend": MARK})
+    return [*found, _replace({"String": " "}, MARK)]
+
+
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _decoders(rules: Any) -> list[dict[str, Any]]:
+    found = [_replace({"String": MARK}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if rules.add_dummy_prefix:
+        found.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return found
+
+
+def _unigram(model: Any) -> dict[str, Any]:
+    return {
+        "type": "Unigram",
+        "unk_id": next(i for i, piece in enumerate(model.pieces) if piece.type == UNKNOWN),
+        "vocab": [[piece.piece, piece.score] for piece in model.pieces],
+        "byte_fallback": model.trainer_spec.byte_fallback,
+    }
+
+
+def _of_pieces(model: Any) -> dict[str, Any]:
+    """sentencepiece joins the two neighbours that make the piece of the highest score; the other
+    library wants that as a list of pairs: for each piece all its cuts into two."""
+    scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
+    merges = []
+    for text in sorted(scores, key=scores.__getitem__, reverse=True):
+        cuts = [(text[:at], text[at:]) for at in range(1, len(text))]
+        merges += [[*cut] for cut in cuts if cut[0] in scores and cut[1] in scores]
+    unknown = next(piece.piece for piece in model.pieces if piece.type == UNKNOWN)
+    fallback = model.trainer_spec.byte_fallback
+    vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    return _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback)

@@ -18,8 +18,7 @@ from typing import Any
 
 from llmexp import config, rundir
 from llmexp.tracker import calls
-from llmexp.tracker.fields import SWEEP_ID, Fields
-from llmexp.tracker.position import Position, owe, write_position
+from llmexp.tracker.fields import SWEEP_ID, Fields, Position, owe, write_position
 
 INTERVAL_S = 1.0  # between two looks at metrics.jsonl
 ARRIVAL_S = 5.0  # for the server to count what it was sent

@@ -18,15 +18,20 @@ from llmexp import fileio, rundir
 from llmexp.config import ConfigError
 from llmexp.metrics.keys import figures_in
 from llmexp.redact import clean
-from llmexp.tracker.copies import copy
-from llmexp.tracker.fields import RUN_ID, SWEEP_ID, VARIABLES, Fields, next_id, run_fields
+from llmexp.tracker.fields import (
+    OF_ONE_RUN,
+    Fields,
+    Position,
+    next_id,
+    read_position,
+    run_fields,
+    upload_is_pending,
+)
 from llmexp.tracker.mirror import End, TrackerError, check_login, upload
-from llmexp.tracker.position import Position, read_position, upload_is_pending
+from llmexp.tracker.opening import copy
 from llmexp.tracker.stores import STORES, check
 
 COMPLETE, INCOMPLETE, NOT_UPLOADED = 0, 1, 2
-# Set for training; wandb would put them over the records.
-OF_ONE_RUN = (RUN_ID, SWEEP_ID, *(VARIABLES[key] for key in ("name", "group", "notes", "tags")))
 
 
 def sync(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
-from llmexp.tracker.position import upload_is_pending
+from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.state import Loop
 
 

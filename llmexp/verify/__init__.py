@@ -10,6 +10,5 @@ tolerance    how far from it rounding may take a run
 resume       killed and resumed: bit-equal
 kills        how a run is killed at random moments
 determinism  the same run twice: bit-equal
-data         every token in range, each sequence once
-documents    of corpora: counted, and none in two sets
+data         every token in range, each sequence once; documents of corpora: none in two sets
 """

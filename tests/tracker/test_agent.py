@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.tracker.position import read_position
+from llmexp.tracker.fields import read_position
 from tests.conftest import ROOT, TINY, environment, llmexp
 from tests.tracker.fake_wandb import FakeWandb
 

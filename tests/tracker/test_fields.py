@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 
 from llmexp.tracker.calls import has_login
 from llmexp.tracker.fields import (
+    SAFE_ID,
+    Position,
     cut,
     cut_tags,
     given_run_id,
     next_id,
-    run_fields,
-    with_environment,
-)
-from llmexp.tracker.position import (
-    SAFE_ID,
-    Position,
     owe,
     read_position,
+    run_fields,
     upload_is_pending,
+    with_environment,
     write_position,
 )
 from tests.tools import option

@@ -16,9 +16,8 @@ from llmexp import config, rundir
 from llmexp.__main__ import run as command
 from llmexp.rundir import Rows, read_rows
 from llmexp.tracker import stores
-from llmexp.tracker.copies import Copy
 from llmexp.tracker.fields import Fields
-from llmexp.tracker.opening import Trackers
+from llmexp.tracker.opening import Copy, Trackers
 from tests.conftest import ROOT, TINY
 from tests.tracker.test_sync import make_run
 from tests.tracker.test_tracker import make_rows
@@ -39,7 +38,7 @@ import json, os, sys, time
 from pathlib import Path
 from llmexp.config import Tracker
 from llmexp.rundir import Rows
-from llmexp.tracker.copies import Copy
+from llmexp.tracker.opening import Copy
 from llmexp.tracker.stores import STORES
 from tests.tracker.test_stores import FIELDS, SETTINGS
 kind, folder, rows, die = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]

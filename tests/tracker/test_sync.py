@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llmexp import fileio, rundir
-from llmexp.tracker.position import Position, read_position, write_position
+from llmexp.tracker.fields import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, runs_in, sync, upload_command
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb

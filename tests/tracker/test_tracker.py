@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from llmexp.rundir import Rows
-from llmexp.tracker.fields import cut
-from llmexp.tracker.position import Position, read_position, upload_is_pending, write_position
+from llmexp.tracker.fields import Position, cut, read_position, upload_is_pending, write_position
 from tests.conftest import ROOT
 from tests.tracker.fake_wandb import FakeWandb
 
