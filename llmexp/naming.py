@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from llmexp.config import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
+
+
+def by_number(path: Path) -> list[tuple[str, int]]:
+    """Return a key that orders folders by the numbers in their names: 10 after 9."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
+    return [(text, int(number or 0)) for text, number in parts]
 
 
 def lineage(path: Path, step: int) -> list[dict[str, Any]]:

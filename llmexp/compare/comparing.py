@@ -23,7 +23,7 @@ from llmexp.compare.figures import (
     rounded,
 )
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
-from llmexp.compare.notes import notes, why
+from llmexp.compare.notes import notes_and_why
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
 from llmexp.config import ConfigError, nearest
@@ -123,7 +123,8 @@ def compare_records(
     negligible = NEGLIGIBLE if negligible is None else negligible
     last = None if limiting is None else taking_part[limiting]
     f = find_out(c, metric, negligible, mixed, last)
-    return replace(c, entries=standings(f), headline=headline(f), notes=notes(f), why=why(f))
+    notes, why = notes_and_why(f)
+    return replace(c, entries=standings(f), headline=headline(f), notes=notes, why=why)
 
 
 def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:

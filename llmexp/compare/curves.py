@@ -25,8 +25,16 @@ class Curve:
     x: dict[str, np.ndarray]  # by axis; `steps` is always there
     y: np.ndarray  # [runs, rows], finite
 
+    @property
+    def mean(self) -> np.ndarray:
+        return np.asarray(self.y.mean(axis=0))
+
     def at(self, rows: np.ndarray) -> Curve:
         return Curve({axis: x[rows] for axis, x in self.x.items()}, self.y[:, rows])
+
+    def thinned(self, limit: int) -> Curve:
+        """Return a curve of at most `limit` rows that looks the same."""
+        return self.at(downsample(self.mean, limit))
 
 
 def curve(entry: Entry, key: str) -> Curve | None:
@@ -60,8 +68,7 @@ def lineage(entry: Entry, key: str) -> Curve | None:
     if found is None:
         return None
     x = {a: np.append(found.x[a], own.x[a][0]) for a in found.x.keys() & own.x.keys()}
-    y = np.append(found.y.mean(axis=0), own.y[:, 0].mean())[None]
-    return Curve(x, y)
+    return Curve(x, np.append(found.mean, own.y[:, 0].mean())[None])
 
 
 def smooth(y: np.ndarray, share: float) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -37,22 +38,16 @@ _FACTS = {  # of run.json, said with its values where there are several
 }
 
 
-def notes(f: Findings) -> tuple[str, ...]:
-    """Return short lines, the most important one first."""
-    effects = [_effect(e, f) for e in f.effects if _matters(e, f)][:2]
-    beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *differences(_runs(f))[:2])
-    return (*_budgets(f), *_rounding(f), *effects, *beside)
-
-
-def why(f: Findings) -> tuple[str, ...]:
-    """Return what the result rests on, in sentences."""
+def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what must be known beside the result in short lines, the most important one first; and
+    in sentences what it rests on."""
+    made_of = differences(f.c.taking_part)
+    large = [_effect(e, f) for e in f.effects if _matters(e, f)]
+    small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
+    beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
     how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_steps(f), *_halving(f))
-    effects = [_effect(e, f) for e in f.effects if not _matters(e, f)]
-    return (*how, *effects, *_facts(f), *differences(_runs(f))[2:])
-
-
-def _runs(f: Findings) -> list[Record]:
-    return [r for e in f.c.entries for r in e.taking_part]
+    notes = (*_budgets(f), *_rounding(f), *large[:2], *beside)
+    return notes, (*how, *small, *_facts(f), *made_of[2:])
 
 
 def _budgets(f: Findings) -> Iterator[str]:
@@ -175,7 +170,7 @@ def _tokens(f: Findings) -> Iterator[str]:
 
 def _where(f: Findings) -> Iterator[str]:
     """Say where the losses are read, and who has no evaluation up to there."""
-    c, runs = f.c, [r for r in _runs(f) if counts(r)]
+    c, runs = f.c, [r for r in f.c.taking_part if counts(r)]
     own_end = not f.is_loss or f.metric.key == "final val/loss"
     if own_end or c.align_at is None or f.limiting is None or len(runs) < 2:
         return
@@ -239,7 +234,7 @@ def _method(f: Findings) -> Iterator[str]:
     """Say what the intervals mean, and what one seed cannot tell."""
     count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts
     if any(r.difference for r in f.ranked):
-        pairs = count * (count - 1) // 2
+        pairs = math.comb(count, 2)
         together = f", over the {pairs} pairs of {count} settings together" if count > 2 else ""
         small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
         yield f"Intervals are at 95 % over seeds{together}{small}."
@@ -284,6 +279,6 @@ def _steps(f: Findings) -> Iterator[str]:
 
 def _facts(f: Findings) -> Iterator[str]:
     for key, sentence in _FACTS.items():
-        found = sorted({str(known) for r in _runs(f) if (known := r.facts.get(key))})
+        found = sorted({str(known) for r in f.c.taking_part if (known := r.facts.get(key))})
         if len(found) > 1 and not (f.mixed and key == "eval_sequences"):
             yield sentence.format(listed(found))

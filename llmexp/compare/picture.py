@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmexp import fileio
-from llmexp.compare.curves import AXES, cells, curve, downsample, lineage, scale
+from llmexp.compare.curves import AXES, cells, curve, lineage, scale
 from llmexp.compare.records import Comparison, Entry
 
 _LEGEND = 16  # entries in it at most, the best ones
@@ -55,16 +55,11 @@ def write_png(c: Comparison, path: Path) -> None:
 
 
 def _draw(axis: Any, c: Comparison, entry: Entry, key: str, colour: Any, label: str | None) -> None:
-    found = curve(entry, key)
-    if found is not None and c.align in found.x:
-        y = found.y.mean(axis=0)
-        kept = downsample(y, _POINTS)
-        axis.plot(found.x[c.align][kept], y[kept], color=colour, label=label, linewidth=1)
-    before = lineage(entry, key)
-    if before is not None and c.align in before.x:
-        kept = downsample(before.y[0], _POINTS)
-        x, y = before.x[c.align][kept], before.y[0][kept]
-        axis.plot(x, y, color=colour, linewidth=0.7, linestyle=":")
+    own, parents = {"label": label, "linewidth": 1}, {"linewidth": 0.7, "linestyle": ":"}
+    for found, style in ((curve(entry, key), own), (lineage(entry, key), parents)):
+        if found is not None and c.align in found.x:
+            drawn = found.thinned(_POINTS)
+            axis.plot(drawn.x[c.align], drawn.mean, color=colour, **style)
 
 
 def _map(figure: Any, axis: Any, c: Comparison, entries: Sequence[Entry]) -> None:

@@ -63,14 +63,11 @@ def losses(c: Comparison) -> Plot | None:
     for k, share in enumerate(SMOOTHING):
         y = {"y": [packed(lines[i].y[k]) for i in smoothed]}
         levels.append((f"{share:.0%} of the rows" if share else "none", [y, {}, smoothed]))
-    ranges = []
-    for words, kind, span in (
-        ("from a tenth of the steps on", "linear", later),
-        ("all", "linear", None),
-        ("logarithmic", "log", None),
-    ):
-        types = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
-        ranges.append((words, [{}, types, [0]]))
+    ranges = [
+        ("from a tenth of the steps on", _range("linear", later)),
+        ("all", _range("linear", None)),
+        ("logarithmic", _range("log", None)),
+    ]
     choices = {
         "axis": Choice("over", over, axes.index(axis)),
         "smoothing": Choice("smoothing", levels, USUAL, slider=True),
@@ -87,6 +84,11 @@ def losses(c: Comparison) -> Plot | None:
     return Plot("losses", "Losses over training", traces, layout, choices, caption)
 
 
+def _range(kind: str, span: list[float] | None) -> list[Any]:
+    types = {"xaxis.type": kind, "yaxis.type": kind, "xaxis.range": None, "yaxis.range": span}
+    return [{}, types, [0]]
+
+
 def points(c: Comparison) -> int:
     return min(POINTS, max(200, POINTS_OF_ALL // max(1, len(c.entries))))
 
@@ -100,15 +102,15 @@ def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
     lines = []
     for key in ("train/loss", "val/loss"):
         if (before := lineage(entry, key)) is not None:
-            drawn = before.at(downsample(before.y[0], points(c)))
+            drawn = before.thinned(points(c))
             thin = {**behind, "line": {"color": look.colour, "width": 1, "dash": "dot"}}
-            lines.append(Line(thin, drawn.x, [drawn.y[0]]))
+            lines.append(Line(thin, drawn.x, [drawn.mean]))
     if train is not None:
-        kept = downsample(train.y.mean(axis=0), points(c))
+        kept = downsample(train.mean, points(c))
         drawn = train.at(kept)
         if few:
             pale = {**behind, "line": {"color": look.colour, "width": 1}, "opacity": 0.22}
-            lines.append(Line(pale, drawn.x, [drawn.y.mean(axis=0)]))
+            lines.append(Line(pale, drawn.x, [drawn.mean]))
         trace = {
             **front, "mode": "lines", "line": look.line(2.4, 1.3),
             "customdata": _evaluated(drawn, val), "hovertemplate": "train %{y:.4f}%{customdata}",
@@ -116,7 +118,7 @@ def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
         levels = [smooth(train.y, share)[:, kept] for share in SMOOTHING]
         lines += _with_band(drawn, levels, trace, behind, look)
     if val is not None:
-        drawn = val.at(downsample(val.y.mean(axis=0), POINTS))
+        drawn = val.thinned(POINTS)
         hover = {"hovertemplate": "val %{y:.4f}"}
         if train is not None:  # which has the key and the words
             front["showlegend"], hover = False, {"hoverinfo": "skip"}
@@ -134,7 +136,7 @@ def _evaluated(train: Curve, val: Curve | None) -> list[str]:
     if val is None:
         return [""] * len(train.y[0])
     at = np.searchsorted(val.x["steps"], train.x["steps"], side="right") - 1
-    return [f", val {val.y[:, k].mean():.4f}" if k >= 0 else "" for k in at]
+    return [f", val {val.mean[k]:.4f}" if k >= 0 else "" for k in at]
 
 
 def _with_band(
@@ -196,11 +198,9 @@ def others(c: Comparison) -> Plot | None:
     for key in (*OTHERS, *sorted({key for r in c.runs for key in named_sets(r.columns)})):
         found = [curve(e, key) or nothing for e in c.entries]
         if any(each is not nothing for each in found):
-            drawn = [each.at(downsample(each.y.mean(axis=0), points(c))) for each in found]
-            data = {
-                "x": [packed(each.x.get(c.align, each.x["steps"])) for each in drawn],
-                "y": [packed(each.y.mean(axis=0)) for each in drawn],
-            }
+            drawn = [each.thinned(points(c)) for each in found]
+            x = [packed(each.x.get(c.align, each.x["steps"])) for each in drawn]
+            data = {"x": x, "y": [packed(each.mean) for each in drawn]}
             title = title_of(key) if is_of_named_set(key) else KEYS[key].plot
             layout = {"yaxis.title.text": title, "yaxis.range": None}
             options.append((title, [data, layout, list(range(len(drawn)))]))

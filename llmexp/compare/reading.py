@@ -9,13 +9,13 @@ import glob
 import json
 import multiprocessing
 import os
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from llmexp.compare.records import Record, as_dict
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
 from llmexp.knobs import default_of
-from llmexp.naming import LINEAGE
+from llmexp.naming import LINEAGE, by_number
 from llmexp.redact import clean
 from llmexp.rundir import ends_early
 
@@ -74,7 +74,7 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[st
     for given in paths:
         there = os.path.lexists(given)
         names = [given] if there else sorted(glob.glob(str(given), recursive=True))
-        runs = [run for name in names for run in _runs_at(Path(name))]
+        runs = [run for name in map(Path, names) for run in _under(_folder(name), DEPTH)]
         if not names:
             why = "there is nothing of that name; a run looks like outputs/default/..."
             problems.append(f"{clean(given)}: {why}")
@@ -94,9 +94,9 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[st
     return list(found.values()), problems
 
 
-def _runs_at(path: Path) -> list[Path]:
-    inside = path.name in _FILES and path.is_file()
-    return _under(path.parent if inside else path, DEPTH)
+def _folder(path: Path) -> Path:
+    """Return the folder that is meant: of a file of a run, the run."""
+    return path.parent if path.name in _FILES and path.is_file() else path
 
 
 def _under(path: Path, depth: int) -> list[Path]:
@@ -106,17 +106,12 @@ def _under(path: Path, depth: int) -> list[Path]:
         return [path]
     found: list[Path] = []
     with contextlib.suppress(OSError):
-        for inner in sorted(path.iterdir() if depth else (), key=_natural):
+        for inner in sorted(path.iterdir() if depth else (), key=by_number):
             hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
             followed = depth == DEPTH or not inner.is_symlink()
             if inner.is_dir() and followed and not hidden:
                 found += _under(inner, depth - 1)
     return found
-
-
-def _natural(path: Path) -> list[tuple[int, int, str]]:
-    parts = re.split(r"(\d{1,18})", path.name)
-    return [(0, int(p), "") if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts if p]
 
 
 def _sweep(path: Path, problems: list[str]) -> Sweep:
@@ -180,12 +175,8 @@ def _columns(paths: Sequence[Path], whole: bool) -> list[Columns]:
         with contextlib.suppress(BrokenProcessPool, OSError):
             processes = min(4, os.cpu_count() or 1)
             with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-                return list(pool.map(_whole if whole else Columns, paths, chunksize=4))
+                return list(pool.map(partial(Columns, whole=whole), paths, chunksize=4))
     return [Columns(path) for path in paths]
-
-
-def _whole(path: Path) -> Columns:
-    return Columns(path).load()
 
 
 def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:

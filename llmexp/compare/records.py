@@ -145,6 +145,10 @@ class Comparison:
         return [r for e in self.entries for r in e.runs]
 
     @property
+    def taking_part(self) -> list[Record]:
+        return [r for r in self.runs if not r.out]
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """Return all that can be said, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)

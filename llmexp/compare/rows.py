@@ -33,7 +33,7 @@ class Columns(Mapping[str, np.ndarray]):
     Those of QUICK are there at once; to ask for anything else reads the whole file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: bool = False) -> None:
         self._path = path
         self.problems: tuple[str, ...] = ()
         text = b""
@@ -50,6 +50,8 @@ class Columns(Mapping[str, np.ndarray]):
             quick, problems = _parse(path, text)
             self.problems += problems
         self._columns = quick
+        if whole:
+            self.load()
 
     def load(self) -> Columns:
         """Read every column, and return itself."""

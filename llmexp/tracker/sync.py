@@ -7,7 +7,6 @@ import contextlib
 import glob
 import math
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 from llmexp import fileio, rundir
 from llmexp.config import ConfigError
 from llmexp.metrics.keys import figures_in
+from llmexp.naming import by_number
 from llmexp.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
@@ -130,13 +130,8 @@ def runs_in(path: Path, depth: int = 2) -> list[Path]:
     if not depth or not path.is_dir():
         return []
     inner = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
-    inner.sort(key=_natural)
+    inner.sort(key=by_number)
     return [run for p in inner for run in runs_in(p, depth - 1)]
-
-
-def _natural(path: Path) -> list[tuple[str, int]]:
-    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
-    return [(text, int(number or 0)) for text, number in parts]
 
 
 class LeftOut(Exception):
