@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,23 @@ _MUON_KNOBS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
     "adjust_lr_fn",
 )  # fmt: skip
+# torch's optimizers import its compiler, for a second, to keep themselves out of graphs; no step of
+# ours is in one.
+for _method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+    _wrapped = inspect.unwrap(getattr(Optimizer, _method))
+    setattr(_wrapped, "__dynamo_disable", _wrapped)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW; its step imports no compiler."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SGD(torch.optim.SGD):
+    """torch's SGD, likewise."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
 
 def _rate(key: str, value: float, *, zero: bool = True) -> float:
@@ -97,7 +115,7 @@ def adamw(
     """AdamW (Loshchilov & Hutter 2019), fused where torch has the kernel, decay on matrices
     only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
+    return AdamW(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
         betas=(_decay("beta1", beta1), _decay("beta2", beta2)),
@@ -119,7 +137,7 @@ def sgd(
         raise ValueError(
             "optimizer.nesterov=true: there must be momentum; for example optimizer.momentum=0.9"
         )
-    return torch.optim.SGD(
+    return SGD(
         _decay_groups(parameters, weight_decay),
         lr=_rate("lr", lr, zero=False),
         momentum=_decay("momentum", momentum),
@@ -199,7 +217,7 @@ def muon(
             weight_decay=_rate("weight_decay", weight_decay),
             adjust_lr_fn=adjust_lr,
         ),
-        torch.optim.AdamW(
+        AdamW(
             _decay_groups(rest, weight_decay),
             lr=_rate("lr", lr) if adamw_lr is None else _rate("adamw_lr", adamw_lr),
             betas=(_decay("beta1", beta1), _decay("beta2", beta2)),

@@ -36,7 +36,6 @@ from llmexp.assembly.parts import (
     label_of,
     model_maker,
     tasks_of,
-    without_compiler,
 )
 from llmexp.assembly.placement import (
     Placement,
@@ -183,8 +182,7 @@ def _on_meta(
     """
     with torch.device("meta"):
         model = make_model() if _own(optimizer) else once("model", deciding, make_model)
-        with without_compiler():
-            make_optimizers(model)
+        make_optimizers(model)
         return WindowLoss(model)
 
 

@@ -3,12 +3,9 @@ each checked when built."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -165,18 +162,6 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
         return optim.as_list(built)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
-
-
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Make optimizers without torch's compiler. They import it to keep themselves out of graphs:
-    a second, which what trains nothing need not pay."""
-    wrapped = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    if wrapped is None or "torch._dynamo" in sys.modules:
-        yield
-        return
-    with mock.patch.object(wrapped, "__dynamo_disable", wrapped, create=True):
-        yield
 
 
 def label_of(model: dict[str, Any]) -> str:

@@ -165,7 +165,7 @@ def test_what_cannot_be_timed_is_refused(tmp_path, capsys, monkeypatch, argument
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_and_prepare_import_no_more_than_they_need(tmp_path):
+def test_commands_and_optimizers_import_no_more_than_they_need(tmp_path):
     """Of a second or two of processor time each: torch, and its compiler, cost one each."""
     text = f"""
 import sys
@@ -174,6 +174,15 @@ overrides = {[*TINY, *DATA]!r}
 assert run(["prepare", *overrides]) == 0
 assert "torch" not in sys.modules
 assert run(["plan", *overrides]) == 0
+import torch
+from llmexp import optim
+for make in (optim.adamw, optim.sgd, optim.muon):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    for optimizer in (optimizers := optim.as_list(make(model, lr=0.1))):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optim.update(optimizers, torch.tensor(False))
+    optimizers[0].zero_grad()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run(

@@ -21,7 +21,7 @@ from tests import forks
 PRELOADED = (
     "llmexp.train.worker",
     "llmexp.sweep.check",
-    "torch._dynamo",  # by the first optimizer
+    "torch._dynamo",  # by DDP
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.launcher.api",
