@@ -4,6 +4,7 @@ is there."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -72,6 +73,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage needs to look at it."""
+    gc.freeze()
 
 
 def _ports() -> Iterator[int]:

@@ -22,9 +22,13 @@ from tests.conftest import TINY
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]
 
 
-def told(capsys, *arguments: str) -> dict:
-    assert run(["explain", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def told(overrides: list[str], *keys: str, config_dir: str | None = None) -> list[dict]:
+    """What is said of the keys, each composed with the same overrides."""
+    with app.hydra_app(config_dir) as hydra:
+        cfg, _ = app.compose(hydra, overrides)
+        config = app.typed(cfg)
+        found = [explain.explained(hydra.config_loader, cfg, config, key) for key in keys]
+    return json.loads(json.dumps(found, default=str))
 
 
 def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
@@ -32,14 +36,17 @@ def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     mine = "# @package _global_\ndefaults:\n  - override /optimizer: muon\nclip:\n  max_norm: 0.7\n"
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(mine)
-    given = ["--config-dir", "own", "experiment=mine", "clip.max_norm=0.5"]
-    found = told(capsys, *given, "clip.max_norm")
+    given = ["experiment=mine", "clip.max_norm=0.5"]
+    found, group = told(given, "clip.max_norm", "optimizer", config_dir="own")
     assert found["history"] == [
         {"value": 1.0, "from": "conf/clip/norm.yaml"},
         {"value": 0.7, "from": "own/experiment/mine.yaml"},
         {"value": 0.5, "from": "the command line"},
     ]
-    assert run(["explain", "clip.max_norm", *given]) == 0
+    assert (group["value"], group["chosen_by"]) == ("muon", "own/experiment/mine.yaml")
+    assert {knob["key"] for knob in group["knobs"]} >= {"optimizer.ns_steps", "optimizer.lr"}
+    with_option = ["--config-dir", "own", *given]
+    assert run(["explain", "clip", *with_option]) == 0  # the short name of tables
     assert capsys.readouterr().out.splitlines() == [
         "clip.max_norm = 0.5",
         "  meaning    limit of the global gradient norm; null: no limit (above 0)",
@@ -49,50 +56,43 @@ def test_who_set_a_value_and_what_it_replaced(capsys, tmp_path, monkeypatch):
         "  acts       where clip.kind is norm",
         "  affects    the result",
     ]
-    group = told(capsys, "optimizer", *given)
-    assert (group["value"], group["chosen_by"]) == ("muon", "own/experiment/mine.yaml")
-    assert {knob["key"] for knob in group["knobs"]} >= {"optimizer.ns_steps", "optimizer.lr"}
-    assert told(capsys, "optimizer", "optimizer=sgd")["chosen_by"] == "the command line"
     assert (
-        told(capsys, "clip", "--config-dir", "own", "experiment=mine")["value"] == 0.7
-    )  # the short name of tables
-    assert (
-        told(capsys, "clip.max_norm", "experiment=clip_sweep")["swept"] == "0.25,0.5,1.0,2.0,null"
+        run(["explain", "clip.max_norm", "experiment=clip_sweep", "--json", "optimizer=sgd"]) == 0
     )
+    assert json.loads(capsys.readouterr().out)["swept"] == "0.25,0.5,1.0,2.0,null"
 
 
-def test_what_derived_a_number(capsys):
-    found = told(capsys, "batch.real_batch_size", *SYNTHETIC, "batch.gradient_accumulation_steps=4")
+def test_what_derived_a_number():
+    given = [*SYNTHETIC, "batch.gradient_accumulation_steps=4", "schedule.warmup_steps=7"]
+    keys = ("batch.real_batch_size", "real_batch_size", "warmup_updates", "precision.kind")
+    found, number, warmup, precision = told([*given, "optimizer=sgd"], *keys)
     assert (found["value"], found["derived"]) == (None, 32)
     equation = "micro_batch_size 8 x gradient_accumulation_steps 4 x dp_size 1 = real_batch_size 32"
     assert found["formula"] == equation
     assert "tokens_per_step" in found["used_by"]
-    number = told(capsys, "real_batch_size", *SYNTHETIC, "batch.gradient_accumulation_steps=4")
     assert (number["value"], number["formula"]) == (32, equation)
-    assert told(capsys, "warmup_updates", *SYNTHETIC, "schedule.warmup_steps=7")["value"] == 7
-    too_much = told(capsys, "real_batch_size", *SYNTHETIC, "batch.micro_batch_size=10000")
+    assert warmup["value"] == 7
+    assert precision["used_by"][-2:] == ["precision.init_scale", "precision.growth_interval"]
+    (too_much,) = told([*SYNTHETIC, "batch.micro_batch_size=10000"], "real_batch_size")
     assert too_much["unsolved"].startswith("batch.micro_batch_size=10000: ")
-    assert told(capsys, "precision.kind")["used_by"][-2:] == [
-        "precision.init_scale",
-        "precision.growth_interval",
-    ]
 
 
-def test_a_rate_under_a_rule_and_a_budget_that_was_replaced(capsys):
+def test_a_rate_under_a_rule_and_a_budget_that_was_replaced():
     scaled = ["optimizer.lr=0.01", "optimizer.lr_rule=linear", "optimizer.reference_batch=4"]
-    rate = told(capsys, "optimizer.lr", *SYNTHETIC, *scaled)
+    replaced = ["optimizer=sgd", "experiment=clip_sweep", "train.max_tokens=960"]
+    rate, budget, group = told(
+        [*SYNTHETIC, *scaled, *replaced], "optimizer.lr", "train.max_steps", "optimizer"
+    )
     assert (rate["value"], rate["derived"]) == (0.01, 0.02)
     assert rate["formula"].startswith("lr 0.01 x (real_batch_size 8 / reference_batch 4) = 0.02")
     assert "rates" in rate["used_by"]
-    budget = told(
-        capsys, "train.max_steps", *SYNTHETIC, "experiment=clip_sweep", "train.max_tokens=960"
-    )
     assert budget["history"][-1] == {
         "value": None,
         "from": "the command line, by train.max_tokens=960",
     }
     assert budget["history"][-2]["value"] == 200
     assert budget["derived"] == 10
+    assert group["chosen_by"] == "the command line"
 
 
 def test_what_there_is_not(capsys):
@@ -100,7 +100,6 @@ def test_what_there_is_not(capsys):
         ("clip.max_nrom", "Did you mean clip.max_norm?"),
         ("real_batch_sze", "Did you mean real_batch_size?"),
         ("gpt3", "there is no such key, group or number of a run. Known: name, batch, "),
-        ("gpt3", "clip, precision and "),
         ("clip.max_norm clip=none clip.max_norm=3", "does nothing with clip=none"),
         ("", "a key is needed; for example"),
     ):

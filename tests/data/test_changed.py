@@ -288,26 +288,25 @@ def test_files_that_are_not_shorter_are_not_named(path: Path) -> None:
     assert cut_files(many).endswith("; and 2 more")
 
 
-# A run: 4,096 tokens a step, so that the reader takes 32 windows at a time and has not all of them
-# at once.
 RUN = [
-    *TINY, "batch.sequence_length=32", "batch.micro_batch_size=128", "train.max_steps=80",
-    "train.log_every=10",
-    "checkpoint.every=20", "train.eval_every=null", "data=tokens", "data.train_files=train.npy",
-    "data.val_files=val.npy",
+    *TINY, "train.max_steps=20", "train.log_every=5", "checkpoint.every=5", "train.eval_every=null",
+    "data=tokens", "data.train_files=train.npy", "data.val_files=val.npy",
 ]  # fmt: skip
+# One window per reading, so that not all have been read when the file is cut.
 HOOK = """
 import os
 from pathlib import Path
+from llmexp.data import reader
+reader._BLOCK_TOKENS = 1
 def cut(event, context):
-    if event == "step_end" and context.step == 35 and not Path("done").exists():
+    if event == "step_end" and context.step == 8 and not Path("done").exists():
         Path("done").touch()
         os.truncate("train.npy", 1000)
 """
 
 
 def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
-    whole = np.random.default_rng(0).integers(0, 60, 32 * 1000 + 1).astype(np.uint16)
+    whole = np.random.default_rng(0).integers(0, 60, 12 * 160 + 1).astype(np.uint16)
     np.save(tmp_path / "train.npy", whole)
     np.save(tmp_path / "val.npy", whole[:400])
     (tmp_path / "cutting.py").write_text(HOOK)
@@ -328,7 +327,7 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
         assert "Traceback" not in text
     assert failed.json("status.json")["state"] == "failed"
     assert "the last checkpoint is step_" in failed.err
-    assert not failed.checkpoint(80).exists()
+    assert not failed.checkpoint(20).exists()
 
     refused = llmexp("resume", "cut", "--allow", "cutting", cwd=tmp_path)
     assert refused.code == 2
@@ -340,7 +339,7 @@ def test_a_token_file_cut_under_a_run(tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.err
     assert exact(failed) == exact(undisturbed)
     ended, expected = (
-        load_file(run.checkpoint(80) / "model.safetensors") for run in (failed, undisturbed)
+        load_file(run.checkpoint(20) / "model.safetensors") for run in (failed, undisturbed)
     )
     assert ended.keys() == expected.keys()
     assert all(np.array_equal(ended[name], expected[name]) for name in expected)

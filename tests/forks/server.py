@@ -3,6 +3,7 @@ server.py SOCKET`."""
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -39,6 +40,7 @@ def main(address: str) -> None:
     Plugins.instance()  # looks through all of Hydra's plugins
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
+    gc.freeze()  # a fork's collections need not look at all of it
 
     # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork
     # Python itself runs code in which an exception is lost.

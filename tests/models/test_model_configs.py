@@ -53,9 +53,3 @@ def test_config_builds_the_stated_model(name: str) -> None:
     assert model.vocab_size == model.head_weight.shape[0]
     assert model.max_position_embeddings == arguments["max_position_embeddings"]
     assert model.flops_formula
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_every_knob_has_its_comment(family: str) -> None:
-    lines = (CONFIG_FOLDER.parent / "base" / f"model_{family}.yaml").read_text().splitlines()
-    assert all("  # " in line for line in lines[lines.index("") + 2 :])
