@@ -85,14 +85,14 @@ def run(arguments: list[str]) -> int:
     try:
         return dispatch(arguments or ["--help"])
     except ConfigError as error:
-        return said(error, REFUSED)
+        return report(error, REFUSED)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `llmexp ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # such as a full disk under the output
-        return said(error, 1)
+        return report(error, 1)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -124,8 +124,8 @@ def dispatch(arguments: list[str]) -> int:
     return code
 
 
-def said(error: Exception, code: int) -> int:
-    """Say what went wrong, without the values of secrets, on standard error. Returns `code`."""
+def report(error: Exception, code: int) -> int:
+    """Print what went wrong, without the values of secrets, on standard error; return `code`."""
     from llmexp.redact import redacted
 
     print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
@@ -147,7 +147,7 @@ def complete(arguments: list[str], commands: tuple[str, ...]) -> int:
         and words[1] in ("compare", "runs")
         and any(a.startswith("query=") for a in arguments)
     ):
-        return 0  # they take paths, which the shell completes where nothing is said
+        return 0  # they take paths, which the shell completes where nothing is printed
     if len(words) > 2 and words[1] in commands:
         os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
     for flag, folder in itertools.pairwise(words):

@@ -23,7 +23,7 @@ from llmexp.data.files import cut_files
 from llmexp.fileio import read_json
 from llmexp.redact import redacted
 
-CUT = "cut: ended without a word (power cut or reboot?)"  # the error of a run that was mended
+CUT = "cut: no end was recorded (power cut or reboot?)"  # the error of a run that was mended
 
 
 class Left(Enum):

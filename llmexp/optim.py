@@ -246,7 +246,7 @@ def set_rate(optimizers: list[Optimizer], factor: float) -> float:
 
 
 def _guards(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can be told on the device to leave everything as it is."""
+    """Return whether the optimizer can leave everything as it is by a flag on the device."""
     if isinstance(optimizer, Muon):  # which chooses between whole matrices
         return not any(
             hasattr(p, "device_mesh") for g in optimizer.param_groups for p in g["params"]

@@ -252,8 +252,8 @@ def train(overrides: Sequence[str] = (), *, quiet: bool = False) -> Any:
         result.seek(0)
         text = result.read()
     code = process.returncode
-    said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
-    why = "\n".join(said) or f"llmexp train ended with exit code {code}"
+    printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
+    why = "\n".join(printed) or f"llmexp train ended with exit code {code}"
     found: dict[str, Any] = {"path": "", "runs": []}
     if text or code == DONE:
         found = result_of(text, overrides)

@@ -78,7 +78,7 @@ def initial_weights(
 
 
 def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> list[str]:
-    """Return what is to be said of the weights that a run begins with: those of the parent of a
+    """Return a text on the weights that a run begins with: those of the parent of a
     fork, or those that its model section names. Raises ConfigError where they do not fit."""
     if config.fork.run is not None:
         return _check_ids("fork.run", Path(config.fork.run), config.data, tokenizer)

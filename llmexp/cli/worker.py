@@ -69,8 +69,8 @@ def fitting(request: dict[str, Any]) -> int:
         child.wait()
         raise
     if child.returncode:
-        said = how_it_died(child.returncode, stopped=False)
-        raise ConfigError(f"batch.micro_batch_size=auto: no size was found: {said}")
+        why = how_it_died(child.returncode, stopped=False)
+        raise ConfigError(f"batch.micro_batch_size=auto: no size was found: {why}")
     found = json.loads(text)
     if "refused" in found:
         raise ConfigError(found["refused"])

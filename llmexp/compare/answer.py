@@ -64,9 +64,9 @@ def _by_items(f: Findings) -> str:
     if len(halves) < 2:
         return ""
     apart = abs(first.figures[f.metric.key] - second.figures[f.metric.key])
-    told = "tell" if apart > math.hypot(*halves) else "do not tell"
+    verb = "tell" if apart > math.hypot(*halves) else "do not tell"
     size = with_interval(apart, math.hypot(*halves), f.metric.digits)
-    return f"; the items {told} these models apart, {size} between them"
+    return f"; the items {verb} these models apart, {size} between them"
 
 
 def _alone(f: Findings) -> str:

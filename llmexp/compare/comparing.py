@@ -1,4 +1,4 @@
-"""Runs in, a comparison out: what differs, what came of it, in which order, and what can be said.
+"""Runs in, a comparison out: what differs, what came of it, in which order, and what follows.
 
 records -> left out | entries -> figures at one position -> budgets, verdicts, floor -> headline,
 notes, why

@@ -81,7 +81,7 @@ class Findings:
 def find_out(
     c: Comparison, metric: Column, negligible: float, mixed: bool, limiting: Record | None
 ) -> Findings:
-    """Find out what can be said of the entries."""
+    """Find out what the entries show."""
     loss, sign = is_loss(metric.key), metric.sign
     negligible = negligible if loss else 0.0
     rivals = [_rival(c, e, metric.key) for e in c.entries if not e.out]
@@ -97,7 +97,7 @@ def find_out(
     budgets = _by_budget([*ordered, *without])
     taking_part = [r for rival in ranked for r in rival.entry.taking_part]
     tasks = len({task(r, metric.key) for r in taking_part}) if loss else 1
-    for group in budgets:  # those of one budget can be told apart among themselves
+    for group in budgets:  # those of one budget can be compared among themselves
         members = [r for r in group if r in ordered]
         for other in members:
             lead = members[0] if members[0] is ordered[0] else leader(members, level, sign)

@@ -30,7 +30,7 @@ _BATCH = {  # Comparison.batch, with the sizes
     "numbers of steps.",
     "mixed": "real_batch_size varies, {} sequences, and so does how it is cut into micro-batches.",
 }
-_FACTS = {  # of run.json, said with its values where there are several
+_FACTS = {  # of run.json, printed with its values where there are several
     "model": "The models differ: {}.",
     "eval_sequences": "The evaluations are over different numbers of sequences ({}), which adds to "
     "their differences.",

@@ -211,8 +211,10 @@ def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
 
 def state_of(path: Path, status: dict[str, Any]) -> str:
     """Return the state by status.json, but `cut` for a running one whose lock nobody holds, also
-    after that was mended there; queued where nothing is said."""
-    state = "cut" if status.get("error") == ending.CUT else ending.state_now(path, status)
+    after that was mended there; queued where nothing is recorded."""
+    state = (
+        "cut" if str(status.get("error")).startswith("cut: ") else ending.state_now(path, status)
+    )
     if state == "cut" or state in STATES:
         return state
     return "cut" if (path / rundir.METRICS).exists() else "queued"  # a status that was lost

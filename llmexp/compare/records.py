@@ -150,7 +150,7 @@ class Comparison:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Return all that can be said, the answer first."""
+        """Return all that was found, the answer first."""
         return tuple(text for text in (self.headline, *self.notes, *self.why) if text)
 
     def label_of(self, run: Record) -> str:

@@ -150,7 +150,7 @@ def verdict(row: Row, rows: Sequence[Row]) -> str | None:
     launch-bound: the rate still grows nearly as fast as the micro-batch, so the device waits for
     the host's launches. compute-bound: it grows no more, at a high share of the peak. memory-bound:
     it grows no more, at a low share: the memory's bandwidth is what is used up. None where that
-    cannot be told, as without a known peak.
+    is not known, as without a known peak.
     """
     micro, busy = row.get("micro-batch", 0), row.get("share of peak", 0) >= BUSY
     same = _alike(row, rows, "model", "precision", "ranks", "accumulation", "length")

@@ -21,7 +21,7 @@ ERRORS = "stderr.log"
 
 
 class Died(Exception):
-    """The process did not reach its end; the text is what it said last."""
+    """The process did not reach its end; the text is what it printed last."""
 
 
 def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def measured(config: Config, what: str, disk: Path | None = None) -> dict[str, A
 
 
 def _last_words(path: Path, code: int) -> str:
-    said = rundir.read_status(path).get("error")
-    if isinstance(said, str) and said:
-        return said
+    error = rundir.read_status(path).get("error")
+    if isinstance(error, str) and error:
+        return error
     lines = fileio.tail(path / ERRORS, 2000).decode(errors="replace").split("\n")
     lines = [line.removeprefix("llmexp: ") for line in lines if line.strip()]
     return lines[-1] if lines and code > 0 else how_it_died(code, stopped=False)

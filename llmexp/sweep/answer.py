@@ -26,7 +26,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
     lines: list[str] = []
     try:
         lines = report(current)
-    except Exception as error:  # the runs are recorded, so what goes wrong here is only told
+    except Exception as error:  # the runs are recorded, so an error here is only printed
         # its repr may hold a page
         say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
     for line in lines or [show.results_table(ledger)]:

@@ -49,9 +49,9 @@ class Composer:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
             task = [o for o in parsed if not o.is_hydra_override()]
             cfg.hydra.overrides.task = [o.input_line for o in task]
-            told = cfg.hydra.job.config.override_dirname
+            style = cfg.hydra.job.config.override_dirname
             cfg.hydra.job.override_dirname = get_overrides_dirname(
-                task, told.exclude_keys, told.item_sep, told.kv_sep
+                task, style.exclude_keys, style.item_sep, style.kv_sep
             )
         with open_dict(cfg):
             cfg.hydra.job.name = name

@@ -191,13 +191,13 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     found = Ledger(path, name, str(path), launcher, arguments, [])
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
-        told = rundir.read_run(run)
-        texts = {key: told.get(key) for key in ("overrides", "swept")}
+        facts = rundir.read_run(run)
+        texts = {key: facts.get(key) for key in ("overrides", "swept")}
         lists = {key: list(map(str, v)) for key, v in texts.items() if isinstance(v, list)}
-        label = str(told.get("label") or name_of)
+        label = str(facts.get("label") or name_of)
         found.points.append(Entry(int(number), label, run.name, None, lists.get("overrides", [])))
         found.add_swept(lists.get("swept", []))
-        found.group = str(told.get("group") or found.group)
+        found.group = str(facts.get("group") or found.group)
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
         raise ConfigError(
             f"{path}: two runs there have the number {twice[0]}; give one of them another"

@@ -19,7 +19,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 
 LOOK_S = 1.0  # between looks for a sign of life
-# in the run folder: what its processes said; the console's rows are in train.log
+# in the run folder: what its processes printed; the console's rows are in train.log
 STDERR = "stderr.log"
 
 
@@ -154,6 +154,6 @@ def last_words(path: Path, code: int) -> str:
         return ""
     with contextlib.suppress(OSError):
         lines = (path / STDERR).read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
-        return said[-1] if said else ""
+        printed = [line.removeprefix("llmexp: ") for line in lines if line.startswith("llmexp: ")]
+        return printed[-1] if printed else ""
     return ""

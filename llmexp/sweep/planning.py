@@ -74,8 +74,8 @@ def plan_sweep(
         return 2 if refused else 0
     if able:
         print_points(able, [cells(one) for one in planned], settings.twins)
-        if said := in_all(whole, settings):
-            print(fitted(said), flush=True)
+        if total := in_all(whole, settings):
+            print(fitted(total), flush=True)
         pairs = zip(able, planned, strict=True)
         spends = [
             budgets.Spent(p.values, one.run.max_tokens, one.run.max_steps) for p, one in pairs

@@ -87,7 +87,7 @@ class Display:
         if waits(entry, self._ledger.path):
             self._waiting.add(entry.folder)
         if self._lines and not (new and entry.state == "queued"):
-            self.line(told(entry, self._ledger))
+            self.line(line_of(entry, self._ledger))
             if entry.error:
                 self._reported.add(entry.folder)
 
@@ -159,7 +159,7 @@ def waits(entry: Entry, where: Path) -> bool:
     return entry.state == "preempted" and not entry.error and by_plan(where / entry.folder)
 
 
-def told(entry: Entry, ledger: Ledger) -> str:
+def line_of(entry: Entry, ledger: Ledger) -> str:
     """Return a line for a point whose state has changed."""
     path, name = ledger.path / entry.folder, name_of(entry, ledger.swept)
     if entry.state in ("failed", "preempted") and entry.error:

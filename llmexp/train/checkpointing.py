@@ -89,9 +89,9 @@ def refuse_changed_data(loop: Loop) -> None:
             f"{text or 'a data file changed under the run'}{where}; the steps since {since} may "
             f"have seen other data, and step {loop.progress.step:,} is not saved"
         )
-    if loop.out.main and not loop.told_of_data:
+    if loop.out.main and not loop.warned_of_data:
         for text in corpus.differences(harmful=False):
-            loop.told_of_data = True
+            loop.warned_of_data = True
             loop.out.console.line(f"WARNING: {text}; resuming needs the old content")
 
 

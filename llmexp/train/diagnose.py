@@ -51,7 +51,7 @@ def first_bad(setup: Setup, window: Window) -> str:
     bad = mesh.ranks_where(setup.mesh, bool(first) and when == earliest)
     if not bad:
         return NOTHING
-    text = _said_by(setup.mesh, bad[0], text)
+    text = _text_of(setup.mesh, bad[0], text)
     return f"the first thing to go wrong: {text}" + (
         f" (rank {bad[0]})" if setup.mesh.distributed else ""
     )
@@ -136,7 +136,7 @@ def _look_at(look: Callable[[Tensor, str], None], text: str, gradient: Tensor) -
     look(gradient, text)
 
 
-def _said_by(joined: mesh.Mesh, rank: int, text: str) -> str:
+def _text_of(joined: mesh.Mesh, rank: int, text: str) -> str:
     """Return the text of one rank, on every rank."""
     room = torch.zeros(400, dtype=torch.int64)
     if joined.rank == rank:

@@ -231,6 +231,8 @@ def absent_ranks(path: Path, joined: mesh.Mesh, error: str, p: Parallelism) -> s
                 f"{h} ({f'ranks {r[0]}-{r[-1]}' if len(r) > 1 else f'rank {r[0]}'})"
                 for h, r in hosts
             )
-            waited_s = f"all ranks waited {p.timeout_s:g} s for each other in vain"
-            return f"{waited_s}; is the network between their hosts cut? {ranks}"
+            return (
+                f"all ranks waited {p.timeout_s:g} s for each other and none arrived; is the "
+                f"network between their hosts cut? {ranks}"
+            )
     return ""

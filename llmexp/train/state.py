@@ -88,7 +88,7 @@ class Loop:
     saved: list[int] = dataclasses.field(default_factory=list)
     failed_saves: int = 0  # since then
     saved_at: float = dataclasses.field(default_factory=time.monotonic)  # or tried, or started
-    told_of_data: bool = False  # that a data file was replaced
+    warned_of_data: bool = False  # that a data file was replaced
     # for the row, and the hook of each
     figures: dict[str, tuple[float, tuple[str, Any]]] = dataclasses.field(default_factory=dict)
     shown: tuple[float | None, ...] = (None, None, None)  # loss, tokens/s and eta of the bar

@@ -39,7 +39,7 @@ class Off:
         return not all(getattr(self, key) <= getattr(limits, key) for key in QUANTITIES)
 
 
-# In float64 nothing below these is told apart: about 1e4 unit roundoffs, room for long sums in
+# In float64 nothing below these is a difference: about 1e4 unit roundoffs, room for long sums in
 # another order.
 FLOOR, NO_FLOOR = Off(1e-12, 1e-12, 1e-11), Off(0.0, 0.0, 0.0)
 
@@ -81,7 +81,7 @@ def _within(what: str, found: float, limit: float, note: str) -> Check:
     if math.isfinite(limit) and limit < MEANINGLESS:
         return at_most(what, found, limit, note)
     why = "rounding alone moves the reference this far, or it does not move at all"
-    notes = filter(None, (note, f"{why}, so nothing can be told from it"))
+    notes = filter(None, (note, f"{why}, so it shows nothing"))
     return Check(what, None, found, limit, "; ".join(notes))
 
 
