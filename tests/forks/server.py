@@ -17,6 +17,7 @@ import threading
 from hydra.core.plugins import Plugins
 
 from llmexp.child import STOP_SIGNALS
+from llmexp.compose import app
 from tests import forks
 
 PRELOADED = (
@@ -40,6 +41,9 @@ def main(address: str) -> None:
     Plugins.instance()  # looks through all of Hydra's plugins
     if forks.PRETEND_BF16:
         forks.pretend_bf16()
+    with app.hydra_app(None) as hydra:  # its parsers learn their grammars
+        app.compose(hydra, ["train.max_steps=1", "hydra.run.dir=a/b", "hooks=[]"])
+    gc.collect()
     gc.freeze()  # a fork's collections need not look at all of it
 
     # As for a fresh worker they wait until it has handlers (`process.signals_held`): after a fork
