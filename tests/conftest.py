@@ -161,6 +161,13 @@ def train(cwd: Path, name: str, *overrides: str, **env: str) -> Result:
     return result
 
 
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers that a command in this process starts be forks too."""
+    for name, value in environment(PYTHONPATH=PATHS).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as the one

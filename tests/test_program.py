@@ -40,7 +40,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def there(trained, monkeypatch):
+def there(trained, forking, monkeypatch):
     monkeypatch.chdir(trained[0])
     return trained[1:]
 
@@ -166,10 +166,9 @@ def test_json_of_train_and_plan(tmp_path, capsys):
     assert "train.max_steps=0" in planned["refused"][0]
 
 
+@pytest.mark.usefixtures("forking")
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     """Its code cells in order, without Jupyter."""
-    for name, value in environment(PYTHONPATH=str(ROOT)).items():
-        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / "docs/python.ipynb").read_text())["cells"]
     names: dict = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -61,7 +62,8 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else "__main__"
 
 
-def imports(path: Path, top_level_only: bool = False) -> set[str]:
+@functools.cache
+def imports(path: Path, top_level_only: bool = False) -> frozenset[str]:
     """Dotted names of what a file imports: modules, and `module.name` for what is taken from
     one."""
     found: set[str] = set()
@@ -79,7 +81,7 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
                 visit(child)
 
     visit(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    return frozenset(found)
 
 
 def is_main_guard(node: ast.AST) -> bool:

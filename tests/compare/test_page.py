@@ -563,7 +563,10 @@ def test_a_label_that_is_markup_shows_as_text_and_does_nothing(show):
     assert any("<img src=x" in word for word in words)
 
 
-@pytest.mark.parametrize(("count", "scheme"), [(1, "light"), (6, "dark"), (48, "light")])
+@pytest.mark.parametrize(
+    ("count", "scheme"),
+    [pytest.param(1, "light", marks=pytest.mark.slow), (6, "dark"), (48, "light")],
+)
 def test_the_page_fits_a_desk_and_a_phone_in_both_schemes(show, count, scheme):
     keys = {
         1: {},

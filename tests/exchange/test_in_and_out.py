@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from llmexp import rundir
 from llmexp.__main__ import run as command
+from llmexp.assembly.assemble import assemble
+from llmexp.config import Config, ConfigError
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
 from tests.conftest import TINY, Result, llmexp, train
+from tests.forecast.test_memory import composed
 from tests.tools import same_state, weights
 
 
@@ -29,6 +34,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
     result = train(folder, "a", *more)
     assert command(["export", str(result.folder), "--to", "hf", str(folder / "hf")]) == 0
     return result
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return composed(*TINY)
 
 
 LLAMA = {
@@ -61,24 +71,22 @@ def test_transformers_gives_the_same_ids_and_logits(trained: Result) -> None:
     assert f"| val/loss (step 4) | {trained.rows()[-1]['val/loss']:.4f} |" in page
 
 
-@pytest.mark.parametrize("source", ["hf", "a", "a@4"])
+@pytest.mark.parametrize(("source", "same"), [("hf", "hf"), ("a", "a@4")])
+@pytest.mark.usefixtures("forking")
 def test_a_run_begins_with_the_weights_and_goes_on_without_them(
-    trained: Result, source: str, tmp_path: Path
+    trained: Result, source: str, same: str, tmp_path: Path
 ) -> None:
-    name = source.partition("@")[0]
-    shutil.copytree(trained.folder.parent / name, tmp_path / name)
-    more = [f"model.init_from={source}", "data.max_tokens=20000", "train.max_steps=3"]
+    shutil.copytree(trained.folder.parent / source, tmp_path / source)
+    more = ["data.max_tokens=20000", "train.max_steps=3"]
     more += ["checkpoint.save_initial=true", "checkpoint.every=1", "checkpoint.keep=null"]
     stopped = [*TINY, *more, "hydra.run.dir=b", "train.stop_step=2"]
-    first = llmexp("train", *stopped, cwd=tmp_path)
+    first = llmexp("train", *stopped, f"model.init_from={source}", cwd=tmp_path)
     assert first.code == 75, first.err
     begun, given = weights(first, 0), weights(trained, 4)
     assert all(torch.equal(begun[key], tensor) for key, tensor in given.items())
-    assert (
-        source.partition("@")[0] in json.loads((first.folder / "run.json").read_text())["initial"]
-    )
-    whole = train(tmp_path, "c", *more)
-    shutil.rmtree(tmp_path / name)
+    assert source in json.loads((first.folder / "run.json").read_text())["initial"]
+    whole = train(tmp_path, "c", *more, f"model.init_from={same}")
+    shutil.rmtree(tmp_path / source)
     assert command(["resume", str(first.folder)]) == 0
     same_state(first.checkpoint(3), whole.checkpoint(3))
 
@@ -156,13 +164,14 @@ def pretrained_pieces() -> tiktoken.Encoding:
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    trained: Result, what: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Result, config: Config, what: str, text: str, tmp_path: Path
 ) -> None:
     shutil.copytree(trained.folder.parent / "hf", tmp_path / "hf")
     broken(tmp_path / "hf", what)
-    found = told(capsys, "plan", *TINY, f"model.init_from={tmp_path / 'hf'}")
-    assert found.startswith("llmexp: model.init_from=")
-    assert text in found
+    model = config.model | {"init_from": str(tmp_path / "hf")}
+    with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
+        assemble(replace(config, model=model), write=False)
+    assert str(refusal.value).startswith("model.init_from=")
 
 
 def test_a_run_that_cannot_be_begun_from_is_refused(

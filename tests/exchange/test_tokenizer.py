@@ -32,16 +32,18 @@ def there(tokenizer: Tokenizer):
     return found
 
 
-def trained(tmp_path: Path) -> Tokenizer:
+def trained(tmp_path: Path, pattern: str = "gpt2") -> Tokenizer:
     texts = ["the cat sat on the mat, the cat's mat 12345", "caf\u00e9 caf\u00e9 aaaa aaaaaaa"] * 30
-    (tmp_path / "own.tiktoken").write_bytes(train(texts, 320, "gpt2").tiktoken)
-    return as_tokenizer(from_file(str(tmp_path / "own.tiktoken"), None, None))
+    (tmp_path / "own.tiktoken").write_bytes(train(texts, 320, pattern).tiktoken)
+    return as_tokenizer(from_file(str(tmp_path / "own.tiktoken"), None, pattern))
 
 
-@pytest.mark.parametrize("kind", ["bytes", "trained", "trained json"])
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "cl100k_base", "gpt2 json"])
 def test_ids_are_the_same(kind: str, tmp_path: Path) -> None:
-    tokenizer = as_tokenizer(byte_level()) if kind == "bytes" else trained(tmp_path)
-    if kind == "trained json":
+    tokenizer = (
+        as_tokenizer(byte_level()) if kind == "bytes" else trained(tmp_path, kind.split()[0])
+    )
+    if kind == "gpt2 json":
         (tmp_path / "tokenizer.json").write_text(tokenizer_files(tokenizer, 64)["tokenizer.json"])
         tokenizer = as_tokenizer(from_file(str(tmp_path), None, None))
     other = there(tokenizer)
@@ -94,7 +96,7 @@ def test_ids_of_sentencepiece_are_the_same(kind: str, rule: str, tmp_path: Path)
         settings(max_examples=200)(given(TEXTS)(same))()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("cl100k_base", marks=pytest.mark.slow)])
 def test_published_encodings_give_the_same_ids(name: str, tmp_path: Path) -> None:
     tokenizer = encoding(name, tmp_path / "cache")
     other = there(tokenizer)

@@ -23,6 +23,7 @@ from tests import forks
 PRELOADED = (
     "llmexp.train.worker",
     "llmexp.sweep.check",
+    "llmexp.forecast.fitting",
     "torch._dynamo",  # by DDP
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

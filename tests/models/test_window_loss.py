@@ -1,36 +1,33 @@
 """The loss end against fp64 softmax arithmetic written out here."""
 
-import datetime
 import functools
 import math
 import shutil
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.models import chunked
 from llmexp.models import rows as by_rows
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
-from llmexp.models.llama import Llama
 from llmexp.models.loss import WindowLoss, plain_cross_entropy_sum
 from llmexp.models.operands import Dtypes, VocabShard
-from llmexp.models.sampling import generate
+from tests.conftest import PATHS, environment
+from tests.models.two_ranks import KINDS, SIZES, leaves, split_case, split_model, text_of, tiny
 
 
 def reference(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, np.ndarray, np.ndarray]:
@@ -47,11 +44,6 @@ def reference(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, np.nda
     grad_h = np.zeros_like(h64)
     grad_h[rows] = p @ w64
     return float(value), grad_h, p.T @ h64[rows]
-
-
-def leaves(n: int, d: int, v: int, std: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    h = torch.randn(1, n, d, dtype=dtype).requires_grad_()
-    return h, (torch.randn(v, d, dtype=dtype) * std).requires_grad_()
 
 
 def relative_error(got: Tensor, expected: np.ndarray) -> float:
@@ -481,112 +473,14 @@ def test_a_target_between_the_parts_or_in_two_of_them_does_not_pass() -> None:
         assert all(math.isnan(nll) for (nll,) in threads.run(work)), rows
 
 
-SIZES = (1100, 64, 5000)  # n, d, v: three chunks of rows, and on each of two ranks two tiles
-KINDS = {
-    "fp64": (torch.float64, 0.4),
-    "fp32": (torch.float32, 0.4),
-    "bf16": (torch.float32, 0.02),
-}  # dtype, std
-
-
-def split_case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, std = KINDS[kind]
-    torch.manual_seed(12)
-    h, weight = leaves(*SIZES, std, dtype)
-    targets = torch.randint(0, SIZES[2], (1, SIZES[0]))
-    return h, weight, targets.masked_fill(torch.rand(1, SIZES[0]) < 0.2, -100)
-
-
-def split_model(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(13)
-    model = GPT2(50, 16, 2, 2, 16, 32) if name == "tied" else tiny(tied_head=False)
-    tokens, targets = torch.randint(0, 50, (2, 3, 16))
-    return model.double(), tokens, targets.masked_fill(torch.rand(3, 16) < 0.3, -100)
-
-
-def text_of(module: nn.Module) -> list[int]:
-    return list(
-        generate(module, [3, 1], 5, 1.0, 10, torch.Generator().manual_seed(0), context_length=16)
-    )
-
-
-def gloo_rank(rank: int, folder: str) -> None:
-    """What one of two processes finds, saved as `folder`/`rank`.pt."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    reduced: list[tuple[str, int]] = []
-
-    def reduce(name: str, value: Tensor) -> Tensor:
-        reduced.append((name, value.numel()))
-        dist.all_reduce(value, getattr(dist.ReduceOp, name))
-        return value
-
-    def gather(value: Tensor) -> Tensor:
-        parts = [torch.empty_like(value) for _ in range(2)]
-        dist.all_gather(parts, value)
-        return torch.cat(parts, -1)
-
-    def shard_of(size: int) -> VocabShard:
-        by = functools.partial
-        return VocabShard(rank * size // 2, size, by(reduce, "SUM"), by(reduce, "MAX"), gather)
-
-    found: dict = {}
-    shard = shard_of(SIZES[2])
-    for kind in KINDS:
-        h, weight, targets = split_case(kind)
-        part = weight.detach()[shard.first : shard.first + SIZES[2] // 2].requires_grad_()
-        reduced.clear()
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"):
-            nll = chunked_cross_entropy_sum(h, part, targets, shard)
-        nll.backward()
-        found[kind] = nll.detach(), h.grad, part.grad
-        found["reduced"] = list(reduced)
-
-    with torch.no_grad():
-        reduced.clear()
-        chunked_cross_entropy_sum(h, part, targets, shard)
-        found["reduced without gradients"] = list(reduced)
-        outside = targets.clone()
-        outside[0, -1] = SIZES[2]
-        found["outside"] = chunked_cross_entropy_sum(h, part, outside, shard)
-        part[70, 3] = math.nan if rank else 0.0
-        found["nan on rank 1"] = chunked_cross_entropy_sum(h, part, targets, shard)
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for name in ("tied", "untied"):
-        model, tokens, targets = split_model(name)
-        # Rows of the table, which is a tied model's head, or rows of the head.
-        rows = RowwiseParallel(input_layouts=Replicate()) if name == "tied" else ColwiseParallel()
-        parallelize_module(model, mesh, {"token_embedding" if name == "tied" else "head": rows})
-        window_loss = WindowLoss(model)
-        window_loss.share_vocabulary(shard_of(50))
-        nll = window_loss(tokens, targets)
-        nll.backward()
-        gradients = [p.grad for p in model.parameters()]
-        found[name] = {
-            "split": sum(isinstance(g, DTensor) for g in gradients),
-            "nll": nll.detach(),
-            "gradients": [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients],
-            "logits": window_loss(tokens),
-            "text": text_of(window_loss),
-            "kernel": window_loss.loss_kernel(torch.device("cpu")),
-        }
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What two processes with gloo between them found."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(gloo_rank, (str(folder),), nprocs=2)
+    command = [sys.executable, "-m", "tests.models.two_ranks", str(folder)]
+    env = environment(PYTHONPATH=PATHS)
+    ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -651,11 +545,6 @@ def test_a_model_with_a_split_head_is_the_same_model(two_ranks: list[dict], name
 
 
 # WindowLoss
-
-
-def tiny(tied_head: bool = True) -> Llama:
-    torch.manual_seed(7)
-    return Llama(50, 16, 2, 4, 2, 16, 32, tied_head=tied_head)
 
 
 @pytest.mark.parametrize(
