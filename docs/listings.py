@@ -63,7 +63,7 @@ LISTINGS = (
             r"step +(50|300)/300",
             r"(result|tokens_seen|final (train|val)/loss|picture|folder|next)  ",
         ),
-        (*SMALL, "train.eval_tokens=512", "data.max_tokens=20000"),
+        (*SMALL, "train.eval_tokens=512"),
     ),
     Listing(
         "README.md",
