@@ -43,6 +43,7 @@ CASES = {
     "base fp32": ("base", 4, 4, "fp32", 0.98),
     "base bf16": ("base", 4, 4, "bf16", 0.98),
     "tiny fp32": ("tiny", 4, 4, "fp32", 0.95),
+    "tiny fp32, accumulation 1": ("tiny", 4, 1, "fp32", 0.95),
     "base fp32, accumulation 1": ("base", 4, 1, "fp32", 0.98),
     "base fp32, accumulation 8": ("base", 4, 8, "fp32", 0.98),
     "50k vocabulary fp32": ("large-vocabulary", 4, 2, "fp32", 1.15),
