@@ -83,17 +83,19 @@ class Verdict:
     def __init__(self, limits: Limits | None, *figures: Tensor) -> None:
         self._limits = limits
         self._event: torch.cuda.Event | None = None
-        self._figures = torch.stack(figures)  # one of them is float64, and so are all
-        if self._figures.device.type == "cuda":
-            pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
-            self._figures = pinned.copy_(self._figures, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if figures[0].device.type == "cpu":  # reading is free there
+            self._figures = [float(figure) for figure in figures]
+            return
+        self._pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
+        self._pinned.copy_(torch.stack(figures), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
 
     def read(self) -> Seen:
         if self._event is not None:
             self._event.synchronize()
-        skipped, loss, norm, norm_after, clipped, count, scale, *small = self._figures.tolist()
+            self._figures = self._pinned.tolist()
+        skipped, loss, norm, norm_after, clipped, count, scale, *small = self._figures
         code = judge(loss, norm, count, bool(skipped), self._limits)
         mean_square = (small[0], small[1]) if small else None
         return Seen(code, loss, norm, norm_after, bool(clipped), count, scale, mean_square)
