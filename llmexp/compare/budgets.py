@@ -74,13 +74,11 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
             f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone "
             "lowers a loss"
         ]
-    causes = by_cause(points)
-    shown = [f"{name}: {tokens:,}" for name, tokens in list(causes.items())[:6]]
-    more = f" and {len(causes) - 6} more" if len(causes) > 6 else ""
-    lines = [
-        f"warning: these points train on unequal numbers of tokens ({', '.join(shown)}{more}).",
+    causes = [f"{name}: {tokens:,}" for name, tokens in by_cause(points).items()]
+    some = ", ".join(causes[:6]) + (f" and {len(causes) - 6} more" if len(causes) > 6 else "")
+    return [
+        f"warning: these points train on unequal numbers of tokens ({some}).",
         "Their final losses do not compare, and where tokens are equal their schedules are not.",
+        "To compare them at equal tokens:",
+        f"  {command(f'train.max_tokens={common(points)}')}",
     ]
-    lines.append("To compare them at equal tokens:")
-    lines.append(f"  {command(f'train.max_tokens={common(points)}')}")
-    return lines

@@ -156,7 +156,11 @@ def positions(record: Record, align: str) -> np.ndarray:
 def time_before(record: Record) -> float | None:
     """Return the seconds of training of a fork's parents up to its step, as far as it has their
     rows."""
-    return next(iter(elapsed(record.before)[-1:].tolist()), None) if record.before else None
+    return _last(elapsed(record.before)) if record.before else None
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
 
 
 def rows_until(where: np.ndarray, at: float) -> int:
@@ -273,8 +277,7 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
     for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run
         found[key] = number(record.last[key])
     if found["train_time"] is None and record.state != "finished":
-        own = elapsed(columns, number(record.parent.get("step")) or 0.0)
-        found["train_time"] = next(iter(own[-1:].tolist()), None)
+        found["train_time"] = _last(elapsed(columns, number(record.parent.get("step")) or 0.0))
     if record.parent:
         before, tokens = number(record.parent.get("tokens_seen")), found["tokens_seen"]
         if before is not None and tokens is not None:

@@ -3,6 +3,7 @@ settings."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,22 +91,20 @@ def find_out(
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
         ranked = []
     level = all_pairs(len(ranked))
-    ordered = list(ranked)
-    if ranked:
-        first = leader(ranked, level, sign)
-        ordered.sort(key=lambda r: r is not first)
+    first = leader(ranked, level, sign) if ranked else None
+    ordered = sorted(ranked, key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
     taking_part = [r for rival in ranked for r in rival.entry.taking_part]
     tasks = len({task(r, metric.key) for r in taking_part}) if loss else 1
     for group in budgets:  # those of one budget can be compared among themselves
-        members = [r for r in group if r in ordered]
-        for other in members:
-            lead = members[0] if members[0] is ordered[0] else leader(members, level, sign)
-            _judge(lead, other, level, negligible, sign)
+        if members := [r for r in group if r in ordered]:
+            lead = members[0] if members[0] is first else leader(members, level, sign)
+            for other in members:
+                _judge(lead, other, level, negligible, sign)
     for rival in ordered if tasks > 1 else ():
         rival.verdict, rival.size, rival.difference = Verdict.TASK, None, None
-    if ordered:
-        ordered[0].verdict = None
+    if first:
+        first.verdict = None
     return Findings(
         c=c,
         metric=metric,
@@ -158,7 +157,11 @@ def leader(rivals: Sequence[Rival], level: float, sign: float) -> Rival:
     of_computation: dict[object, list[Rival]] = defaultdict(list)
     for r in rivals:
         of_computation[r.entry.computation].append(r)
-    candidates = [min(same, key=lambda r: _weight(r, sign)) for same in of_computation.values()]
+
+    def weight(r: Rival) -> tuple[int, bool, float]:
+        return -len(r.seeds), bool(r.entry.values.get(TWIN)), sign * r.mean
+
+    candidates = [min(same, key=weight) for same in of_computation.values()]
     candidates = [r for r in candidates if len(r.seeds) > 1] or candidates
     best = min(candidates, key=lambda r: sign * float(np.mean(list(r.seeds.values()))))
     for _ in candidates:
@@ -168,10 +171,6 @@ def leader(rivals: Sequence[Rival], level: float, sign: float) -> Rival:
         if best is before:
             break
     return best
-
-
-def _weight(rival: Rival, sign: float) -> tuple[int, bool, float]:
-    return -len(rival.seeds), bool(rival.entry.values.get(TWIN)), sign * rival.mean
 
 
 def _judge(lead: Rival, other: Rival, level: float, negligible: float, sign: float) -> None:
@@ -206,13 +205,12 @@ def standings(f: Findings) -> tuple[Entry, ...]:
     """Mark each entry: best, same, worse, undecided, or why it is left out. Those of one budget
     stand together."""
     rivals = {r.entry: r for r in (*f.ranked, *f.without)}
-    marked = []
+    found: list[list[Entry]] = [[] for _ in (*f.budgets, "left out")]
     for e in f.c.entries:
-        standing = _standing(rivals[e], f) if e in rivals else Standing(e.out)
-        marked.append(replace(e, standing=standing))
-    last = len(f.budgets)
-    order = [rivals[e].budget if e in rivals else last for e in f.c.entries]
-    return tuple(e for _, e in sorted(zip(order, marked, strict=True), key=lambda pair: pair[0]))
+        r = rivals.get(e)
+        standing = _standing(r, f) if r else Standing(e.out)
+        found[r.budget if r else -1].append(replace(e, standing=standing))
+    return tuple(itertools.chain(*found))
 
 
 def _standing(r: Rival, f: Findings) -> Standing:
@@ -224,5 +222,7 @@ def _standing(r: Rival, f: Findings) -> Standing:
         return Standing("best" if best else f.extreme) if len(f.ranked) > 1 else Standing("")
     if r.verdict == Verdict.BUDGET and sum(r.budget == other.budget for other in f.ranked) > 1:
         return Standing(f"{f.extreme} of budget")
-    half, basis = (r.difference.half, r.difference.basis) if r.difference else (None, "")
-    return Standing(r.verdict.mark if f.is_loss else "", r.size, half, basis)
+    mark = r.verdict.mark if f.is_loss else ""
+    if r.difference is None:
+        return Standing(mark, r.size)
+    return Standing(mark, r.size, r.difference.half, r.difference.basis)

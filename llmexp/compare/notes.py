@@ -190,18 +190,16 @@ def _where(f: Findings) -> Iterator[str]:
 def _halving(f: Findings) -> Iterator[str]:
     """Say which runs successive halving left out after which share of the steps, and how the best
     one stood to the last of them there."""
-    shares: dict[float, list[Record]] = defaultdict(list)
-    for r in f.c.runs:
-        if r.rung is not None:
-            shares[r.rung].append(r)
-    if not shares or not f.ranked:
+    rungs = sorted({r.rung for r in f.c.runs if r.rung is not None})
+    if not rungs or not f.ranked:
         return
-    out = [
-        f"{listed([f.c.label_of(r) for r in shares[s]])} after {100 * s:.3g} % of the steps"
-        for s in sorted(shares)
-    ]
+    out = []
+    for share in rungs:
+        last = [r for r in f.c.runs if r.rung == share]
+        names = listed([f.c.label_of(r) for r in last])
+        out.append(f"{names} after {100 * share:.3g} % of the steps")
     yield f"Successive halving left out {'; '.join(out)}."
-    best, last = f.ranked[0].entry.taking_part[0], shares[max(shares)]
+    best = f.ranked[0].entry.taking_part[0]
     known = [(*losses, f.c.label_of(r)) for r in last if (losses := _at_end_of(r, best))]
     if known and f.metric.better == "lower":
         theirs, ours, step, label = min(known)

@@ -119,7 +119,7 @@ def _sweep(path: Path, problems: list[str]) -> Sweep:
     where = path / LEDGER
     if not where.is_file():
         return Sweep(path if (path / "multirun.yaml").is_file() else None)
-    tree = _json(where, problems)
+    tree = read_file(where, problems)
     points, swept, form = (tree.get(key) for key in ("points", "swept", "format"))
     if form != LEDGER_FORMAT or not isinstance(points, list) or not isinstance(swept, list):
         if tree:
@@ -181,8 +181,8 @@ def _columns(paths: Sequence[Path], whole: bool) -> list[Columns]:
 
 def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
     problems = list(columns.problems)
-    facts = _json(path / rundir.RUN, problems)
-    status = _json(path / rundir.STATUS, problems)
+    facts = read_file(path / rundir.RUN, problems)
+    status = read_file(path / rundir.STATUS, problems)
     config = _config(path / rundir.CONFIG, problems)
     if str(config.get("model._target_")).endswith(".GPT2"):
         config.setdefault("model.gelu", default_of("model.gelu"))  # a run of before this key
@@ -220,30 +220,26 @@ def state_of(path: Path, status: dict[str, Any]) -> str:
     return "cut" if (path / rundir.METRICS).exists() else "queued"  # a status that was lost
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a run as an object, empty where there is none."""
-    return _json(path, [])
-
-
 def _load(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[Any, Any]:
     """Return the object that a file holds; empty, with a line in `problems`, where there is
     none."""
     try:
         tree = parse(path.read_bytes().decode())
+        if isinstance(tree, dict):
+            return tree
+        problem = "holds no object"
     except FileNotFoundError:
-        problems.append(f"{path}: is missing")
-        return {}
+        problem = "is missing"
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problems.append(f"{path}: cannot be read: {clean(error)[:120]}")
-        return {}
-    if not isinstance(tree, dict):
-        problems.append(f"{path}: holds no object")
-        return {}
-    return tree
+        problem = f"cannot be read: {clean(error)[:120]}"
+    problems.append(f"{path}: {problem}")
+    return {}
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return an object of a JSON file with its texts cleaned."""
+def read_file(path: Path, problems: list[str] | None = None) -> dict[str, Any]:
+    """Return a JSON file of a run as an object with its texts cleaned, empty where there is
+    none."""
+    problems = [] if problems is None else problems
     return _load(path, lambda text: _cleaned(json.loads(text)), problems)
 
 

@@ -23,7 +23,7 @@ from llmexp.config import Config, ConfigError
 from llmexp.data.reader import Cut, Hidden, eval_batches, eval_starts
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import end_of_text, text_bytes
-from llmexp.metrics.ratio import ratio
+from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import as_recorded, redacted
 from llmexp.tasks import scoring
@@ -251,15 +251,14 @@ def add_all(
 def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> dict[str, Any]:
     """Return loss, perplexity and bits per byte with their standard errors; what is not known is
     absent. That of the perplexity exp(loss) is exp(loss) times that of the loss."""
-    loss, error = ratio(nll_n, targets_n)
-    found: dict[str, float | None] = {"loss": loss, "loss_stderr": error}
-    if loss < 700:  # beyond that exp overflows
-        found["ppl"] = math.exp(loss)
-        found["ppl_stderr"] = None if error is None else error * math.exp(loss)
+    found = with_error("loss", nll_n, targets_n)
+    if found["loss"] < 700:  # beyond that exp overflows
+        found["ppl"] = math.exp(found["loss"])
+        if "loss_stderr" in found:
+            found["ppl_stderr"] = found["loss_stderr"] * found["ppl"]
     if bytes_n.sum():
-        bits, error = ratio(nll_n / math.log(2), bytes_n)
-        found |= {"bits_per_byte": bits, "bits_per_byte_stderr": error}
-    return {key: value for key, value in found.items() if value is not None}
+        found |= with_error("bits_per_byte", nll_n / math.log(2), bytes_n)
+    return found
 
 
 def _beginning(judge: Judge, stream: TokenStream, start: int, end: int | None) -> str:

@@ -77,7 +77,7 @@ class Forecast:
 
     def needed(self, cut: Cut) -> float:
         """Return the bytes of a rank at its peak."""
-        return self.footprint(cut).peak + self.room.taken
+        return sum(self.footprint(cut).values()) + self.room.taken
 
     def fits(self, cut: Cut) -> bool:
         return self.needed(cut) <= self.room.usable
@@ -85,7 +85,7 @@ class Forecast:
     def figures(self) -> dict[str, Any]:
         """Return bytes of a rank, as plain values."""
         return {
-            **self.footprint(self.cut).held,
+            **self.footprint(self.cut),
             "taken": round(self.room.taken),
             "peak": round(self.needed(self.cut)),
             "usable": round(self.room.usable),
@@ -114,7 +114,7 @@ def cut_to(cut: Cut, micro: int) -> Cut:
 def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
     cut, room = forecast.cut, forecast.room
-    held, needed = forecast.footprint(cut).held, forecast.needed(cut)
+    held, needed = forecast.footprint(cut), forecast.needed(cut)
     parts = [f"{kind} {gib(size)}" for kind, size in held.items() if size]
     parts.append(f"{'the process' if room.device is None else 'libraries'} {gib(room.taken)}")
     eager = ", counted as not compiled" if compiled else ""

@@ -40,26 +40,15 @@ class Cut:
     layout: Layout
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes that a rank holds when it holds most, by what they are for."""
-
-    held: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        return sum(self.held.values())
+# Bytes that a rank holds when it holds most, by what they are for.
+Footprint = dict[str, int]
 
 
 def cut_of(parts: Parts) -> Cut:
     """Return how the run is cut."""
-    run = parts.run
-    return Cut(
-        run.micro_batch_size,
-        run.gradient_accumulation_steps,
-        parts.config.parallelism,
-        run.facts.layout,
-    )
+    run, parallelism = parts.run, parts.config.parallelism
+    layout = run.facts.layout
+    return Cut(run.micro_batch_size, run.gradient_accumulation_steps, parallelism, layout)
 
 
 def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> Footprint:
@@ -100,8 +89,8 @@ def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> F
         )
         setup = set_up(made, joined)
         pretend.reduce_at_once(setup.module)
-        for phase, method in (("activations", "features"), ("activations", "forward")):
-            _watch(counting, setup.model, method, phase)
+        for method in ("features", "forward"):
+            _watch(counting, setup.model, method, "activations")
         _watch(counting, setup.loss, "forward", "loss")
         setup.model.train()
         _step(setup, cut, 1)
@@ -110,7 +99,7 @@ def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> F
         _step(setup, cut, min(2, cut.accumulation))
         held = {kind: counting.peak.get(kind, 0) for kind in KINDS}
         modes.close()
-    return Footprint(held)
+    return held
 
 
 def _without_memory(

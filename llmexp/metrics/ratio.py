@@ -7,6 +7,12 @@ import math
 import numpy as np
 
 
+def with_error(name: str, y_n: np.ndarray, x_n: np.ndarray) -> dict[str, float]:
+    """Return a ratio under `name`, and its standard error under NAME_stderr where there is one."""
+    found, error = ratio(y_n, x_n)
+    return {name: found} if error is None else {name: found, f"{name}_stderr": error}
+
+
 def ratio(y_n: np.ndarray, x_n: np.ndarray) -> tuple[float, float | None]:
     """Return R = sum(y) / sum(x) and its standard error over n independent units, None for one.
 

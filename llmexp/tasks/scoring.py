@@ -21,7 +21,7 @@ from torch import Tensor
 from llmexp import mesh, precision
 from llmexp.data.reader import MASKED
 from llmexp.data.tokenizers import Tokenizer, end_of_text
-from llmexp.metrics.ratio import ratio
+from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss, plain_cross_entropy
 from llmexp.tasks.items import Item
 
@@ -183,13 +183,6 @@ def figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
         return np.array([one[key] for one in samples], dtype=np.float64)
 
     one_n = np.ones(len(samples))
-    found: dict[str, float] = {}
-    for name, y_n, x_n in (
-        ("acc", column("acc"), one_n),
-        ("acc_norm", column("acc_norm"), one_n),
-        ("bits_per_byte", column("nll") / math.log(2), column("bytes")),
-    ):
-        found[name], error = ratio(y_n, x_n)
-        if error is not None:
-            found[f"{name}_stderr"] = error
-    return found
+    found = with_error("acc", column("acc"), one_n)
+    found |= with_error("acc_norm", column("acc_norm"), one_n)
+    return found | with_error("bits_per_byte", column("nll") / math.log(2), column("bytes"))

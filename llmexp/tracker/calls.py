@@ -73,12 +73,6 @@ def start_run(
     return run
 
 
-def log_row(run: Any, row: dict[str, Any]) -> None:
-    # With its step, what is sent later lines up; and without `commit` a row with a step would wait
-    # for the next one.
-    run.log(row, step=row["step"], commit=True)
-
-
 def finish_run(run: Any, summary: dict[str, Any], exit_code: int) -> None:
     """Raise TimeoutError when the upload does not end in time."""
     run.summary.update(summary)

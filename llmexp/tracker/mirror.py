@@ -78,7 +78,9 @@ class Feed:
         for row in self._new.read():
             self.rows, self.last_step = self.rows + 1, row["step"]
             if row["step"] > self._after:
-                calls.log_row(self.run, row)
+                # With its step, what is sent later lines up; and without `commit` a row with a step
+                # would wait for the next one.
+                self.run.log(row, step=row["step"], commit=True)
                 self.sent += 1
                 tokens_seen = int(row.get("tokens_seen", -1))
                 self.position = replace(self.position, tokens_seen=tokens_seen, step=row["step"])

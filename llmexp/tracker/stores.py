@@ -54,10 +54,12 @@ class TensorBoard:
         where = run_dir / "tensorboard"
         shutil.rmtree(where, ignore_errors=True)
         self._writer = SummaryWriter(str(where), flush_secs=5)
-        given = flatten(fields.config).items()
-        table = "\n".join(f"| {key} | {value} |" for key, value in given)
-        self._writer.add_text("config", f"| key | value |\n|---|---|\n{table}")
+        self._write_table("config", "key", flatten(fields.config))
         return str(where)
+
+    def _write_table(self, title: str, head: str, values: dict[str, Any]) -> None:
+        lines = (f"| {key} | {value} |" for key, value in values.items())
+        self._writer.add_text(title, "\n".join((f"| {head} | value |", "|---|---|", *lines)))
 
     def position(self) -> int:
         return -1
@@ -67,8 +69,7 @@ class TensorBoard:
             self._writer.add_scalar(key, value, row["step"], new_style=True, double_precision=True)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        text = "\n".join(f"| {key} | {value} |" for key, value in summary.items())
-        self._writer.add_text("summary", f"| figure | value |\n|---|---|\n{text}")
+        self._write_table("summary", "figure", summary)
         self._writer.close()
 
 
@@ -89,13 +90,13 @@ class MLflow:
         project, client = fields.project, self._client
         known = client.get_experiment_by_name(project)
         experiment = known.experiment_id if known else client.create_experiment(project)
-        there = self._client.search_runs([experiment], f"tags.`{self.KEY}` = '{fields.run_id}'")
+        there = client.search_runs([experiment], f"tags.`{self.KEY}` = '{fields.run_id}'")
         if there:
             self._run = there[0].info.run_id
             self._client.set_terminated(self._run, "RUNNING")
             return f"mlflow run {self._run}"
         tags = {self.KEY: fields.run_id, "group": fields.group or "", "folder": str(run_dir)}
-        self._run = self._client.create_run(experiment, run_name=fields.name, tags=tags).info.run_id
+        self._run = client.create_run(experiment, run_name=fields.name, tags=tags).info.run_id
         params = [Param(k, str(v)[:500]) for k, v in flatten(fields.config).items()]
         for first in range(0, len(params), 100):  # at most in one call
             client.log_batch(self._run, params=params[first : first + 100])
