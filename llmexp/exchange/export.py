@@ -71,8 +71,7 @@ def write_weights(
         place |= {rule.theirs: name for rule in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": place}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text)
+        write_json(folder / "model.safetensors.index.json", index)
     return sum(sizes.values())
 
 

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -92,9 +92,16 @@ class Console:
         now = time.monotonic()
         if now - self._last_refresh < REFRESH_INTERVAL_S and step < self._total_steps:
             return
+        cells = {"step": f"step {step}/{self._total_steps}"}
+        if loss is not None:
+            cells["loss"] = f"loss {_loss(loss)}"
+        if tokens_per_sec is not None:
+            cells["rate"] = f"{tokens_per_sec:,.0f} tokens/s"
+        if eta_s is not None:
+            cells["eta"] = f"eta {format_duration(eta_s)}"
         with self._lock:
             self._last_refresh = now
-            self._guard(lambda: self._draw(step, loss, tokens_per_sec, eta_s))
+            self._guard(lambda: self._draw(step, cells))
 
     def close(self) -> None:
         """Take the bar away and close the log; `line` still prints to the terminal afterwards."""
@@ -127,22 +134,11 @@ class Console:
                 text, markup=False, highlight=False, emoji=False, soft_wrap=True
             )
 
-    def _draw(
-        self, step: int, loss: float | None, tokens_per_sec: float | None, eta_s: float | None
-    ) -> None:
+    def _draw(self, step: int, cells: dict[str, str]) -> None:
         bar = self._bar or self._make_bar()
-        parts = {"step": f"step {step}/{self._total_steps}"}
-        if loss is not None:
-            parts["loss"] = f"loss {_loss(loss)}"
-        if tokens_per_sec is not None:
-            parts["rate"] = f"{tokens_per_sec:,.0f} tokens/s"
-        if eta_s is not None:
-            parts["eta"] = f"eta {format_duration(eta_s)}"
         # A narrow terminal loses figures, never its line: the bar keeps at least ten columns.
-        for least_needed in ("rate", "eta", "loss"):
-            if len("  ".join(parts.values())) > bar.console.width - 12:
-                parts.pop(least_needed, None)
-        bar.update(bar.task_ids[0], completed=step, text="  ".join(parts.values()))
+        text = _fitted(cells, "  ", ("rate", "eta", "loss"), bar.console.width - 12)
+        bar.update(bar.task_ids[0], completed=step, text=text)
         if self._bar is None:
             bar.start()
             # a killed run must not leave a terminal without its cursor
@@ -299,11 +295,18 @@ def format_row(
     if row.get("skipped"):
         cells["skipped"] = "skipped"
     named = [key for key in cells if is_of_named_set(key) or is_accuracy(key)]
-    for key in (*named, *LEAST_NEEDED):
-        if width is None or len(" | ".join(cells.values())) <= width:
+    return _fitted(cells, " | ", (*named, *LEAST_NEEDED), width)
+
+
+def _fitted(
+    cells: dict[str, str], between: str, least_needed: Iterable[str], width: float | None
+) -> str:
+    """Join cells to a line; the least needed ones give way until it fits."""
+    for key in least_needed:
+        if width is None or len(between.join(cells.values())) <= width:
             break
         cells.pop(key, None)
-    return " | ".join(cells.values())
+    return between.join(cells.values())
 
 
 def _cell(key: str, value: Any) -> str:
@@ -315,12 +318,10 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _is_live_terminal(stream: TextIO | None) -> bool:
+    if os.environ.get("TERM", "") in ("", "dumb"):
+        return False
     try:
-        return (
-            stream is not None
-            and stream.isatty()
-            and os.environ.get("TERM", "") not in ("", "dumb")
-        )
+        return stream is not None and stream.isatty()
     except ValueError:  # a closed stream
         return False
 

@@ -73,8 +73,4 @@ def device_called(cuda_name: str) -> Device | None:
 def _same(words: list[str], wanted: list[str]) -> bool:
     """Whole words, or a first word with a suffix such as A100-SXM4-80GB: 'A10' must not match
     'A100'."""
-    return (
-        len(words) == len(wanted)
-        and words[1:] == wanted[1:]
-        and f"{words[0]}-".startswith(f"{wanted[0]}-")
-    )
+    return words[1:] == wanted[1:] and f"{words[0]}-".startswith(f"{wanted[0]}-")

@@ -33,14 +33,10 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [
-            line.split(":", 1)[1].strip()
-            for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-            if "model name" in line
-        ]
-        name = models[0] if models else name
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if model := re.search(r"model name[^:\n]*:(.*)", text):
+            name = model[1].strip()
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
@@ -94,10 +90,8 @@ def drivers() -> dict[str, str]:
     if torch.cuda.is_available():
         found["cudnn"] = torch.backends.cudnn.version()
     with contextlib.suppress(OSError):
-        version = re.search(
-            r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s",
-            Path("/proc/driver/nvidia/version").read_text(),
-        )
+        text = Path("/proc/driver/nvidia/version").read_text()
+        version = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", text)
         found["driver"] = version[1] if version else None
     return {name: str(version) for name, version in found.items() if version is not None}
 

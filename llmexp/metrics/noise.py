@@ -68,9 +68,8 @@ class SmallGradient:
         if norms:
             self._norm = torch.linalg.vector_norm(torch.stack(norms))
         elif several and (own or not self._mesh.once):
-            self._norm = mesh.global_norm(
-                self._mesh, [p.grad for p in parameters if p.grad is not None]
-            )
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._norm = mesh.global_norm(self._mesh, gradients)
         self._targets = int((micro_batches[0][1] >= 0).sum())  # they are on the host
 
     def take(self, count: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -85,15 +84,13 @@ class SmallGradient:
         if norm is None:
             return ()
         together = self._mesh.sharding is not None  # FSDP has already averaged over the ranks
-        targets = torch.tensor(float(self._targets), dtype=torch.float64).to(
-            count.device, non_blocking=True
-        )
+        targets = torch.tensor(float(self._targets), dtype=torch.float64)
+        targets = targets.to(count.device, non_blocking=True)
         if together:
             targets = mesh.total(self._mesh, targets)
         # The sum is the gradient of nll x loss scale x weight (see train_step).
-        square = (
-            norm.double() * count / ((1 if together else self._mesh.dp_size) * scale.double())
-        ).square()
+        weight = 1 if together else self._mesh.dp_size
+        square = (norm.double() * count / (weight * scale.double())).square()
         there = targets > 0
         figures = torch.stack((square / targets.clamp(min=1), targets, there.double()))
         if not together:
@@ -150,22 +147,17 @@ class NoiseScale:
         if a <= 0 or b * b < a * c:
             return found
         root = math.sqrt(b * b - a * c)
-        return found | {
-            "noise_scale_low": max(0.0, (b - root) / a),
-            "noise_scale_high": (b + root) / a,
-        }
+        low, high = max(0.0, (b - root) / a), (b + root) / a
+        return found | {"noise_scale_low": low, "noise_scale_high": high}
 
     def verdict(self, real_batch_size: int) -> str:
         """Return where `real_batch_size` stands to the noise scale, as a sentence."""
         found = self.figures()
         many = f"{self.measurements:,} measurement{'s' * (self.measurements != 1)}"
-        if not found:
-            return (
-                f"whether real_batch_size {real_batch_size:,} is large is not known: {many} "
-                "found no noise scale"
-            )
-        batch = self._sums[7] / self._sums[0]
         name = f"real_batch_size {real_batch_size:,}"
+        if not found:
+            return f"whether {name} is large is not known: {many} found no noise scale"
+        batch = self._sums[7] / self._sums[0]
         if abs(batch / real_batch_size - 1) > 0.01:  # masked targets
             name += f" (the targets of {batch:.3g} whole sequences)"
         scale = f"the gradient noise scale, {found['noise_scale']:.3g} sequences"

@@ -26,9 +26,8 @@ class Norms:
         self.steps = self.clipped = 0
         self._coefficients = 0.0
         self._taken = [0, 0.0]  # steps and the sum of their coefficients at the last row
-        self._bins: dict[
-            int, list[float]
-        ] = {}  # by number: how many, and the sum of 1 / (norm + EPSILON)
+        # by number: how many, and the sum of 1 / (norm + EPSILON)
+        self._bins: dict[int, list[float]] = {}
 
     def add(self, norm: float, clipped: bool) -> None:
         """One applied update; `norm` is finite and at least 0."""
@@ -48,9 +47,8 @@ class Norms:
         self._taken = [self.steps, self._coefficients]
         if self.by_value or not steps:
             return {}
-        return {
-            "clip_coefficient": min(1.0, total / steps)
-        }  # a difference of sums may round past 1
+        # a difference of sums may round past 1
+        return {"clip_coefficient": min(1.0, total / steps)}
 
     def quantile(self, percent: float) -> float:
         """Return the upper edge of the bin that this quantile of the norm lies in. Needs at least
@@ -87,21 +85,15 @@ class Norms:
         quantiles = {str(q): self.quantile(q) for q in QUANTILES}
         first, last = min(self._bins) // PER_OCTAVE, max(self._bins) // PER_OCTAVE + 1
         middle = math.floor(math.log2(quantiles["50"]))
-        limits = {2.0**k for k in range(max(first, middle - 3), min(last, middle + 4) + 1)} | {
-            *quantiles.values()
-        }
-        if self.limit is not None:
-            limits.add(self.limit)
-        rows = [(limit, *self.at(limit)) for limit in sorted(limits)]
-        table = [
-            {"limit": limit, "share": share, "coefficient": mean} for limit, share, mean in rows
-        ]
-        return {
-            "steps": self.steps,
-            "share": self.clipped / self.steps,
-            "quantiles": quantiles,
-            "table": table,
-        }
+        powers = range(max(first, middle - 3), min(last, middle + 4) + 1)
+        limits = {*quantiles.values(), *(2.0**k for k in powers)}
+        limits |= set() if self.limit is None else {self.limit}
+        table = []
+        for limit in sorted(limits):
+            share, mean = self.at(limit)
+            table.append({"limit": limit, "share": share, "coefficient": mean})
+        share = self.clipped / self.steps
+        return {"steps": self.steps, "share": share, "quantiles": quantiles, "table": table}
 
     def state_dict(self) -> dict[str, Any]:
         bins = [[number, *found] for number, found in sorted(self._bins.items())]
@@ -118,15 +110,10 @@ def clip_table(summary: dict[str, Any], own: float | None) -> str:
     """Return `Norms.summary` as lines for a reader; `own` is the run's own limit."""
     lines = [f"{'limit':>9} {'steps clipped':>14} {'mean coefficient':>17}"]
     for row in summary["table"]:
-        names = [
-            f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == row["limit"]
-        ]
-        names += ["this run"] if row["limit"] == own else []
+        limit, share, mean = row["limit"], row["share"], row["coefficient"]
+        names = [f"{q} % quantile" for q, norm in summary["quantiles"].items() if norm == limit]
+        names += ["this run"] if limit == own else []
         name = f"  {', '.join(names)}" if names else ""
-        lines.append(
-            f"{row['limit']:>9.4g} {row['share']:>13.1%} {row['coefficient']:>17.3f}{name}"
-        )
-    lines.append(
-        f"from {summary['steps']:,} norms, to the first order: another limit leads elsewhere"
-    )
-    return "\n".join(lines)
+        lines.append(f"{limit:>9.4g} {share:>13.1%} {mean:>17.3f}{name}")
+    steps = f"from {summary['steps']:,} norms"
+    return "\n".join([*lines, f"{steps}, to the first order: another limit leads elsewhere"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
-import os
 import textwrap
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,29 +23,27 @@ SMOOTH_ABOVE_POINTS = 50
 Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
 
 
-def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Write a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over
+def plot_losses(rows: list[dict[str, Any]], title: str) -> bytes:
+    """Return a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over
     `tokens_seen`.
 
     A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None
-    or not finite are left out; with no loss at all nothing is written. Raises OSError if `path`
-    cannot be written.
+    or not finite are left out; with no loss at all there is no picture, and nothing is returned.
     """
     train_x, train_y = _series(rows, "train/loss")
-    lr_x, lr_y = _series(rows, "lr")
-    norm_x, norm_y = _series(rows, "grad_norm")
+    lr, norm = _series(rows, "lr"), _series(rows, "grad_norm")
     if not len(train_x) and not _validation(rows):
-        return
+        return b""
 
     # Figure without pyplot: no global state, no choice of a window system.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    two_panels = len(lr_x) > 0 or len(norm_x) > 0
+    two_panels = len(lr[0]) > 0 or len(norm[0]) > 0
     figure = Figure(figsize=(8, 5.6 if two_panels else 4.2), dpi=150, layout="constrained")
     if two_panels:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.1])
-        _draw_settings(bottom, (lr_x, lr_y), (norm_x, norm_y))
+        _draw_settings(bottom, lr, norm)
     else:
         top = bottom = figure.subplots()
 
@@ -70,21 +67,14 @@ def plot_losses(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     bottom.set_xlabel("tokens seen")
     bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
 
-    # no name that a link could have
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    try:
-        with open(temporary, "xb") as file, warnings.catch_warnings():
-            # a title in any script is fine
-            warnings.filterwarnings("ignore", message="Glyph .* missing")
-            figure.savefig(file, format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    png = io.BytesIO()
+    with warnings.catch_warnings():  # a title in any script is fine
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(png, format="png")
+    return png.getvalue()
 
 
-def _draw_settings(
-    axes: Axes, lr: tuple[np.ndarray, np.ndarray], norm: tuple[np.ndarray, np.ndarray]
-) -> None:
+def _draw_settings(axes: Axes, lr: Series, norm: Series) -> None:
     if len(lr[0]):
         axes.plot(*lr, color=LR, linewidth=1.3)
         axes.set_ylabel("lr", color=LR)

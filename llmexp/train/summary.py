@@ -8,6 +8,7 @@ from typing import Any
 
 from llmexp import rundir
 from llmexp.child import STOP
+from llmexp.fileio import write_whole
 from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
@@ -107,7 +108,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         if text is not None:
             sections.append(("sample", text))
         if loop.out.rows is not None and parts.config.metrics.picture:
-            plot_losses(loop.out.rows.rows, path / "loss.png", f"{parts.config.name}/{path.name}")
+            if png := plot_losses(loop.out.rows.rows, f"{parts.config.name}/{path.name}"):
+                write_whole(path / "loss.png", png)
             if (path / "loss.png").exists():
                 to_copy.append(("picture", str(path / "loss.png")))
     except Exception as error:
