@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp.config import ConfigError
+from llmexp.values import ConfigError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -54,6 +55,11 @@ def tail(path: Path, most: int) -> bytes:
         f.seek(max(0, f.seek(0, os.SEEK_END) - most))
         return f.read()
     return b""
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -16,10 +16,8 @@ whatever the layouts of saving and loading. saving.py writes them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
+from llmexp.fileio import sha256
 
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -343,8 +342,4 @@ def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, An
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
-    with open(path, "rb") as f:
-        return {
-            "size": os.fstat(f.fileno()).st_size,
-            "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
-        }
+    return {"size": path.stat().st_size, "sha256": sha256(path)}

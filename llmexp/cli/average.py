@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -15,11 +14,10 @@ from llmexp.naming import add_weights, check_new, named_checkpoint
 
 def average(arguments: list[str]) -> int:
     """Write the mean of checkpoints into a folder that other commands take as they take a run."""
-    parser = argparse.ArgumentParser(
-        prog="llmexp average",
-        description="Average the weights of several checkpoints, of one run or of several. "
-        "evaluate, sample, export and model.init_from take the result as they take a run.",
-        epilog=command_line.ALLOW_HELP,
+    parser = command_line.parser_of(
+        "average",
+        "Average the weights of several checkpoints, of one run or of several. evaluate, sample, "
+        "export and model.init_from take the result as they take a run.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN[@STEP]", help="run folder; without a step its newest one"
@@ -68,9 +66,9 @@ def chosen(names: list[str], last: int | None) -> list[tuple[Path, int]]:
             raise ConfigError(f"{name} --last {last}: give the step or --last; for example {path}")
         if len(steps) < (last or 1):
             there = ", ".join(map(str, steps)) or "none yet"
+            way = f"checkpoint.keep={max(2, last or 1)} keeps more"
             raise ConfigError(
-                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; "
-                f"checkpoint.keep={max(2, last or 1)} keeps more"
+                f"{path}: has {len(steps)} of {last or 1} checkpoints: {there}; {way}"
             )
         found += [(path, one) for one in ([step] if step is not None else steps[-(last or 1) :])]
     if twice := [f"{path}@{step}" for path, step in found if found.count((path, step)) > 1]:

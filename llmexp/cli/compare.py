@@ -65,28 +65,23 @@ def _targets(args: argparse.Namespace) -> dict[str, str]:
             continue
         if target != "-" and not target.lower().endswith(suffix):
             if name in _PICTURES or not (os.path.lexists(target) or glob.glob(target)):
-                raise ConfigError(
-                    f"--{name} {target}: the file's name must end in {suffix}; for example "
-                    f"table{suffix}"
-                )
+                text = f"the file's name must end in {suffix}; for example table{suffix}"
+                raise ConfigError(f"--{name} {target}: {text}")
             args.paths.append(target)
             target = "-"
         wanted[name] = target
         path = Path(target)
         if target != "-" and not path.parent.is_dir():
-            raise ConfigError(
-                f"--{name} {path}: there is no folder {path.parent}; for example --{name} "
-                f"/tmp/{path.name}"
-            )
-        if target != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ConfigError(
-                f"--{name} {path}: cannot be written; for example --{name} /tmp/{path.name}"
-            )
+            why = f"there is no folder {path.parent}"
+        elif target != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            why = "cannot be written"
+        else:
+            continue
+        example = f"for example --{name} /tmp/{path.name}"
+        raise ConfigError(f"--{name} {path}: {why}; {example}")
     if list(wanted.values()).count("-") > 1:
-        raise ConfigError(
-            "only one of --json, --csv and --markdown can go to standard output; name a file for "
-            "others"
-        )
+        text = "only one of --json, --csv and --markdown can go to standard output"
+        raise ConfigError(f"{text}; name a file for others")
     return wanted
 
 
@@ -95,9 +90,8 @@ def _text(name: str, comparison: Comparison) -> str:
         from llmexp.compare.page import page
 
         return page(comparison)
-    return {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}[name](
-        comparison
-    )
+    forms = {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}
+    return forms[name](comparison)
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:

@@ -83,12 +83,11 @@ def _own(
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="llmexp evaluate",
-        description="Evaluate a checkpoint on the validation sets of its run, or on other data: "
-        "loss, perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
+    parser = command_line.parser_of(
+        "evaluate",
+        "Evaluate a checkpoint on the validation sets of its run, or on other data: loss, "
+        "perplexity and bits per byte, each with its standard error. Or on tasks of multiple "
         "choice: accuracy.",
-        epilog=command_line.ALLOW_HELP,
     )
     parser.add_argument(
         "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
@@ -149,10 +148,8 @@ def _tokens(given: str | None, configured: int | None) -> int | None:
     if given is None or given == "all":
         return configured if given is None else None
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(
-            f"--tokens {given}: a whole number above 0, or all, is needed; for example "
-            "--tokens 100000"
-        )
+        text = "a whole number above 0, or all, is needed; for example --tokens 100000"
+        raise ConfigError(f"--tokens {given}: {text}")
     return int(given)
 
 
@@ -163,10 +160,9 @@ def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) 
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if key != "data" and not key.startswith("data."):
-            raise ConfigError(
-                f"{override}: evaluate changes the data only; for example data=text "
-                "data.train_files=book.txt data.val_ratio=0"
-            )
+            example = "data=text data.train_files=book.txt data.val_ratio=0"
+            text = f"evaluate changes the data only; for example {example}"
+            raise ConfigError(f"{override}: {text}")
     environment.refuse_secrets(list(overrides), "the command line")
     if not overrides:
         return config
@@ -190,15 +186,12 @@ def _put(tree: dict[str, Any], override: Any) -> None:
     node: Any = tree
     own = key.startswith(command_line.NAMED_BY_USER)
     for parent in parents:
-        node = node.setdefault(parent, {}) if own else node.get(parent, {})
-        if not isinstance(node, dict):
-            node = {}
+        below = node.setdefault(parent, {}) if own else node.get(parent)
+        node = below if isinstance(below, dict) else {}
     if name not in node and not own:
-        raise ConfigError(
-            f"{key}: there is no such key in the data of the run."
-            f"{nearest(key, hints.flat_keys(tree))} For other data name them first, for example "
-            f"data=text {key}=..."
-        )
+        text = f"there is no such key in the data of the run.{nearest(key, hints.flat_keys(tree))}"
+        way = f"For other data name them first, for example data=text {key}=..."
+        raise ConfigError(f"{key}: {text} {way}")
     if override.is_sweep_override():
         raise ConfigError(f"{override.input_line}: several values are a sweep; give one")
     node[name] = override.value()
@@ -206,7 +199,9 @@ def _put(tree: dict[str, Any], override: Any) -> None:
 
 def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of tasks, and those of their items."""
-    keys = [key for key in dict.fromkeys(key for one in tasks for key in one) if _is_figure(key)]
+    other = ("task", "items", "scores")
+    every = dict.fromkeys(key for one in tasks for key in one)
+    keys = [key for key in every if key not in other and "_stderr" not in key]
     rows = [["task", "items", *({"bits_per_byte": "bits/byte"}.get(key, key) for key in keys)]]
     rows += [[one["task"], f"{one['items']:,}", *_figures(one, keys)] for one in tasks]
     lines = [show.table(rows, left=1)]
@@ -221,28 +216,22 @@ def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _is_figure(key: str) -> bool:
-    return key not in ("task", "items", "scores") and "_stderr" not in key
-
-
 def _of_sets(sets: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table of sets, and those of their documents."""
-    lines = []
     heads = ["set", "tokens", "of", "units", "loss", "ppl", "bits/byte"]
     rows = [heads]
     for one in sets:
         counts = (f"{one['tokens']:,}", f"{one['tokens_there']:,}")
         units = f"{one['units']:,} {one['unit']}"
         rows.append([one["set"], *counts, units, *_figures(one)])
-    lines.append(show.table(_without_empty(rows), left=1))
+    lines = [show.table(_without_empty(rows), left=1)]
     for one in sets:
+        rows = [["document", "begins", "tokens", "loss", "ppl", "bits/byte"]]
+        for d in one.get("documents", ()):
+            rows.append([str(d["document"]), d["begins"][:40], f"{d['tokens']:,}", *_figures(d)])
         if "documents" in one:
-            rows = [["document", "begins", "tokens", "loss", "ppl", "bits/byte"]]
-            rows += [
-                [str(d["document"]), d["begins"][:40], f"{d['tokens']:,}", *_figures(d)]
-                for d in one["documents"]
-            ]
-            lines += ["", f"{one['set']}, by document", show.table(_without_empty(rows), left=2)]
+            table = show.table(_without_empty(rows), left=2)
+            lines += ["", f"{one['set']}, by document", table]
     return lines
 
 

@@ -75,76 +75,50 @@ def run(arguments: list[str]) -> int:
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Return (the key, the rest). The key is the first word that is neither a flag, nor a flag's
     value, nor an override."""
-    rest, before = list(arguments), ""
-    for place, word in enumerate(rest):
+    before = ""
+    for place, word in enumerate(arguments):
         bare = word.rstrip("=")  # as a shell completes it
-        if (
-            not word.startswith("-")
-            and "=" not in bare
-            and before not in ("--config-dir", "-cd", "--allow")
-        ):
-            return bare.lstrip("+~"), rest[:place] + rest[place + 1 :]
+        is_value = "=" in bare or before in ("--config-dir", "-cd", "--allow")
+        if not word.startswith("-") and not is_value:
+            return bare.lstrip("+~"), [*arguments[:place], *arguments[place + 1 :]]
         before = word
     raise ConfigError("explain: a key is needed; for example llmexp explain batch.real_batch_size")
 
 
 def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[str, Any]:
     """Return all that is known of a key, as plain values. Raises ConfigError."""
-    key = (
-        next((full for full, short in ALIASES.items() if short == key), key)
-        if key not in DERIVED
-        else key
-    )
+    if key not in DERIVED:
+        key = next((full for full, short in ALIASES.items() if short == key), key)
     given = [str(o) for o in cfg.hydra.overrides.task]
     every = layers(loader, CONFIG_NAME, given)
     flat = flatten(plain(config))
     flat |= {f"{name}.{key}": value for name in OF_COMMANDS for key, value in cfg[name].items()}
-    tree: Any = OmegaConf.to_container(
-        OmegaConf.masked_copy(cfg, [str(k) for k in cfg if k != "hydra"])
-    )
     if key in cfg.hydra.runtime.choices and key not in flat:
         return group(loader, cfg, every, flat, key)
     if key in DERIVED:
-        return {
-            "key": key,
-            "meaning": DERIVED[key].meaning,
-            **solved(config, key),
-            "used_by": used_by(key),
-        }
+        found = {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key)}
+        return found | {"used_by": used_by(key)}
     if key not in flat:
+        own = [str(k) for k in cfg if k != "hydra"]
+        tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
         known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
-        raise ConfigError(
-            f"{key}: there is no such key, group or number of a run.{nearest_key(key, known)}"
-        )
+        near = nearest_key(key, known)
+        raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}")
     history = [
         {"value": layer.values[key], "from": layer.source} for layer in every if key in layer.values
     ]
-    budgets = [o for o in given if budgets_in([o])]
-    if (
-        key in BUDGETS
-        and budgets
-        and flat[key] is None
-        and history
-        and history[-1]["value"] is not None
-    ):
+    budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
+    if budgets and flat[key] is None and history and history[-1]["value"] is not None:
         history.append({"value": None, "from": f"{COMMAND_LINE}, by {' and '.join(budgets)}"})
-    found = {
-        "key": key,
-        "value": flat[key],
-        "meaning": meaning(key, every),
-        "history": history,
-        "affects": changes(key),
-    }
+    found = {"key": key, "value": flat[key], "meaning": meaning(key, every), "history": history}
+    found["affects"] = changes(key)
     if key in ACTS:
         found["acts"] = where_it_acts(key)
-    swept = (cfg.hydra.sweeper.get("params") or {}).get(key)
-    if swept is not None:
+    if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
         found["swept"] = swept
-    rate = (
-        re.fullmatch(r"optimizer\.(\w+_)?lr", key)
-        and flat.get("optimizer.lr_rule", "none") != "none"
-    )
-    if (flat[key] in (None, "auto") or rate) and not key.startswith(COMMANDS):
+    is_rate = re.fullmatch(r"optimizer\.(\w+_)?lr", key) is not None
+    by_rule = is_rate and flat.get("optimizer.lr_rule", "none") != "none"
+    if (flat[key] in (None, "auto") or by_rule) and not key.startswith(COMMANDS):
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
     return found
@@ -163,23 +137,22 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     numbers = parts.run.as_dict()
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
-        formula = filled(DERIVED[name].formula, numbers)
-        value, sources = numbers.get(name), DERIVED[name].sources
-        return {"value": value, "derived": value, "formula": formula, "from": list(sources)}
-    value = flatten(plain(parts.config)).get(key)
-    if key.startswith("optimizer.") and numbers["rates"]:
-        sources = DERIVED["rates"].sources
-        formula = numbers["rates"]
-        return {"value": value, "derived": value, "formula": formula, "from": list(sources)}
-    return {"value": value} if value in (None, "auto") else {"value": value, "derived": value}
+        value, number = numbers.get(name), DERIVED[name]
+        formula = filled(number.formula, numbers)
+    else:
+        value = flatten(plain(parts.config)).get(key)
+        if not key.startswith("optimizer.") or not numbers["rates"]:
+            open_still = value in (None, "auto")
+            return {"value": value} if open_still else {"value": value, "derived": value}
+        number, formula = DERIVED["rates"], numbers["rates"]
+    return {"value": value, "derived": value, "formula": formula, "from": list(number.sources)}
 
 
 def filled(formula: str, numbers: dict[str, Any]) -> str:
     """Return a formula with the numbers of a run; empty where one of them is not known."""
-    words = re.findall(r"{(\w+)}", formula)
-    if any(numbers.get(word) is None for word in words):
+    values = {word: numbers.get(word) for word in re.findall(r"{(\w+)}", formula)}
+    if None in values.values():
         return ""
-    values = {word: numbers[word] for word in words}
     shown_as = {k: f"{v:,}" if isinstance(v, int) else shown(v) for k, v in values.items()}
     return formula.format_map(shown_as)
 
@@ -189,33 +162,23 @@ def group(
 ) -> dict[str, Any]:
     """Return a group: its option, who chose it, the options there are, and its knobs with their
     values."""
-    choice = cfg.hydra.runtime.choices[name]
-    by = "conf/config.yaml"
-    experiment = cfg.hydra.runtime.choices.get("experiment")
-    if experiment and name != "experiment":
-        defaults = loader.repository.load_config(f"experiment/{experiment}").defaults_list or []
-        if any(
-            getattr(d, "override", False) and str(d.group).lstrip("/") == name for d in defaults
-        ):
-            by = next(
-                (layer.source for layer in every if f"experiment/{experiment}" in layer.source), by
-            )
+    choices = cfg.hydra.runtime.choices
+    experiment, by = f"experiment/{choices.get('experiment')}", "conf/config.yaml"
+    if choices.get("experiment") and name != "experiment":
+        chosen = loader.repository.load_config(experiment).defaults_list or []
+        of_groups = [d for d in chosen if getattr(d, "override", False)]
+        if name in (str(d.group).lstrip("/") for d in of_groups):
+            by = next((layer.source for layer in every if experiment in layer.source), by)
     if any(str(o).lstrip("+").startswith(f"{name}=") for o in cfg.hydra.overrides.task):
         by = COMMAND_LINE
     knobs = []
     for key in (k for k in flat if k.startswith(f"{name}.") and not k.endswith("._target_")):
         sources = [layer.source for layer in every if key in layer.values]
         if sources:
-            knobs.append(
-                {
-                    "key": key,
-                    "value": flat[key],
-                    "from": sources[-1],
-                    "meaning": meaning(key, every),
-                }
-            )
-    options = loader.get_group_options(name)
-    return {"key": name, "value": choice, "chosen_by": by, "options": options, "knobs": knobs}
+            found = {"key": key, "value": flat[key], "from": sources[-1]}
+            knobs.append(found | {"meaning": meaning(key, every)})
+    found = {"key": name, "value": choices[name], "chosen_by": by}
+    return found | {"options": loader.get_group_options(name), "knobs": knobs}
 
 
 def meaning(key: str, every: list[Layer]) -> str:
@@ -255,10 +218,8 @@ def changes(key: str) -> str:
 def where_it_acts(key: str) -> str:
     """Return beside which values of other knobs a knob does anything."""
     acts = ACTS[key]
-    where = " or ".join(acts.keys)
-    if not acts.values:
-        return f"where {where} is given"
-    return f"where {where} is {' or '.join(map(shown, acts.values))}"
+    is_what = f"is {' or '.join(map(shown, acts.values))}" if acts.values else "is given"
+    return f"where {' or '.join(acts.keys)} {is_what}"
 
 
 def written(found: dict[str, Any]) -> list[str]:

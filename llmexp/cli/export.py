@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from pathlib import Path
@@ -13,11 +12,8 @@ from llmexp.naming import add_weights, check_new, named_checkpoint
 
 def export(arguments: list[str]) -> int:
     """Write a checkpoint's model, its tokenizer and a page about it for transformers."""
-    parser = argparse.ArgumentParser(
-        prog="llmexp export",
-        description="Write a trained model as a folder that transformers loads.",
-        epilog=command_line.ALLOW_HELP,
-    )
+    text = "Write a trained model as a folder that transformers loads."
+    parser = command_line.parser_of("export", text)
     parser.add_argument("run", metavar="RUN[@STEP]", help="run folder; default: newest checkpoint")
     parser.add_argument("--to", choices=["hf"], required=True, help="hf: Hugging Face transformers")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")

@@ -12,37 +12,34 @@ from llmexp.config import conf_dir
 from llmexp.knobs import fields
 
 MOST_USED = {
-    "batch": (
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "real_batch_size",
-        "sequence_length",
-    ),
-    "train": (
-        "max_steps",
-        "max_epochs",
-        "max_tokens",
-        "seed",
-        "log_every",
-        "eval_every",
-        "compile",
-    ),
-    "clip": ("max_norm",),
-    "parallelism": (
-        "nproc_per_node",
-        "nnodes",
-        "tensor_parallel_size",
-        "activation_checkpointing",
-        "max_restarts",
-    ),
-    "checkpoint": ("every", "async", "resume"),
-    "tracker": ("project", "name", "tags", "mode"),
+    "batch": "micro_batch_size gradient_accumulation_steps real_batch_size sequence_length",
+    "train": "max_steps max_epochs max_tokens seed log_every eval_every compile",
+    "clip": "max_norm",
+    "parallelism": "nproc_per_node nnodes tensor_parallel_size activation_checkpointing "
+    "max_restarts",
+    "checkpoint": "every async resume",
+    "tracker": "project name tags mode",
 }
 OPEN_KNOBS = {
-    "model": ("n_layers", "n_heads", "d_model", "dropout"),
-    "data": ("train_files", "val_files", "val_ratio", "max_tokens"),
-    "optimizer": ("lr", "lr_rule", "weight_decay"),
-    "schedule": ("warmup_steps", "warmup_ratio", "end_ratio"),
+    "model": "n_layers n_heads d_model dropout",
+    "data": "train_files val_files val_ratio max_tokens",
+    "optimizer": "lr lr_rule weight_decay",
+    "schedule": "warmup_steps warmup_ratio end_ratio",
+}
+FLAGS = {
+    "-m, --multirun": "a sweep: every combination of comma-separated values",
+    "--queue": "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
+    "--measure": "train a few steps in a folder that goes, and say how long the run takes (plan)",
+    "--json": "print nothing but the result on standard output, as JSON (train, plan)",
+    "--cfg job": "print the composed config and stop (--resolve: with interpolations resolved)",
+    "--info": "where the config comes from: all, defaults, searchpath, ...",
+    "--config-dir DIR": "your own config files: DIR/model/mine.yaml becomes model=mine",
+    "--allow PACKAGE": "allow _target_ and hooks in your package (looked for in this folder too)",
+    "--hydra-help": "Hydra's own flags",
+}
+FOLDER = {
+    "hydra.run.dir=DIR": "of a run; default outputs/<name>/<stamp>",
+    "hydra.sweep.dir=DIR": "of a sweep; a run is a folder in it",
 }
 EXAMPLES = """\
 llmexp train model=gpt_tiny data=text 'data.train_files=[book.txt]' train.max_epochs=2
@@ -52,26 +49,26 @@ llmexp train -m batch.gradient_accumulation_steps=1,2,4 clip.max_norm=0.5,1.0
 llmexp train experiment=shakespeare_nanogpt_cpu 'data.train_files=[tinyshakespeare.txt]'"""
 
 
-def groups(extra: str | None) -> dict[str, list[str]]:
+def groups(extra: str | None) -> dict[str, str]:
     """Config groups with their options, of conf/ and of the user's --config-dir."""
     found: dict[str, set[str]] = {}
     for root in filter(None, (conf_dir(), Path(extra) if extra else None)):
         for file in sorted(root.glob("*/*.yaml")):
             found.setdefault(file.parent.name, set()).add(file.stem)
     parts = ("base", "hydra")  # no groups
-    return {name: sorted(options) for name, options in sorted(found.items()) if name not in parts}
+    return {name: ", ".join(sorted(found[name])) for name in sorted(found) if name not in parts}
 
 
-def comments(group: str, keys: tuple[str, ...]) -> list[tuple[str, str]]:
+def comments(group: str, keys: list[str]) -> dict[str, str]:
     """Return (key, comment) of the knobs as the files of the group document them."""
     files = [*sorted(conf_dir().glob(f"base/{group}*")), *sorted(conf_dir().glob(f"{group}/*"))]
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, str] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             key, _, rest = line.partition(":")
             if key in keys and "#" in rest:
-                found.setdefault(key, (f"{group}.{key}", rest.partition("#")[2].strip()))
-    return [found[k] for k in keys if k in found]
+                found.setdefault(key, rest.partition("#")[2].strip())
+    return {f"{group}.{key}": found[key] for key in keys if key in found}
 
 
 def print_help(command: str, arguments: list[str]) -> None:
@@ -80,61 +77,33 @@ def print_help(command: str, arguments: list[str]) -> None:
     for flag, value in itertools.pairwise(arguments):
         extra = value if flag in ("--config-dir", "-cd") else extra
     sweeps = "" if command == "prepare" else "[-m] "
-    usage = (
-        f"usage: llmexp {command} {sweeps}[--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION "
-        "...] [KEY=VALUE ...]"
-    )
+    flags = f"{sweeps}[--config-dir DIR] [--allow PACKAGE]"
+    usage = f"usage: llmexp {command} {flags} [GROUP=OPTION ...] [KEY=VALUE ...]"
     print(textwrap.fill(usage, width, subsequent_indent=" " * 14, break_on_hyphens=False) + "\n")
     print("GROUPS (one option each)")
-    for name, options in groups(extra).items():
-        table(name, ", ".join(options), 14, width)
+    table(groups(extra), 14, width)
     print("\nMOST USED KNOBS (all of them: llmexp train --cfg job)")
     for section, names in MOST_USED.items():
-        for key in (f"{section}.{name}" for name in names):
-            table(key, fields()[key].meaning, 38, width)
+        keys = [f"{section}.{name}" for name in names.split()]
+        table({key: fields()[key].meaning for key in keys}, 38, width)
     for section, names in OPEN_KNOBS.items():
-        for key, text in comments(section, names):
-            table(key, text, 38, width)
+        table(comments(section, names.split()), 38, width)
     print("\nFLAGS")
-    for flag, text in (
-        ("-m, --multirun", "a sweep: every combination of comma-separated values"),
-        (
-            "--queue",
-            "make the run's folder and start nothing: for torchrun on several hosts, Slurm, ...",
-        ),
-        (
-            "--measure",
-            "train a few steps in a folder that goes, and say how long the run takes (plan)",
-        ),
-        ("--json", "print nothing but the result on standard output, as JSON (train, plan)"),
-        (
-            "--cfg job",
-            "print the composed config and stop (--resolve: with interpolations resolved)",
-        ),
-        ("--info", "where the config comes from: all, defaults, searchpath, ..."),
-        ("--config-dir DIR", "your own config files: DIR/model/mine.yaml becomes model=mine"),
-        (
-            "--allow PACKAGE",
-            "allow _target_ and hooks in your package (looked for in this folder too)",
-        ),
-        ("--hydra-help", "Hydra's own flags"),
-    ):
-        table(flag, text, 38, width)
+    table(FLAGS, 38, width)
     print("\nFOLDER")
-    table("hydra.run.dir=DIR", "of a run; default outputs/<name>/<stamp>", 38, width)
-    table("hydra.sweep.dir=DIR", "of a sweep; a run is a folder in it", 38, width)
+    table(FOLDER, 38, width)
     print("\nEXAMPLES\n" + textwrap.indent(EXAMPLES, "  "))
 
 
-def table(name: str, text: str, column: int, width: int) -> None:
+def table(texts: dict[str, str], column: int, width: int) -> None:
     """Print a name, and its text from `column` on; under the name where the terminal is too narrow
     for that."""
-    narrow = width - column < 40
-    column = 4 if narrow else column
-    lines = textwrap.wrap(text, width - column - 2) or [""]
-    if len(name) >= column:
-        print(f"  {name}")
-        name = ""
-    print(f"  {name:<{column}}{lines[0]}")
-    for line in lines[1:]:
-        print(" " * (column + 2) + line)
+    column = 4 if width - column < 40 else column
+    for name, text in texts.items():
+        lines = textwrap.wrap(text, width - column - 2) or [""]
+        if len(name) >= column:
+            print(f"  {name}")
+            name = ""
+        print(f"  {name:<{column}}{lines[0]}")
+        for line in lines[1:]:
+            print(" " * (column + 2) + line)

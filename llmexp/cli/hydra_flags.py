@@ -24,10 +24,8 @@ def asked(args: Any) -> bool:
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve: acts beside --cfg only; for example --cfg job --resolve")
     if args.package is not None and not args.cfg:
-        raise ConfigError(
-            f"--package {args.package}: acts beside --cfg only; for example --cfg job --package "
-            "train"
-        )
+        text = "acts beside --cfg only; for example --cfg job --package train"
+        raise ConfigError(f"--package {args.package}: {text}")
     return bool(args.cfg or args.info is not None or args.hydra_help or args.shell_completion)
 
 
@@ -48,16 +46,12 @@ def answer(args: Any) -> int:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
         own = [str(k) for k in cfg if k != "hydra"]
         refuse_secrets(OmegaConf.to_container(OmegaConf.masked_copy(cfg, own)))
-        if args.cfg and multirun:
-            for overrides in expand(hydra, cfg, args.overrides):
-                child.say(f"# {' '.join(overrides)}")
-                hydra.show_cfg(
-                    origin.CONFIG_NAME, one_budget(overrides), args.cfg, args.package, args.resolve
-                )
-        elif args.cfg:
-            hydra.show_cfg(
-                origin.CONFIG_NAME, one_budget(args.overrides), args.cfg, args.package, args.resolve
-            )
+        if args.cfg:
+            for overrides in expand(hydra, cfg, args.overrides) if multirun else [args.overrides]:
+                if multirun:
+                    child.say(f"# {' '.join(overrides)}")
+                how = args.cfg, args.package, args.resolve
+                hydra.show_cfg(origin.CONFIG_NAME, one_budget(overrides), *how)
         elif args.info is not None:
             hydra.show_info(args.info, origin.CONFIG_NAME, args.overrides)
         else:
@@ -77,8 +71,6 @@ def one_budget(overrides: Sequence[str]) -> list[str]:
 def check_completion(words: Sequence[str]) -> None:
     """Raise ConfigError unless --shell-completion is given an action."""
     if sum(word.partition("=")[0] in ("install", "uninstall", "query") for word in words) != 1:
-        raise ConfigError(
-            "--shell-completion: one of install=SHELL and uninstall=SHELL is needed, with bash, "
-            "zsh or fish; "
-            'for example eval "$(llmexp -sc install=bash)"'
-        )
+        text = "one of install=SHELL and uninstall=SHELL is needed, with bash, zsh or fish"
+        way = 'for example eval "$(llmexp -sc install=bash)"'
+        raise ConfigError(f"--shell-completion: {text}; {way}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmexp import rundir
 from llmexp.config import Config, conf_dir
-from llmexp.sweep.slurm_submit import fixed_here
+from llmexp.sweep.slurm import fixed_here
 
 
 def how_to_start(path: Path, config: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,8 @@ from llmexp.sweep import ledger
 
 def resume(arguments: list[str]) -> int:
     """Go on with a run, or with a sweep, in its folder: `llmexp resume RUN_DIR [key=value ...]`."""
-    parser = argparse.ArgumentParser(
-        prog="llmexp resume",
-        description="Go on with a run in its folder, from its newest whole checkpoint; or with a "
-        "sweep.",
-        epilog=command_line.ALLOW_HELP,
-    )
+    text = "Go on with a run in its folder, from its newest whole checkpoint; or with a sweep."
+    parser = command_line.parser_of("resume", text)
     parser.add_argument(
         "run_dir", type=Path, help="for example outputs/default/2030-01-01_12-00-00"
     )
@@ -63,11 +58,9 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     if rundir.read_status(path).get("state") == "finished" and not budget:
         if overrides:
             words = " ".join(overrides)
-            raise ConfigError(
-                f"{path}: this run is finished, so {words} would change nothing; to train on, give "
-                f"a longer budget (train.max_steps=...), or fork it: llmexp train fork.run={path} "
-                f"{words}"
-            )
+            text = f"this run is finished, so {words} would change nothing"
+            way = "to train on, give a longer budget (train.max_steps=...), or fork it"
+            raise ConfigError(f"{path}: {text}; {way}: llmexp train fork.run={path} {words}")
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     tree["train"]["stop_step"] = None  # it has been there
@@ -131,22 +124,16 @@ def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: s
         for parent in parents:
             node = node.get(parent) if isinstance(node, dict) else None
         if not isinstance(node, dict) or name not in node:
-            raise ConfigError(
-                f"{key}: there is no such key in "
-                f"{path / rundir.CONFIG}.{nearest(key, hints.flat_keys(tree))}"
-            )
+            near = nearest(key, hints.flat_keys(tree))
+            raise ConfigError(f"{key}: there is no such key in {path / rundir.CONFIG}.{near}")
         if override.is_sweep_override():
-            raise ConfigError(
-                f"{override.input_line}: several values are a sweep; a run is resumed with one"
-            )
+            text = "several values are a sweep; a run is resumed with one"
+            raise ConfigError(f"{override.input_line}: {text}")
         if key not in kinds:
             node[name] = override.value()
             continue
         # sizes of the old layout mean nothing in the new one
-        tree["parallelism"] |= {
-            "kind": override.value(),
-            "tensor_parallel_size": None,
-            "replicate_size": None,
-        }
+        sizes = dict.fromkeys(("tensor_parallel_size", "replicate_size"))
+        tree["parallelism"] |= {"kind": override.value(), **sizes}
         if "single" in (override.value(), before):
             tree["parallelism"] |= {"nproc_per_node": None, "nnodes": 1}

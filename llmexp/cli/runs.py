@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import hashlib
 import json
 import os
 import re
@@ -33,13 +32,8 @@ from llmexp.redact import clean
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
 INCOMPLETE = 1
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
-_STYLES = {
-    "finished": "green",
-    "running": "cyan",
-    "failed": "red",
-    "cut": "red",
-    "preempted": "yellow",
-}
+_STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow"}
+_STYLES |= dict.fromkeys(("failed", "cut"), "red")
 
 
 @dataclass(frozen=True)
@@ -63,9 +57,8 @@ def run(arguments: list[str]) -> int:
     ConfigError."""
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
-        raise ConfigError(
-            f"--state {args.state}: must be one of {', '.join(STATES)}; for example --state failed"
-        )
+        text = f"must be one of {', '.join(STATES)}; for example --state failed"
+        raise ConfigError(f"--state {args.state}: {text}")
     if args.yes and not args.remove_checkpoints:
         raise ConfigError("--yes: belongs to --remove-checkpoints")
     if hasattr(sys.stdout, "reconfigure"):
@@ -120,11 +113,9 @@ def described(folder: Path) -> list[dict[str, Any]]:
     """Return what `llmexp runs FOLDER --json` lists, each run below the folder, with the figures
     of its end."""
     found = find([folder])[0]
-    return [
-        _plain(_line(path, sweep))
-        | {"summary": as_dict(read_file(path / rundir.STATUS).get("summary"))}
-        for path, sweep in found
-    ]
+    lines = [_plain(_line(path, sweep)) for path, sweep in found]
+    ends = [as_dict(read_file(path / rundir.STATUS).get("summary")) for path, _ in found]
+    return [line | {"summary": end} for line, end in zip(lines, ends, strict=True)]
 
 
 def _whole(value: Any) -> int | None:
@@ -243,9 +234,8 @@ def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path,
         return
     kept = next((p for p in reversed(steps) if _is_whole(p)), None)
     if kept is None:
-        print(
-            f"llmexp: {clean(where)}: no checkpoint is whole, so none is removed", file=sys.stderr
-        )
+        text = "no checkpoint is whole, so none is removed"
+        print(f"llmexp: {clean(where)}: {text}", file=sys.stderr)
         return
     for old in steps:
         if old == kept:
@@ -265,20 +255,14 @@ def _is_whole(checkpoint: Path) -> bool:
     """Tell whether all files that the manifest names are there and have its sizes and sha256."""
     try:
         files = fileio.read_json(checkpoint / "manifest.json")["files"]
-        named = {name: (about["size"], about["sha256"]) for name, about in files.items()}
-        there = [checkpoint / name for name in named if Path(name).name == name]
-        sizes = {file.name: file.stat().st_size for file in there if file.is_file()}
+        paths = {checkpoint / name: about for name, about in files.items()}
+        here = all(path.parent == checkpoint for path in paths)
         # Before anything is read.
-        if not named or sizes != {name: size for name, (size, _) in named.items()}:
+        if not paths or not here or any(p.stat().st_size != a["size"] for p, a in paths.items()):
             return False
-        return all(_sha256(file) == named[file.name][1] for file in there)
+        return all(fileio.sha256(path) == about["sha256"] for path, about in paths.items())
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:

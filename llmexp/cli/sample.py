@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from typing import Any
 
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
@@ -14,11 +12,7 @@ from llmexp.naming import add_weights, named_checkpoint
 
 def sample(arguments: list[str]) -> int:
     """`llmexp sample RUN[@STEP] --prompt TEXT`: text from a checkpoint of a run."""
-    parser = argparse.ArgumentParser(
-        prog="llmexp sample",
-        description="Generate text from a run.",
-        epilog=command_line.ALLOW_HELP,
-    )
+    parser = command_line.parser_of("sample", "Generate text from a run.")
     parser.add_argument(
         "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
     )
@@ -35,14 +29,10 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
-    text = text_of(
-        args.run, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, args.weights
-    )
-    print(
-        re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
-        if sys.stdout.isatty()
-        else text
-    )
+    text = text_of(**vars(args))
+    if sys.stdout.isatty():
+        text = re.sub(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", text)
+    print(text)
     return 0
 
 
@@ -50,9 +40,8 @@ def text_of(
     run: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, weights: str
 ) -> str:
     """Return a text from a checkpoint, which `run` names as RUN[@STEP]. Raises ConfigError."""
-    for name, value, low in (
-        ("tokens", tokens, 1), ("temperature", temperature, 0), ("top-k", top_k, 1),
-    ):  # fmt: skip
+    limits = {"tokens": (tokens, 1), "temperature": (temperature, 0), "top-k": (top_k, 1)}
+    for name, (value, low) in limits.items():
         if not value >= low:
             raise ConfigError(f"--{name} {value}: must be at least {low}")
     path, step = named_checkpoint(run)
@@ -61,9 +50,11 @@ def text_of(
 
     opened = open_run(path, step, lambda text: print(text, file=sys.stderr), weights)
     config, model = opened.config, opened.model
-    knobs: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
     length, kind = config.batch.sequence_length, config.precision.kind  # what it was trained at
+    trained = opened.tokenizer, model, length, kind
     try:
-        return sample_text(opened.tokenizer, model, length, kind, prompt, tokens, **knobs)
+        return sample_text(
+            *trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -57,9 +57,8 @@ def run(arguments: list[str]) -> int:
     fixed = app.fixed_folder(args.overrides, "hydra.run.dir")
     # runs of another verification would be gone on with
     if fixed and wanted.is_dir() and any(wanted.iterdir()):
-        raise ConfigError(
-            f"hydra.run.dir={wanted}: is not empty; choose a new folder, for example {wanted}-2"
-        )
+        text = f"is not empty; choose a new folder, for example {wanted}-2"
+        raise refuse("hydra.run.dir", wanted, text)
     made_of = {"overrides": list(args.overrides), "steps": args.steps, "shrink": args.shrink}
     return prove(Proof(what, rundir.claim(wanted, fixed), config, made_of))
 
@@ -67,22 +66,18 @@ def run(arguments: list[str]) -> int:
 def parse(what: str, rest: list[str]) -> argparse.Namespace:
     """Return the arguments of a proof. Raises ConfigError for what it cannot take."""
     if what not in WHAT:
-        raise ConfigError(
-            f"verify {what}: there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}"
-        )
+        text = f"there is no such proof.{nearest(what, WHAT)} Known: {', '.join(WHAT)}"
+        raise ConfigError(f"verify {what}: {text}")
     args = command_line.parse("verify", rest)
     if hydra_flags.asked(args):
         raise ConfigError("verify: --cfg, --info and --hydra-help are flags of llmexp train")
     if args.steps is not None and args.steps < 2:
-        raise ConfigError(
-            f"--steps {args.steps}: at least 2 optimizer steps are needed; for example --steps 8"
-        )
+        text = "at least 2 optimizer steps are needed; for example --steps 8"
+        raise ConfigError(f"--steps {args.steps}: {text}")
     if what == "data" and (args.steps is not None or args.shrink):
         flag = f"--steps {args.steps}" if args.steps is not None else "--shrink"
-        raise ConfigError(
-            f"{flag}: has no meaning for verify data, which reads all data; llmexp verify data "
-            "data=text"
-        )
+        text = "has no meaning for verify data, which reads all data; llmexp verify data data=text"
+        raise ConfigError(f"{flag}: {text}")
     return args
 
 
@@ -116,10 +111,8 @@ def prove(proof: Proof) -> int:
         words = str(error)
         if not isinstance(error, (ConfigError, OSError)):
             at = traceback.extract_tb(error.__traceback__)[-1]
-            words = (
-                f"verify {what} could not be made: {type(error).__name__}: {words} "
-                f"({at.filename}:{at.lineno})"
-            )
+            what_happened = f"{type(error).__name__}: {words} ({at.filename}:{at.lineno})"
+            words = f"verify {what} could not be made: {what_happened}"
         words = redacted(words)
         with contextlib.suppress(OSError):  # the disk may be what failed
             record(proof, None, [], words)
@@ -141,10 +134,8 @@ def report(proof: Proof, checks: Sequence[Check]) -> int:
         note = f"; {check.note}" if check.note else ""
         print_wrapped(redacted(f"{mark}  {check.what}{found}{note}"), "      ")
     unseen = f", {left} could not be looked at here" if left else ""
-    print_wrapped(
-        f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks "
-        f"failed{unseen}, {time.monotonic() - proof.began:.0f} s"
-    )
+    verdict = f"{'PASS' if passed else 'FAIL'}: {proof.what}, {failed} of {len(checks)} checks"
+    print_wrapped(f"{verdict} failed{unseen}, {time.monotonic() - proof.began:.0f} s")
     record(proof, passed, checks)
     print(f"record  {proof.path / RECORD}", flush=True)
     return PASS if passed else FAIL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import importlib.util
 import os
@@ -21,7 +22,10 @@ from llmexp.config import ConfigError
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
 
-ALLOW_HELP = "--allow PACKAGE allows the run's own parts from your package."
+def parser_of(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that opens a run; `take_allowed` reads --allow before."""
+    epilog = "--allow PACKAGE allows the run's own parts from your package."
+    return argparse.ArgumentParser(prog=f"llmexp {command}", description=description, epilog=epilog)
 
 
 def allow(packages: Sequence[str]) -> None:
@@ -29,9 +33,8 @@ def allow(packages: Sequence[str]) -> None:
     workers."""
     os.environ["LLMEXP_ALLOW"] = ",".join(filter(None, packages))
     sys.path.insert(0, os.getcwd())
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
-    )
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), before]))
 
 
 def take_allowed(arguments: Sequence[str]) -> list[str]:
@@ -45,23 +48,20 @@ def take_allowed(arguments: Sequence[str]) -> list[str]:
             rest.append(argument)
             continue
         package = package if equals else next(given, "")
-        if not all(
-            name.isidentifier() for part in package.split(",") for name in part.strip().split(".")
-        ):
-            raise ConfigError(
-                f"--allow {package}: the name of a package is needed; for example --allow mypackage"
-            )
-        named += [part.strip() for part in package.split(",")]
+        parts = [part.strip() for part in package.split(",")]
+        if not all(name.isidentifier() for part in parts for name in part.split(".")):
+            text = "the name of a package is needed; for example --allow mypackage"
+            raise ConfigError(f"--allow {package}: {text}")
+        named += parts
     packages = [os.environ.get("LLMEXP_ALLOW", ""), *named]
     if any(packages):
         allow(packages)
     for package in named:
         if not _is_there(package):
-            raise ConfigError(
-                f"--allow {package}: there is no such module on the path (looked in {os.getcwd()} "
-                f"too); for {package.replace('.', '/')}.py or a folder of this name elsewhere, set "
-                f"PYTHONPATH"
-            )
+            text = f"there is no such module on the path (looked in {os.getcwd()} too)"
+            file = f"{package.replace('.', '/')}.py"
+            way = f"for {file} or a folder of this name elsewhere, set PYTHONPATH"
+            raise ConfigError(f"--allow {package}: {text}; {way}")
     return rest
 
 
@@ -81,45 +81,47 @@ def _is_there(package: str) -> bool:
     return spec is not None
 
 
+SWITCH: dict[str, Any] = {"action": "store_true"}
+JSON = SWITCH | {"help": "the result as JSON"}
+# Our flags beside Hydra's, by command.
+FLAGS: dict[str, dict[str, Any]] = {
+    "train": {
+        "--queue": SWITCH | {"help": "make the run folder and start nothing"},
+        "--json": JSON,
+    },
+    "plan": {"--json": JSON, "--measure": SWITCH | {"help": "train a few steps and time them"}},
+    "tokenizer": {
+        "--vocab-size": {"type": int, "help": "ids of the tokenizer"},
+        "--pattern": {"default": "gpt2", "help": "how text is split before"},
+        "--out": {"help": "folder of the tokenizer"},
+    },
+    "verify": {
+        "--steps": {"type": int, "help": "optimizer steps of each run"},
+        "--shrink": SWITCH | {"help": "fewer layers, shorter sequences, smaller batches"},
+    },
+}
+
+
 def parse(command: str, arguments: Sequence[str]) -> Any:
     """Hydra's own flags and the overrides, after --allow was taken out. Raises ConfigError."""
     parser = get_args_parser()
     parser.prog = f"llmexp {command}"
 
     def unknown(message: str) -> NoReturn:
-        raise ConfigError(
-            f"{message}; settings are written train.max_steps=100; see llmexp {command} --help"
-        )
+        way = f"settings are written train.max_steps=100; see llmexp {command} --help"
+        raise ConfigError(f"{message}; {way}")
 
     parser.error = unknown  # type: ignore[method-assign]
-    if command == "train":
-        parser.add_argument(
-            "--queue", action="store_true", help="make the run folder and start nothing"
-        )
-    if command in ("train", "plan"):
-        parser.add_argument("--json", action="store_true", help="the result as JSON")
-    if command == "plan":
-        parser.add_argument(
-            "--measure", action="store_true", help="train a few steps and time them"
-        )
-    if command == "tokenizer":
-        parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer")
-        parser.add_argument("--pattern", default="gpt2", help="how text is split before")
-        parser.add_argument("--out", help="folder of the tokenizer")
-    if command == "verify":
-        parser.add_argument("--steps", type=int, help="optimizer steps of each run")
-        parser.add_argument(
-            "--shrink", action="store_true", help="fewer layers, shorter sequences, smaller batches"
-        )
+    for flag, how in FLAGS.get(command, {}).items():
+        parser.add_argument(flag, **how)
     # flags may stand between overrides
     args = parser.parse_intermixed_args(take_allowed(arguments))
     for flag in REFUSED_FLAGS:
         if getattr(args, flag, None) is not None:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} {getattr(args, flag)}: has no meaning here; your own "
-                "files are options of the groups: --config-dir DIR with DIR/experiment/mine.yaml, "
-                "then experiment=mine"
-            )
+            name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
+            way = "--config-dir DIR with DIR/experiment/mine.yaml, then experiment=mine"
+            text = "has no meaning here; your own files are options of the groups"
+            raise ConfigError(f"{name}: {text}: {way}")
     args.overrides = [opened(override) for override in args.overrides]
     check_overrides(args.overrides)
     refuse_search_path(args.config_dir, args.overrides)
@@ -143,15 +145,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
         with suppress(HydraException):
             key = parser.parse_override(override).key_or_group
         if not key:
-            name, equals, value = override.partition("=")
-            quoted = (
-                f"""; special characters need quotes: '{name}="{value}"'"""
-                if name and equals and value
-                else ""
-            )
-            raise ConfigError(
-                f"{override}: is not an override; one looks like train.max_steps=100{quoted}"
-            )
+            text = "is not an override; one looks like train.max_steps=100"
+            name, _, value = override.partition("=")
+            if name and value:
+                text += f"""; special characters need quotes: '{name}="{value}"'"""
+            raise ConfigError(f"{override}: {text}")
 
 
 # Knobs that run code of the user's choosing come from a command line, never from a file alone.

@@ -7,9 +7,8 @@ sources      the sources of conf/data
 corpus       data=corpus: named sources, mixed, with named validation sets
 sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
-source       one source of documents and its splits
+source       one source of documents and its splits; datasets of Hugging Face
 readers      documents of text, JSON lines and Parquet, plain or compressed
-hub          datasets of Hugging Face
 prepared     the token shards of a source in the cache
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
@@ -18,7 +17,6 @@ documents    text files as documents, for training and for validation
 encode       documents -> token ids
 prepare      token shards in the cache
 token_files  ids that somebody else has prepared
-megatron     the index of Megatron's token files
 cache        write into the token cache: lock, flush, errors
 progress     a line while a preparation lasts
 files        find and identify input files

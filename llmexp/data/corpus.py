@@ -20,6 +20,7 @@ from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, identity
 from llmexp.data.work import Work, refuse_shared, work_of
+from llmexp.values import refuse
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
@@ -46,18 +47,23 @@ def corpus(  # noqa: PLR0913 (its knobs)
     """
     check_kinds(val, stages, on_bad_record)
     if not (max_epochs is None or max_epochs > 0):
-        raise ValueError(f"data.max_epochs={max_epochs}: must be above 0; for example 4")
+        raise refuse("data.max_epochs", max_epochs, "must be above 0", 4)
+    data: dict[str, Any] = {"sources": sources, "val": val, "val_main": val_main}
+    data |= {"stages": stages, "max_epochs": max_epochs, "on_bad_record": on_bad_record}
     cache = cache_folder(cache_dir)
-    knobs = (sources, val, val_main, stages, max_epochs, on_bad_record == "skip")
+
+    def made(anew: bool) -> Corpus:
+        return _corpus(data, tokenizer, sequence_length, Answers(cache, write, anew))
+
     try:
-        return _corpus(*knobs, tokenizer, sequence_length, Answers(cache, write, ask_again))
+        return made(ask_again)
     except Forgotten:
-        return _corpus(*knobs, tokenizer, sequence_length, Answers(cache, write, True))
+        return made(True)
     except Unreachable as error:
         if not ask_again:
             raise
         try:
-            found = _corpus(*knobs, tokenizer, sequence_length, Answers(cache, write, False))
+            found = made(False)
         except Forgotten:
             raise error from None
         return replace(found, description=f"{found.description}; not asked now: {error}")
@@ -68,24 +74,19 @@ def work(data: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Pat
     Raises ValueError."""
     check_kinds(data["val"], data["stages"], data["on_bad_record"])
     cache = cache_folder(data["cache_dir"])
-    answers = Answers(cache, write=True, anew=True)
-    skip_bad = data["on_bad_record"] == "skip"
-    works, held_out, _ = _works(data["sources"], data["val"], skip_bad, tokenizer, answers)
+    works, held_out, _ = _works(data, tokenizer, Answers(cache, write=True, anew=True))
     return [*works.values(), *held_out.values()], cache
 
 
 def _works(
-    sources: Mapping[str, Any],
-    val: Mapping[str, Any],
-    skip_bad: bool,
-    tokenizer: Tokenizer,
-    answers: Answers,
+    data: Mapping[str, Any], tokenizer: Tokenizer, answers: Answers
 ) -> tuple[dict[str, Work], dict[str, Work], dict[str, float] | None]:
     """Return the work for each source, and for each validation set with files of its own; and the
     weights of the sources, None where none is given."""
-    chosen, weights = read_sources(sources, answers)
-    held_out, shares = read_validation(val, answers)
+    chosen, weights = read_sources(data["sources"], answers)
+    held_out, shares = read_validation(data["val"], answers)
     chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
+    skip_bad = data["on_bad_record"] == "skip"
     works, works_val = (
         {name: work_of(source, skip_bad, tokenizer, answers) for name, source in some.items()}
         for some in (chosen, held_out)
@@ -94,27 +95,28 @@ def _works(
     return works, works_val, weights
 
 
-def _corpus(  # noqa: PLR0913 (its knobs)
-    sources: Mapping[str, Any],
-    val: Mapping[str, Any],
-    val_main: str | None,
-    stages: Sequence[Mapping[str, Any]],
-    max_epochs: float | None,
-    skip_bad: bool,
-    tokenizer: Tokenizer,
-    sequence_length: int,
-    answers: Answers,
-) -> Corpus:
-    main = main_set(val_main, list(val))
-    works, works_val, weights = _works(sources, val, skip_bad, tokenizer, answers)
-    mixed = read_stages(stages, list(works), sequence_length)
+def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers: Answers) -> Corpus:
+    names = list(data["val"])
+    main = main_set(data["val_main"], names)
+    works, works_val, weights = _works(data, tokenizer, answers)
+    mixed = read_stages(data["stages"], list(works), length)
     ready, ready_val = (
         {name: prepare(one, answers) for name, one in some.items()} for some in (works, works_val)
     )
-    texts = {name: _texts(name, ready, ready_val) for name in val}
+    texts = {name: _texts(name, ready, ready_val) for name in names}
     streams = {name: one.streams[TRAIN] for name, one in ready.items()}
-    sequences = _check_lengths(streams, sequence_length)
-    val_sets = _val_sets(list(val), ready, ready_val, sequence_length)
+    for name, stream in streams.items():
+        _check_fills(f"data.sources.{name}", stream, length, "training tokens")
+    # Without weights each source comes as often as it has sequences.
+    even = {name: float(stream.n_sequences(length)) for name, stream in streams.items()}
+    val_sets = {}
+    for name in names:
+        if name in ready_val:
+            val_sets[name] = ready_val[name].streams[TRAIN]
+        else:
+            val_sets[name] = TokenStream.joined([one.streams[name] for one in ready.values()])
+        _check_fills(f"data.val.{name}", val_sets[name], length, "tokens")
+    lengths = {name: len(stream) for name, stream in streams.items()}
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
@@ -127,49 +129,17 @@ def _corpus(  # noqa: PLR0913 (its knobs)
             "val_files": texts[main] if main else {},
         },
         is_text=True,
-        mixed=Mixed(
-            {name: len(stream) for name, stream in streams.items()},
-            # Without weights each source comes as often as it has sequences.
-            {0: weights or sequences} | mixed,
-            max_epochs,
-        ),
+        mixed=Mixed(lengths, {0: weights or even} | mixed, data["max_epochs"]),
         val_sets=val_sets,
         val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
     )
 
 
-def _check_lengths(streams: Mapping[str, TokenStream], length: int) -> dict[str, float]:
-    """Return the sequences of each source. Raises ValueError where one has none."""
-    for name, stream in streams.items():
-        if stream.n_sequences(length) < 1:
-            raise ValueError(
-                f"data.sources.{name}: {len(stream):,} training tokens do not fill one sequence; "
-                f"batch.sequence_length={length} needs {length + 1:,}"
-            )
-    return {name: float(stream.n_sequences(length)) for name, stream in streams.items()}
-
-
-def _val_sets(
-    names: Sequence[str],
-    ready: Mapping[str, Prepared],
-    ready_val: Mapping[str, Prepared],
-    length: int,
-) -> dict[str, TokenStream]:
-    """Return the validation sets in the order of their names: of files of their own, or the shares
-    of all sources."""
-    found = {}
-    for name in names:
-        if name in ready_val:
-            found[name] = ready_val[name].streams[TRAIN]
-        else:
-            found[name] = TokenStream.joined([one.streams[name] for one in ready.values()])
-        if found[name].n_sequences(length) < 1:
-            raise ValueError(
-                f"data.val.{name}: {len(found[name]):,} tokens do not fill one sequence; "
-                f"batch.sequence_length={length} needs {length + 1:,}"
-            )
-    return found
+def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
+    if stream.n_sequences(length) < 1:
+        text = f"{len(stream):,} {what} do not fill one sequence"
+        raise ValueError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
 def _description(ready: Mapping[str, Prepared], answers: Answers) -> str:

@@ -13,6 +13,7 @@ from llmexp.data.files import refuse_packed, remembered, sha256_of, state_of
 from llmexp.data.order import sequence_index
 from llmexp.data.readers import BOM, decoded
 from llmexp.data.stream import DataChanged
+from llmexp.values import refuse
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,9 @@ def find_documents(key: str, paths: list[Path], cache: Path, write: bool) -> lis
         if state[0] > start:
             documents.append(Document(path, start, state[0], content, state))
     if not documents:
-        raise ValueError(
-            f"{key}={paths[0]}: the file is empty"
-            if len(paths) == 1
-            else f"{key}: all {len(paths)} files are empty, {paths[0]} is the first"
-        )
+        if len(paths) == 1:
+            raise refuse(key, paths[0], "the file is empty")
+        raise ValueError(f"{key}: all {len(paths)} files are empty, {paths[0]} is the first")
     return documents
 
 
@@ -105,6 +104,5 @@ def refuse_changed(documents: list[Document]) -> None:
     """Raise DataChanged for a file that is not any more what was hashed."""
     for path, state in {d.path: d.state for d in documents}.items():
         if state_of(path) != state:
-            raise DataChanged(
-                f"{path}: this text file changed while it was being prepared; start again"
-            )
+            text = "this text file changed while it was being prepared; start again"
+            raise DataChanged(f"{path}: {text}")

@@ -47,8 +47,6 @@ BOUNDARY = re.compile(
 # A document of another tokenizer is one piece, unless it splits text by one of PATTERNS.
 CUTTABLE = ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
-Encoded = tuple[np.ndarray, int]  # tokens, and how many bytes of text they are
-Encodings = Generator[Encoded, None, None]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -58,6 +56,13 @@ def is_cuttable(tokenizer: Tokenizer) -> bool:
     if isinstance(tokenizer, Own):
         return isinstance(tokenizer.given, HuggingFace) and tokenizer.given.pattern is not None
     return tokenizer.name in CUTTABLE or tokenizer._pat_str in PATTERNS.values()
+
+
+def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
+    """Return the function that cuts the blocks of a text into pieces to encode one by one."""
+    if is_byte_level(tokenizer):
+        return iter
+    return cut if is_cuttable(tokenizer) else lambda texts: iter(("".join(texts),))
 
 
 def encode_documents(
@@ -72,49 +77,38 @@ def encode_documents(
     Raises ValueError, with file and byte offset, for text that is not UTF-8.
     """
     left = sys.maxsize if max_tokens is None else max_tokens
-    encode = _encode_bytes if is_byte_level(encoding) else _encode_text
-    with contextlib.closing(encode(documents, encoding)) as encoded:
-        for tokens, n_bytes in encoded:
-            if left <= 0:
-                return
-            count_bytes(n_bytes)
-            yield tokens[:left]
-            left -= len(tokens)
+    as_bytes, cut_up = is_byte_level(encoding), pieces_of(encoding)
 
-
-def _encode_bytes(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
-    for i, document in enumerate(documents):
-        if i:
-            yield np.array([end_of_text_id(encoding)]), 0
-        for text in blocks(document):
-            raw = text.encode()
-            yield np.frombuffer(raw, dtype=np.uint8), len(raw)
-
-
-def _encode_text(documents: Sequence[Document], encoding: Tokenizer) -> Encodings:
-    """Pieces are encoded by threads (tiktoken releases the GIL) and come back in order."""
-    cuttable = is_cuttable(encoding)
-
-    def encode(text: str | None, path: Path) -> Encoded:
+    def encode(piece: tuple[str | None, Path]) -> tuple[np.ndarray, int]:
+        text, path = piece
         if text is None:  # between two documents
             return np.array([end_of_text_id(encoding)]), 0
+        raw = text.encode()
+        if as_bytes:
+            return np.frombuffer(raw, dtype=np.uint8), len(raw)
         try:
-            return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
+            return encoding.encode_to_numpy(text, disallowed_special=()), len(raw)
         except ValueError as error:
-            raise ValueError(
-                f"{path}: the tokenizer {encoding.name} gave up on this text: {error}"
-            ) from None
+            why = f"the tokenizer {encoding.name} gave up on this text: {error}"
+            raise ValueError(f"{path}: {why}") from None
 
     def pieces() -> Iterator[tuple[str | None, Path]]:
         for i, document in enumerate(documents):
             if i:
                 yield None, document.path
-            texts = blocks(document)
-            for piece in cut(texts, PIECE_CHARACTERS) if cuttable else ["".join(texts)]:
+            for piece in cut_up(blocks(document)):
                 yield piece, document.path
 
-    for _, found in ahead(lambda piece: encode(*piece), pieces()):
-        yield found
+    # tiktoken lets go of the interpreter lock; bytes need no threads
+    some = pieces()
+    found = ((piece, encode(piece)) for piece in some) if as_bytes else ahead(encode, some)
+    with contextlib.closing(found) as encoded:
+        for _, (tokens, n_bytes) in encoded:
+            if left <= 0:
+                return
+            count_bytes(n_bytes)
+            yield tokens[:left]
+            left -= len(tokens)
 
 
 def ahead(
@@ -138,12 +132,13 @@ def ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def cut(texts: Iterator[str], size: int) -> Iterator[str]:
+def cut(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
     """Yield the same text in pieces of about `size` characters that can be encoded one by one (see
     BOUNDARY).
 
     Where there is no boundary the piece grows until there is one.
     """
+    size = size or PIECE_CHARACTERS
     pending: list[str] = []
     length, enough = 0, size
     for text in texts:

@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -16,6 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from llmexp.fileio import sha256, write_whole
+from llmexp.values import refuse
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
 MOST_LINE = 1 << 24  # bytes of a first line that is looked at
@@ -47,12 +51,9 @@ def cache_folder(cache_dir: str | None) -> Path:
     """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here.
     Raises ValueError."""
     if not isinstance(cache_dir, str | None):
-        raise ValueError(f"data.cache_dir={cache_dir}: the path of a folder is needed, or null")
-    return (
-        Path(cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp")
-        .expanduser()
-        .absolute()
-    )
+        raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
+    folder = cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp"
+    return Path(folder).expanduser().absolute()
 
 
 def allow_open_files(count: int) -> None:
@@ -61,10 +62,8 @@ def allow_open_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
     if count + 64 > most:
-        text = (
-            f"{count:,} token files are more than this process may open ({hard:,}, by ulimit -Hn)"
-        )
-        raise ValueError(f"data: {text}; join them to fewer")
+        text = f"are more than this process may open ({hard:,}, by ulimit -Hn); join them to fewer"
+        raise ValueError(f"data: {count:,} token files {text}")
     if (wanted := min(count + OTHER_FILES, most)) > enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), hard))
 
@@ -82,45 +81,31 @@ def match_files(key: str, patterns: Any) -> list[Path]:
     `key`, for a glob without a match and for what is no readable file.
     """
     wanted = [patterns] if isinstance(patterns, str) else patterns
-    if (
-        not isinstance(wanted, (list, tuple))
-        or not wanted
-        or not all(isinstance(p, str) and p for p in wanted)
-    ):
-        given = "null" if patterns is None else patterns
-        raise ValueError(
-            f"{key}={given}: a glob or a list of globs is needed; for example {key}=corpus/**/*.txt"
-        )
+    several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
+    if not wanted or not several:
+        raise refuse(key, patterns, "a glob or a list of globs is needed", "corpus/**/*.txt")
     found: dict[Path, None] = {}
     for pattern in wanted:
         expanded = os.path.expanduser(pattern)
         # A name that exists is meant as it stands, also with brackets in it.
-        names = (
-            [expanded] if os.path.lexists(expanded) else sorted(glob.glob(expanded, recursive=True))
-        )
+        there = os.path.lexists(expanded)
+        names = [expanded] if there else sorted(glob.glob(expanded, recursive=True))
         if not names:
-            raise ValueError(
-                f"{key}={pattern}: no file matches (looked in {os.path.abspath(os.curdir)})"
-            )
+            raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
         paths = [Path(name) for name in names if not os.path.isdir(name)]
         if not paths:
-            raise ValueError(
-                f"{key}={pattern}: {names[0]} is a folder; for its files write {key}={names[0]}/*"
-            )
+            text = f"{names[0]} is a folder; for its files write {key}={names[0]}/*"
+            raise refuse(key, pattern, text)
         for path in paths:
             if path.exists() and not path.is_file():  # to read from it could wait for ever
-                text = "is a pipe or a device, and data files are read more than once"
-                raise ValueError(
-                    f"{key}={pattern}: {path} {text}; write what comes out of it to a plain file "
-                    "first"
-                )
+                text = f"{path} is a pipe or a device, and data files are read more than once"
+                way = "write what comes out of it to a plain file first"
+                raise refuse(key, pattern, f"{text}; {way}")
             try:
                 with open(path, "rb") as file:
                     file.read(1)
             except OSError as error:
-                raise ValueError(
-                    f"{key}={pattern}: {path} cannot be read: {error.strerror}"
-                ) from None
+                raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
             found[path] = None
     return list(found)
 
@@ -129,14 +114,14 @@ def refuse_others(key: str, path: str, head: bytes) -> None:
     """Raise ValueError, with what to do, for a file of OTHERS by its first 512 bytes."""
     for form, (what, way) in OTHERS.items():
         if re.match(form, head):
-            quoted = shlex.quote(path)
-            raise ValueError(f"{key}={path}: is {what}, not text; {way.format(path=quoted)}")
+            text = f"is {what}, not text; {way.format(path=shlex.quote(path))}"
+            raise refuse(key, path, text)
 
 
 def refuse_packed(key: str, path: Path) -> None:
     """Raise ValueError, with a way to read it, for a file that is not plain text by its first
     bytes."""
-    quoted = shlex.quote(str(path))
+    read_by_corpus = READ_BY_CORPUS.format(path=shlex.quote(str(path)))
     with open(path, "rb") as file:
         head = file.read(512)
         file.seek(max(0, path.stat().st_size - 4))
@@ -144,8 +129,7 @@ def refuse_packed(key: str, path: Path) -> None:
         file.seek(0)
         for magic, kind in PACKED.items():
             if head.startswith(magic) and (magic != PARQUET or is_parquet):
-                way = READ_BY_CORPUS.format(path=quoted)
-                raise ValueError(f"{key}={path}: is {kind}, not plain text; {way}")
+                raise refuse(key, path, f"is {kind}, not plain text; {read_by_corpus}")
         refuse_others(key, str(path), head)
         line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
     try:
@@ -154,12 +138,10 @@ def refuse_packed(key: str, path: Path) -> None:
         return
     if isinstance(found, dict):
         texts = [name for name, value in found.items() if isinstance(value, str)]
-        way = READ_BY_CORPUS.format(path=quoted)
         if "text" not in texts and texts:
-            way += f" data.sources.main.text_key={shlex.quote(str(texts[0]))}"
-        keys = ", ".join(map(str, list(found)[:5]))
-        text = f"its first line is an object with the keys {keys}"
-        raise ValueError(f"{key}={path}: is JSON lines, not plain text ({text}); {way}")
+            read_by_corpus += f" data.sources.main.text_key={shlex.quote(str(texts[0]))}"
+        text = f"its first line is an object with the keys {', '.join(map(str, list(found)[:5]))}"
+        raise refuse(key, path, f"is JSON lines, not plain text ({text}); {read_by_corpus}")
 
 
 def _first_line(file: BinaryIO) -> bytes:
@@ -172,28 +154,17 @@ def _first_line(file: BinaryIO) -> bytes:
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
     """Return the sha256 of each file."""
-
-    def one(path: Path) -> str:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     with ThreadPoolExecutor(min(8, cpu_count())) as pool:
-        return list(pool.map(one, paths))
-
-
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names that do not change when the files move together: relative to the folder that
-    holds them all."""
-    if not paths:
-        return []
-    full = [os.path.abspath(p) for p in paths]
-    root = os.path.commonpath([os.path.dirname(p) for p in full])
-    return [os.path.relpath(p, root) for p in full]
+        return list(pool.map(sha256, paths))
 
 
 def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str, str]:
     """Name -> digest of the content; one digest of all where there are many files."""
-    pairs = list(zip(names_of(paths), digests, strict=True))
+    if not paths:
+        return {}
+    full = [os.path.abspath(p) for p in paths]
+    root = os.path.commonpath([os.path.dirname(p) for p in full])
+    pairs = [(os.path.relpath(p, root), digest) for p, digest in zip(full, digests, strict=True)]
     if len(pairs) <= NAMED_FILES:
         return dict(pairs)
     return {f"{len(pairs)} files": hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}
@@ -208,16 +179,15 @@ def cut_files(states: Mapping[str, int]) -> str:
     """
     found = []
     for path, size in states.items():
-        try:
-            now = os.stat(path).st_size
-        except OSError:
-            now = size  # that it is gone does no harm to an open map
-        if now < size:
-            found.append(
-                f"{path}: this token file was cut from {size:,} to {now:,} bytes while it was in "
-                "use"
-            )
+        # that it is gone does no harm to an open map
+        with contextlib.suppress(OSError):
+            if (now := os.stat(path).st_size) < size:
+                found.append(cut_text(path, size, now))
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def cut_text(path: str, before: int, now: int) -> str:
+    return f"{path}: this token file was cut from {before:,} to {now:,} bytes while it was in use"
 
 
 def state_of(path: Path) -> tuple[int, int]:
@@ -247,21 +217,29 @@ def remembered(
     ]
     key = hashlib.sha256(json.dumps([what, settings, states]).encode()).hexdigest()
     note = cache / "notes" / f"{what}-{key[:32]}.json"
-    try:
-        return json.loads(note.read_text())["value"]
-    except (OSError, ValueError, KeyError, TypeError):
-        value = compute()
+    if "value" in (known := read_note(note)):
+        return known["value"]
+    value = compute()
     # A file that changed just now can change again within one tick of its clock without a new time.
     settled = all(mtime < time.time_ns() - 2_000_000_000 for _, _, mtime in states)
     unchanged = all(
         p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
     )
     if write and settled and unchanged:
-        try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"value": value}))
-            temporary.replace(note)
-        except OSError:
-            pass
+        write_note(note, {"value": value})
     return value
+
+
+def read_note(note: Path) -> dict[str, Any]:
+    """Return what a note in the cache holds; {} where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(note.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def write_note(note: Path, content: dict[str, Any]) -> None:
+    """Write a note into the cache. A disk that does not take it is no error."""
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(note, json.dumps(content))

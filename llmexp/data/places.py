@@ -14,12 +14,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.data.files import match_files, remembered, sha256_of
+from llmexp.data.files import match_files, read_note, remembered, sha256_of, write_note
+from llmexp.values import refuse
 
 T = TypeVar("T")
 ANSWER_S = 10.0  # a bucket or hub that does not answer in this time is given up
@@ -36,33 +38,34 @@ def need(package: str, key: str, what: str, extra: str = "data") -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(
-            f"{key}: {what} needs the package {package}, which is not installed; "
-            f"pip install 'llmexp[{extra}]'"
-        ) from None
+        why = f"{what} needs the package {package}, which is not installed"
+        raise ValueError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
+
+
+def answered(ask: Callable[[], T], wait_s: float) -> Future[T]:
+    """Call `ask` in a thread; return its future as soon as it is done, or after so long."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(ask())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="llmexp-ask", daemon=True).start()
+    wait([found], wait_s)
+    return found
 
 
 def in_time(key: str, place: str, ask: Callable[[], T]) -> T:
     """Return what `ask` returns. Raise ValueError where it fails or takes longer than ANSWER_S."""
-    answers: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="llmexp-ask", daemon=True)
-    thread.start()
-    thread.join(ANSWER_S)
-    if answers:
-        return answers[0]
-    why = f"no answer within {ANSWER_S:g} s"
-    if errors and isinstance(errors[0], ImportError):
-        raise ValueError(f"{key}={place}: needs a package that is missing: {errors[0]}")
-    if errors:
-        cause = errors[0].__cause__ or errors[0]  # "not found" may hide a refused connection
+    found, why = answered(ask, ANSWER_S), f"no answer within {ANSWER_S:g} s"
+    if found.done():
+        if (error := found.exception()) is None:
+            return found.result()
+        if isinstance(error, ImportError):
+            raise refuse(key, place, f"needs a package that is missing: {error}")
+        cause = error.__cause__ or error  # "not found" may hide a refused connection
         why = f"{type(cause).__name__}: {cause}"[:300]
     raise Unreachable(f"{key}={place}: cannot be read ({why}); try again, or copy it to this disk")
 
@@ -123,7 +126,7 @@ def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader
     try:
         return open(place, "rb")
     except OSError as error:
-        raise ValueError(f"{key}={place}: cannot be read: {error.strerror}") from None
+        raise refuse(key, place, f"cannot be read: {error.strerror}") from None
 
 
 def is_remote(place: str) -> bool:
@@ -156,22 +159,23 @@ class Answers:
         that of `ask`."""
         name = hashlib.sha256(question.encode()).hexdigest()[:32]
         note = self.cache / "notes" / f"remote-{name}.json"
-        if not self.anew:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found = json.loads(note.read_text())
-                answer: T = found["answer"]
-                self.remembered[key] = str(found["day"])
-                return answer
+        found = {} if self.anew else read_note(note)
+        if {"answer", "day"} <= found.keys():
+            self.remembered[key] = str(found["day"])
+            known: T = found["answer"]
+            return known
         answer = ask()
         if self.write:
             day = datetime.date.today().isoformat()
-            content = {"question": question, "answer": answer, "day": day}
-            with contextlib.suppress(OSError):  # else it is asked again
-                note.parent.mkdir(parents=True, exist_ok=True)
-                temporary = note.with_suffix(f".{os.getpid()}.tmp")
-                temporary.write_text(json.dumps(content))
-                temporary.replace(note)
+            write_note(note, {"question": question, "answer": answer, "day": day})
         return answer
+
+    def digests(self, paths: list[Path]) -> list[str]:
+        """Return the sha256 of each file here."""
+        found: list[str] = remembered(
+            self.cache, "sha256", None, paths, lambda: sha256_of(paths), self.write
+        )
+        return found
 
 
 def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
@@ -183,40 +187,31 @@ def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
     found: dict[str, None] = {}
     for pattern in wanted:
         if not isinstance(pattern, str):
-            raise ValueError(f"{key}={wanted}: a list of paths, globs and addresses is needed")
-        if is_remote(pattern):
-            names = _match_remote(key, pattern, answers)
-        else:
+            raise refuse(key, wanted, "a list of paths, globs and addresses is needed")
+        if not is_remote(pattern):
             names = [str(path) for path in match_files(key, pattern)]
+        elif glob.has_magic(pattern):
+            names = answers.get(key, f"glob {pattern}", partial(_match_remote, key, pattern))
+        else:
+            names = [pattern]
         found |= dict.fromkeys(names)
     return list(found)
 
 
-def _match_remote(key: str, pattern: str, answers: Answers) -> list[str]:
-    if not glob.has_magic(pattern):
-        return [pattern]
-
-    def ask() -> list[str]:
-        system, path = _remote(key, pattern)
-        names = in_time(key, pattern, lambda: sorted(system.glob(path)))
-        if not names:
-            raise ValueError(f"{key}={pattern}: no file matches there")
-        return [str(system.unstrip_protocol(name)) for name in names]
-
-    return answers.get(key, f"glob {pattern}", ask)
+def _match_remote(key: str, pattern: str) -> list[str]:
+    system, path = _remote(key, pattern)
+    names = in_time(key, pattern, lambda: sorted(system.glob(path)))
+    if not names:
+        raise refuse(key, pattern, "no file matches there")
+    return [str(system.unstrip_protocol(name)) for name in names]
 
 
 def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list[str], list[int]]:
     """Return what identifies the content of each file (a digest; in a bucket, what the bucket says
     of it), and their sizes in bytes. Raises ValueError."""
     local = [Path(place) for place in places if not is_remote(place)]
-    digests = remembered(
-        answers.cache, "sha256", None, local, lambda: sha256_of(local), answers.write
-    )
-    known = {
-        str(path): (digest, os.path.getsize(path))
-        for path, digest in zip(local, digests, strict=True)
-    }
+    pairs = zip(local, answers.digests(local), strict=True)
+    known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
     if far := [place for place in places if is_remote(place)]:
         asked = answers.get(key, f"files {json.dumps(far)}", lambda: remote_contents(key, far))
         known |= {place: (content, size) for place, (content, size) in zip(far, asked, strict=True)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from llmexp.data.readers import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import identified
-from llmexp.data.work import FORMAT, Key, Part, Work, work_of, write_part
+from llmexp.data.work import FORMAT, Key, Part, Work, work_of
 
 MANIFEST = "manifest.json"
 
@@ -76,17 +78,6 @@ def prepare(work: Work, answers: Answers) -> Prepared:
     return found
 
 
-def _refuse_changed(work: Work, cache: Path) -> None:
-    """Ask buckets again: where a file changed while it was read remove the shards and raise
-    DataChanged."""
-    source = work.source
-    if any(map(is_remote, source.files)):
-        now = work_of(source, work.skip_bad, work.tokenizer, Answers(cache, False, True))
-        if now.key != work.key:
-            shutil.rmtree(work.folder)
-            raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
-
-
 def prepare_part(
     works: Sequence[Work], part: Part, cache: Path, threads: int | None = None
 ) -> None:
@@ -108,6 +99,29 @@ def _begin(work: Work) -> None:
     if (work.folder / MANIFEST).exists():
         shutil.rmtree(work.folder)  # it was whole once, and is damaged
     work.folder.mkdir(exist_ok=True)
+
+
+def write_part(work: Work, part: Part, start: int, total: int, threads: int | None = None) -> None:
+    """Write what is missing of a part. The units of the source begin at `start` of `total` bytes of
+    all sources. The caller holds the lock."""
+    sizes = work.unit_bytes()
+    starts = list(accumulate(sizes, initial=start))
+    mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
+    progress = Progress(work.text, True, sum(sizes[n] for n in mine))
+    done = 0
+    for number in mine:
+        files = work.units[number]
+        ends = accumulate((work.sizes[name] for name in files), initial=done)
+        say = functools.partial(_say, progress, dict(zip(files, ends, strict=False)))
+        has = functools.partial(part.has, starts[number], sizes[number], total)
+        shards.write_unit(work, number, has, say, threads)
+        done += sizes[number]
+    progress.end()
+
+
+def _say(progress: Progress, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
+    """Say that so much text is done. `starts`: of each file, the bytes to read before it."""
+    progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
 
 
 def _counted(work: Work) -> Prepared:
@@ -140,6 +154,17 @@ def _refuse_empty(source: Source, counts: Counts) -> None:
         raise ValueError(f"{source.key}: there are no documents{text}")
 
 
+def _refuse_changed(work: Work, cache: Path) -> None:
+    """Ask buckets again: where a file changed while it was read remove the shards and raise
+    DataChanged."""
+    source = work.source
+    if any(map(is_remote, source.files)):
+        now = work_of(source, work.skip_bad, work.tokenizer, Answers(cache, False, True))
+        if now.key != work.key:
+            shutil.rmtree(work.folder)
+            raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
+
+
 def _finish(work: Work) -> None:
     """Write the manifest of a source whose units are all there. Raises ValueError."""
     source, folder = work.source, work.folder
@@ -154,29 +179,24 @@ def _finish(work: Work) -> None:
         ]
         total = total.plus(Counts(**there[-1]["counts"]))
     _refuse_empty(source, total)
-    dtype = id_type(work.tokenizer).str
-    samples = {
-        split: sample_digest(_stream(folder, chunks, split, dtype)) for split in source.splits
+    found = {
+        "format": FORMAT,
+        "dtype": id_type(work.tokenizer).str,
+        "tokenizer": identified(work.tokenizer),
+        "counts": total.record(),
+        "samples": {},
+        "chunks": chunks,
     }
-    shards.write_json(
-        folder / MANIFEST,
-        {
-            "format": FORMAT,
-            "dtype": dtype,
-            "tokenizer": identified(work.tokenizer),
-            "counts": total.record(),
-            "samples": samples,
-            "chunks": chunks,
-        },
-    )
+    streams = {split: _stream(folder, found, split) for split in source.splits}
+    found["samples"] = {split: sample_digest(stream) for split, stream in streams.items()}
+    shards.write_json(folder / MANIFEST, found)
 
 
-def _stream(
-    folder: Path, chunks: Sequence[Mapping[str, Any]], split: str, dtype: str
-) -> TokenStream:
+def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
     """Return the ids of a split. Raises ValueError for a shard that is not whole, OSError."""
+    dtype, chunks = np.dtype(manifest["dtype"]), manifest["chunks"]
     paths = {f"{folder}/{chunk['name']}.{split}.bin": chunk[split]["tokens"] for chunk in chunks}
-    return TokenStream([_mapped(path, np.dtype(dtype), count) for path, count in paths.items()])
+    return TokenStream([_mapped(path, dtype, count) for path, count in paths.items()])
 
 
 def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
@@ -204,16 +224,14 @@ def _open(work: Work) -> Prepared | None:
         allow_open_files(len(found["chunks"]) * len(source.splits))  # a map keeps its file open
         streams = {}
         for split in source.splits:
-            streams[split] = _stream(folder, found["chunks"], split, found["dtype"])
+            streams[split] = _stream(folder, found, split)
             if sample_digest(streams[split]) != found["samples"][split]:
                 return None
+        documents, text_bytes = (
+            {split: sum(chunk[split][what] for chunk in found["chunks"]) for split in source.splits}
+            for what in ("documents", "text_bytes")
+        )
         counts = Counts(**found["counts"])
-        documents_of = {split: _sum(found, split, "documents") for split in source.splits}
-        bytes_of = {split: _sum(found, split, "text_bytes") for split in source.splits}
-        return Prepared(source, streams, counts, documents_of, bytes_of, work.key)
+        return Prepared(source, streams, counts, documents, text_bytes, work.key)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
-
-
-def _sum(manifest: Mapping[str, Any], split: str, what: str) -> int:
-    return sum(chunk[split][what] for chunk in manifest["chunks"])

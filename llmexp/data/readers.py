@@ -7,11 +7,11 @@ A document comes in pieces of text, so that a long file is never in memory as a 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import io
 import json
-import lzma
 import re
 import zlib
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from llmexp.data.files import refuse_others
 from llmexp.data.places import need, open_file
+from llmexp.values import refuse
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
@@ -58,12 +59,9 @@ class Counts:
             return 0
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(
-            self.documents + other.documents,
-            self.empty + other.empty,
-            self.bad + other.bad,
-            self.first_bad or other.first_bad,
-        )
+        documents, empty = self.documents + other.documents, self.empty + other.empty
+        bad, first_bad = self.bad + other.bad, self.first_bad or other.first_bad
+        return Counts(documents, empty, bad, first_bad)
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,8 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
     if ZSTD.match(head):
         zstandard = need("zstandard", key, f"reading {place}")
-        return io.BufferedReader(
-            Zstd(file, zstandard.ZstdDecompressor(max_window_size=2**31)), BLOCK
-        )
+        packed = zstandard.ZstdDecompressor(max_window_size=2**31)
+        return io.BufferedReader(Zstd(file, packed), BLOCK)
     return file
 
 
@@ -125,16 +122,9 @@ def kind_of(key: str, place: str) -> str:
         refuse_others(key, place, file.peek(HEAD))
         if file.peek(4).startswith(PARQUET):
             return "parquet"
-        try:
-            with unpacked(key, place, file) as inner:
-                refuse_others(key, place, inner.peek(HEAD))
-                return _kind_of_text(key, place, inner)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise ValueError(f"{key}={place}: {_torn(error)}") from None
-        except Exception as error:
-            if type(error).__name__ == "ZstdError":
-                raise ValueError(f"{key}={place}: {_torn(error)}") from None
-            raise
+        with _damage_named(key, place), unpacked(key, place, file) as inner:
+            refuse_others(key, place, inner.peek(HEAD))
+            return _kind_of_text(key, place, inner)
 
 
 def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
@@ -144,7 +134,7 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
     if _named(place, ".jsonl", ".ndjson", ".json"):
         return "jsonl"
     if b"\0" in line:
-        raise ValueError(f"{key}={place}: is no text: there are zero bytes in it")
+        raise refuse(key, place, "is no text: there are zero bytes in it")
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
         line = file.readline(BLOCK)
@@ -162,8 +152,17 @@ def _named(place: str, *endings: str) -> bool:
     return bare.endswith(endings)
 
 
-def _torn(error: Exception) -> str:
-    return f"is cut short or damaged ({error}); get the file again"
+@contextlib.contextmanager
+def _damage_named(key: str, place: str) -> Iterator[None]:
+    """Turn what reads a damaged file raises into a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        of_library = type(error).__name__ in ("ZstdError", "ArrowInvalid")
+        if not of_library and not isinstance(error, (EOFError, OSError, zlib.error)):
+            raise
+        text = f"is cut short or damaged ({error}); get the file again"
+        raise refuse(key, place, text) from None
 
 
 def documents(
@@ -177,14 +176,8 @@ def documents(
     kind = kind_of(key, place)
     read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
     counts.place, counts.file = place, None
-    try:
+    with _damage_named(key, place):
         yield from counted(read(key, place, text_key, counts), skip_bad, counts)
-    except (EOFError, zlib.error, OSError) as error:  # gzip's BadGzipFile among them
-        raise ValueError(f"{key}={place}: {_torn(error)}") from None
-    except Exception as error:
-        if type(error).__name__ in ("ZstdError", "ArrowInvalid"):
-            raise ValueError(f"{key}={place}: {_torn(error)}") from None
-        raise
 
 
 Found = Document | BadRecord | None  # None: an empty document
@@ -256,10 +249,9 @@ def decoded(file: BinaryIO, at: int = 0, stop: int | None = None) -> Iterator[st
         try:
             text = decoder.decode(raw, final=not raw)
         except UnicodeDecodeError as error:
-            raise UnicodeError(
-                f"not UTF-8 at byte {before + error.start:,} ({error.reason}); "
-                "convert the file, for example with iconv -f latin1 -t utf-8"
-            ) from None
+            text = f"not UTF-8 at byte {before + error.start:,} ({error.reason})"
+            way = "convert the file, for example with iconv -f latin1 -t utf-8"
+            raise UnicodeError(f"{text}; {way}") from None
         if not raw:
             return
         yield text
@@ -305,14 +297,13 @@ def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fo
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
         if text_key not in names:
-            raise ValueError(
-                f"{key}={place}: no column {text_key!r}; the columns are: {', '.join(names[:8])}"
-            )
+            text = f"no column {text_key!r}; the columns are: {', '.join(names[:8])}"
+            raise refuse(key, place, text)
         kind = table.schema_arrow.field(text_key).type
         if hasattr(kind, "index_type"):  # a dictionary
             kind = kind.value_type
         if str(kind) not in ("string", "large_string", "string_view"):
-            raise ValueError(f"{key}={place}: the column {text_key!r} is no text but {kind}")
+            raise refuse(key, place, f"the column {text_key!r} is no text but {kind}")
         number = 0
         for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
             for text in _texts_of(batch.column(0)):
@@ -326,16 +317,16 @@ def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Fo
                     yield BadRecord(f"{where}: {text_key!r} is not UTF-8 ({text.reason})")
 
 
-def _texts_of(column: Any) -> list[str | UnicodeDecodeError | None]:
+def _texts_of(column: Any) -> Iterator[Any]:
+    """Yield texts, nulls, and the error of each value that is not UTF-8."""
     try:
-        found: list[str | UnicodeDecodeError | None] = column.to_pylist()
-        return found
+        yield from column.to_pylist()
+        return
     except UnicodeDecodeError:
-        return [_text_or_error(value) for value in column]
-
-
-def _text_or_error(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        return error
+        pass
+    for value in column:
+        try:
+            found = value.as_py()
+        except UnicodeDecodeError as error:
+            found = error
+        yield found

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmexp.data.places import Answers, match_places
 from llmexp.data.source import TRAIN, Source
+from llmexp.values import refuse
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -16,11 +17,11 @@ PLACE_KEYS = ("files", "hf", "split", "text_key")
 
 def check_kinds(val: Any, stages: Any, on_bad_record: Any) -> None:
     if not isinstance(val, Mapping):
-        raise ValueError(f"data.val={val}: named sets are needed; for example data.val={{}}")
+        raise refuse("data.val", val, "named sets are needed", "{}")
     if not isinstance(stages, Sequence) or isinstance(stages, str):
-        raise ValueError(f"data.stages={stages}: a list is needed; for example data.stages=[]")
+        raise refuse("data.stages", stages, "a list is needed", "[]")
     if on_bad_record not in ("refuse", "skip"):
-        raise ValueError(f"data.on_bad_record={on_bad_record}: must be refuse or skip")
+        raise refuse("data.on_bad_record", on_bad_record, "must be refuse or skip")
 
 
 def read_sources(
@@ -28,10 +29,8 @@ def read_sources(
 ) -> tuple[dict[str, Source], dict[str, float] | None]:
     """Return the sources and their weights; None where none is given."""
     if not isinstance(sections, Mapping) or not sections:
-        raise ValueError(
-            "data.sources: name one source at least; for example "
-            "data.sources.web.files=corpus/*.jsonl"
-        )
+        example = "data.sources.web.files=corpus/*.jsonl"
+        raise ValueError(f"data.sources: name one source at least; for example {example}")
     found: dict[str, Source] = {}
     weights: dict[str, float] = {}
     for name, value in sections.items():
@@ -41,10 +40,9 @@ def read_sources(
         if (weight := section.get("weight")) is not None:
             weights[name] = _number(f"{key}.weight", weight, "above 0", "0.5")
     if weights and (missing := [name for name in found if name not in weights]):
-        raise ValueError(
-            f"data.sources.{missing[0]}.weight: the other sources have weights, this one has none; "
-            "give all sources a weight, or none (then each counts by its tokens)"
-        )
+        way = "give all sources a weight, or none (then each counts by its tokens)"
+        text = f"the other sources have weights, this one has none; {way}"
+        raise ValueError(f"data.sources.{missing[0]}.weight: {text}")
     return found, weights or None
 
 
@@ -62,10 +60,9 @@ def read_validation(
             held_out[name] = _source(key, section, answers)
             continue
         if len(section) > 1:
-            raise ValueError(
-                f"{key}: has share and {next(k for k in section if k != 'share')}; "
-                "a validation set is a share of the sources, or has files of its own"
-            )
+            text = "a validation set is a share of the sources, or has files of its own"
+            other = next(k for k in section if k != "share")
+            raise ValueError(f"{key}: has share and {other}; {text}")
         shares.append((name, _number(f"{key}.share", share, "above 0 and below 1", "0.01")))
     if (total := sum(share for _, share in shares)) >= 1:
         raise ValueError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
@@ -86,18 +83,14 @@ def _section(key: str, name: Any, value: Any, known: Sequence[str]) -> dict[str,
 def _source(key: str, section: Mapping[str, Any], answers: Answers) -> Source:
     text_key = section.get("text_key", "text")
     if not isinstance(text_key, str) or not text_key:
-        raise ValueError(
-            f"{key}.text_key={text_key}: the name of a field is needed; for example "
-            f"{key}.text_key=text"
-        )
+        raise refuse(f"{key}.text_key", text_key, "the name of a field is needed", "text")
     if ("files" in section) == ("hf" in section):
-        raise ValueError(
-            f"{key}: either files or hf is needed; for example {key}.files=corpus/*.jsonl"
-        )
+        example = f"{key}.files=corpus/*.jsonl"
+        raise ValueError(f"{key}: either files or hf is needed; for example {example}")
     if "hf" in section:
         return Source(key, text_key, hf=str(section["hf"]), split=str(section.get("split", TRAIN)))
     if "split" in section:
-        raise ValueError(f"{key}.split={section['split']}: belongs to hf, and the source has files")
+        raise refuse(f"{key}.split", section["split"], "belongs to hf, and the source has files")
     places = match_places(f"{key}.files", section["files"], answers)
     return Source(key, text_key, tuple(places))
 
@@ -105,7 +98,7 @@ def _source(key: str, section: Mapping[str, Any], answers: Answers) -> Source:
 def _number(key: str, value: Any, what: str, example: str) -> float:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not real or not 0 < value < (1 if "below 1" in what else float("inf")):
-        raise ValueError(f"{key}={value}: a number {what} is needed; for example {key}={example}")
+        raise refuse(key, value, f"a number {what} is needed", example)
     return float(value)
 
 
@@ -114,7 +107,7 @@ def main_set(given: str | None, names: list[str]) -> str | None:
         return names[0] if names else None
     if given not in names:
         known = ", ".join(names) or "none is given"
-        raise ValueError(f"data.val_main={given}: there is no such validation set; known: {known}")
+        raise refuse("data.val_main", given, f"there is no such validation set; known: {known}")
     return given
 
 
@@ -123,37 +116,27 @@ def read_stages(
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
     found: dict[int, dict[str, float]] = {}
-    example = "data.stages=[{from_tokens: 1000000, weights: {web: 0.5, code: 0.5}}]"
+    example = "for example data.stages=[{from_tokens: 1000000, weights: {web: 0.5, code: 0.5}}]"
     for number, stage in enumerate(stages):
         key = f"data.stages[{number}]"
         if not isinstance(stage, Mapping) or set(stage) != {"from_tokens", "weights"}:
-            raise ValueError(
-                f"{key}={stage}: from_tokens and weights are needed; for example {example}"
-            )
+            raise refuse(key, stage, f"from_tokens and weights are needed; {example}")
         tokens, weights = stage["from_tokens"], stage["weights"]
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(
-                f"{key}.from_tokens={tokens}: a whole number above 0 is needed; for "
-                f"example {example}"
-            )
+            text = f"a whole number above 0 is needed; {example}"
+            raise refuse(f"{key}.from_tokens", tokens, text)
         if not isinstance(weights, Mapping) or set(weights) != set(names):
-            raise ValueError(
-                f"{key}.weights={weights}: each source needs a weight: "
-                f"{', '.join(names)}; 0 leaves it out"
-            )
-        checked = {
-            name: 0.0
-            if weights[name] == 0
-            else _number(f"{key}.weights.{name}", weights[name], "from 0", "0.5")
-            for name in names
-        }
+            text = f"each source needs a weight: {', '.join(names)}; 0 leaves it out"
+            raise refuse(f"{key}.weights", weights, text)
+        checked = dict.fromkeys(names, 0.0)
+        for name in names:
+            if weights[name] != 0:
+                checked[name] = _number(f"{key}.weights.{name}", weights[name], "from 0", "0.5")
         start = -(-tokens // sequence_length)
         if not any(checked.values()):
-            raise ValueError(f"{key}.weights={weights}: one weight must be above 0")
+            raise refuse(f"{key}.weights", weights, "one weight must be above 0")
         if found and start <= max(found):
-            raise ValueError(
-                f"{key}.from_tokens={tokens}: stages stand in order; the one before "
-                "begins there or later"
-            )
+            text = "stages stand in order; the one before begins there or later"
+            raise refuse(f"{key}.from_tokens", tokens, text)
         found[start] = checked
     return found

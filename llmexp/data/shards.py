@@ -19,21 +19,20 @@ from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from llmexp.data.cache import flushed, id_type, sync_folder
-from llmexp.data.encode import PIECE_CHARACTERS, ahead, cut, is_cuttable
+from llmexp.data.cache import id_type, sync_folder
+from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.readers import Counts, Document
 from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.work import Work
+from llmexp.fileio import write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
 UNFINISHED = ".tmp"  # what files end in that nobody has finished
-
-SplitOf = Callable[[bytes], str]  # of a document's digest
-Read = Callable[[Counts], Iterator[Document]]
 
 
 def chunk_name(unit: int, chunk: int) -> str:
@@ -56,21 +55,9 @@ def is_whole(chunks: Sequence[dict[str, Any]]) -> bool:
     return bool(chunks) and bool(chunks[-1]["last"])
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Files of a source that are read one after the other, and where their chunks are written."""
-
-    folder: Path
-    number: int
-    read: Read  # yields the documents, the same ones each time
-    split_of: SplitOf
-    splits: Sequence[str]
-    check: Callable[[], None] = lambda: None  # raises where a file is not what it was any more
-
-
 def write_unit(
-    unit: Unit,
-    tokenizer: Tokenizer,
+    work: Work,
+    number: int,
     mine: Callable[[int], bool],
     progress: Callable[[int, Counts], None],
     threads: int | None = None,
@@ -80,26 +67,24 @@ def write_unit(
     `progress` gets the bytes of text that were done, and how far the reading is. Another process
     may write the same chunk meanwhile: it writes the same.
     """
-    folder, number = unit.folder, unit.number
-    if is_whole(chunks_of(folder, number)):
+    if is_whole(chunks_of(work.folder, number)):
         return
 
     def wanted(chunk: int) -> bool:
-        return mine(chunk) and not (folder / f"{chunk_name(number, chunk)}.json").exists()
+        return mine(chunk) and not (work.folder / f"{chunk_name(number, chunk)}.json").exists()
 
-    counts, dtype = Counts(), id_type(tokenizer)
+    counts, files = Counts(), work.units[number]
     writer: _Writer | None = None
-    jobs = encoded(unit.read(counts), counts, tokenizer, wanted, threads)
-    with contextlib.closing(jobs):
+    documents = work.source.read(counts, work.skip_bad, files)
+    with contextlib.closing(encoded(documents, counts, work.tokenizer, wanted, threads)) as jobs:
         try:
             for job, (ids, stops) in jobs:
                 if job.parts or job.counts:
-                    name = chunk_name(number, job.chunk)
-                    writer = writer or _Writer(folder, name, dtype, unit.splits)
-                    writer.add(unit.split_of, job.parts, ids, stops.tolist())
+                    writer = writer or _Writer(work, chunk_name(number, job.chunk))
+                    writer.add(job.parts, ids, stops.tolist())
                 progress(sum(part.n_bytes for part in job.parts), counts)
                 if writer is not None and job.counts is not None:
-                    unit.check()
+                    work.refuse_changed(files)
                     writer.commit(job.counts, job.last)
                     writer = None
         finally:
@@ -192,16 +177,12 @@ def _jobs(
 ) -> Iterator[Job]:
     """Yield the documents of the wanted chunks as jobs of about JOB_BYTES; a chunk ends with the
     document that fills it. The other chunks are read, to find where they end."""
-    cuttable = is_cuttable(tokenizer)
+    pieces = pieces_of(tokenizer)
     job, size, in_chunk, write = Job(0), 0, 0, wanted(0)
     for document in documents:
-        texts = document.pieces
         if not write:
-            in_chunk += sum(map(_size, texts))
-            texts = iter(())
-        elif not is_byte_level(tokenizer):
-            texts = cut(texts, PIECE_CHARACTERS) if cuttable else iter(("".join(texts),))
-        for text, ends in _with_end(texts):
+            in_chunk += sum(map(_size, document.pieces))
+        for text, ends in _with_end(pieces(document.pieces)) if write else ():
             job.parts.append(Part(text, document.digest, ends, _size(text)))
             size += job.parts[-1].n_bytes
             in_chunk += job.parts[-1].n_bytes
@@ -238,15 +219,16 @@ def _with_end(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
 class _Writer:
     """The shards of one chunk, while it is written."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, splits: Sequence[str]) -> None:
-        self._folder, self._name = folder, name
-        self._shards = {split: _Shard(folder / f"{name}.{split}", dtype) for split in splits}
+    def __init__(self, work: Work, name: str) -> None:
+        self._path, self._split_of = work.folder / f"{name}.json", work.source.split_of
+        stem, dtype = work.folder / name, id_type(work.tokenizer)
+        self._shards = {split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits}
 
-    def add(self, split_of: SplitOf, parts: list[Part], ids: np.ndarray, stops: list[int]) -> None:
+    def add(self, parts: list[Part], ids: np.ndarray, stops: list[int]) -> None:
         """Write the ids of each part to the shard of its split, as many at a time as follow."""
         first = 0
         pairs = zip(parts, stops, strict=True)
-        for split, some in itertools.groupby(pairs, lambda pair: split_of(pair[0].digest)):
+        for split, some in itertools.groupby(pairs, lambda pair: self._split_of(pair[0].digest)):
             shard = self._shards[split]
             for part, stop in some:
                 shard.note(part, stop - first)
@@ -256,10 +238,8 @@ class _Writer:
     def commit(self, counts: dict[str, Any], last: bool) -> None:
         """Make the chunk count: its shards are on the disk before its .json is."""
         shards = {split: shard.close() for split, shard in self._shards.items()}
-        sync_folder(self._folder)
-        found = {"counts": counts, "last": last, "shards": shards}
-        write_json(self._folder / f"{self._name}.json", found)
-        self._shards = {}
+        sync_folder(self._path.parent)
+        write_json(self._path, {"counts": counts, "last": last, "shards": shards})
 
     def remove(self) -> None:
         for shard in self._shards.values():
@@ -270,12 +250,10 @@ class _Shard:
     """The files of one split in one chunk. They get their names when they are whole, so that
     several processes may write the same ones."""
 
-    def __init__(self, stem: Path, dtype: np.dtype) -> None:
+    def __init__(self, stem: str, dtype: np.dtype) -> None:
         self._stem, self._dtype = stem, dtype
-        self._temporary = {
-            ending: temporary(Path(f"{stem}.{ending}")) for ending in ("bin", "ends", "digests")
-        }
-        self._file: IO[bytes] = open(self._temporary["bin"], "wb")  # noqa: SIM115
+        self._temporary = Path(f"{stem}.bin.{uuid.uuid4().hex}{UNFINISHED}")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115
         self._sha = hashlib.sha256()
         self._ends = array("Q")
         self._digests = bytearray()
@@ -299,14 +277,9 @@ class _Shard:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        for ending, content in (
-            ("ends", np.array(self._ends, "<u8").tobytes()),
-            ("digests", self._digests),
-        ):
-            with flushed(self._temporary[ending]) as file:
-                file.write(content)
-        for ending, path in self._temporary.items():
-            path.replace(f"{self._stem}.{ending}")
+        write_whole(Path(f"{self._stem}.ends"), np.array(self._ends, "<u8").tobytes())
+        write_whole(Path(f"{self._stem}.digests"), bytes(self._digests))
+        self._temporary.replace(f"{self._stem}.bin")
         return {
             "tokens": self._tokens,
             "documents": len(self._ends),
@@ -317,22 +290,10 @@ class _Shard:
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, once more
             self._file.close()
-        for path in self._temporary.values():
-            path.unlink(missing_ok=True)
-
-
-def temporary(path: Path) -> Path:
-    """Return a name beside a file that no other process takes."""
-    return path.with_name(f"{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+        self._temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
-    unfinished = temporary(path)
-    try:
-        with flushed(unfinished) as file:
-            file.write(json.dumps(value).encode())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, json.dumps(value))
     sync_folder(path.parent)

@@ -10,7 +10,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from llmexp.data.prepare import Split, prepare, refuse_tokenizer
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.values import refuse
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,12 @@ class Amount:
         ratio = self.val_ratio
         number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
         if not number or not 0 <= ratio < 1:
-            raise ValueError(
-                f"data.val_ratio={ratio}: a share from 0 to below 1 is needed, for example 0.1"
-            )
+            text = "a share from 0 to below 1 is needed, for example 0.1"
+            raise refuse("data.val_ratio", ratio, text)
         if self.max_tokens is not None:
             _check_tokens("data.max_tokens", self.max_tokens)
         if not _whole(self.seed, 0):
-            raise ValueError(f"data.seed={self.seed}: a whole number of at least 0 is needed")
+            raise refuse("data.seed", self.seed, "a whole number of at least 0 is needed")
 
     def shares(self) -> tuple[int | None, int | None]:
         """Return how many tokens to train on and to validate on; None: all there are."""
@@ -64,9 +64,8 @@ def _whole(value: Any, at_least: int) -> bool:
 
 def _check_tokens(key: str, value: Any) -> None:
     if not _whole(value, 2):
-        raise ValueError(
-            f"{key}={value}: a whole number of tokens, at least 2, is needed; for example 1000000"
-        )
+        text = "a whole number of tokens, at least 2, is needed; for example 1000000"
+        raise refuse(key, value, text)
 
 
 def stdlib(
@@ -80,10 +79,9 @@ def stdlib(
 ) -> Corpus:
     """Return the source text of the running Python's standard library, without its tests: real text
     on every machine."""
-    paths = {"data": _stdlib_files()}
     amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    label = "Python's standard library, "
-    return _text_corpus(label, paths, amount, tokenizer, cache, write)
+    found = _text_corpus({"data": _stdlib_files()}, amount, tokenizer, cache, write)
+    return replace(found, description=f"Python's standard library, {found.description}")
 
 
 def _stdlib_files() -> list[Path]:
@@ -94,13 +92,11 @@ def _stdlib_files() -> list[Path]:
         folders[:] = [f for f in folders if f not in skipped and not f.startswith("config-")]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     paths = [path for path in paths if os.access(path, os.R_OK)]
-    paths.sort(key=lambda path: path.relative_to(root).parts)
     if len(paths) < 50:
-        raise ValueError(
-            f"data=stdlib: this Python has no readable source files in {root} ({len(paths)} "
-            "found); use text files of your own: data=text data.train_files=corpus/*.txt"
-        )
-    return paths
+        text = f"this Python has no readable source files in {root} ({len(paths)} found)"
+        way = "use text files of your own: data=text data.train_files=corpus/*.txt"
+        raise ValueError(f"data=stdlib: {text}; {way}")
+    return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 
 def text(
@@ -122,7 +118,7 @@ def text(
     """
     paths = _match_both(train_files, val_files)
     amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    return _text_corpus("", paths, amount, tokenizer, cache, write)
+    return _text_corpus(paths, amount, tokenizer, cache, write)
 
 
 def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
@@ -157,12 +153,7 @@ def training_documents(
 
 
 def _text_corpus(
-    label: str,
-    paths: dict[str, list[Path]],
-    amount: Amount,
-    tokenizer: Tokenizer,
-    cache: Path,
-    write: bool,
+    paths: dict[str, list[Path]], amount: Amount, tokenizer: Tokenizer, cache: Path, write: bool
 ) -> Corpus:
     """Return the corpus of text files, of which the second knob's, if any, are for validation."""
     found = [find_documents(key, some, cache, write) for key, some in paths.items()]
@@ -176,7 +167,7 @@ def _text_corpus(
 
     every = train + val
     size = size_text(sum(d.size for d in every))
-    description = f"{label}{_counted(len(every), 'file')}, {size} of text"
+    description = f"{_counted(len(every), 'file')}, {size} of text"
     if empty := sum(map(len, paths.values())) - len(every):
         description += f", {_counted(empty, 'empty file')} left out"
     fingerprint: dict[str, Any] = {
@@ -223,47 +214,47 @@ def tokens(
     All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the
     last `val_ratio` of the tokens is for validation.
     """
-    amount = Amount(val_ratio, max_tokens)
+    amount, cache = Amount(val_ratio, max_tokens), cache_folder(cache_dir)
     if dtype not in ("uint16", "uint32"):
-        raise ValueError(f"data.dtype={dtype}: must be uint16 or uint32")
+        raise refuse("data.dtype", dtype, "must be uint16 or uint32")
     paths = _match_both(train_files, val_files)
     allow_open_files(sum(map(len, paths.values())))  # a map keeps its file open
     arrays: dict[Path, np.ndarray] = {}
     for key, some in paths.items():
         arrays |= {p: open_tokens(key, p, dtype) for p in some if p not in arrays}
-    for folder in {path.parent for path in arrays}:
-        if tokenizer is not None:
+    if tokenizer is not None:
+        for folder in {path.parent for path in arrays}:
             refuse_tokenizer(folder, tokenizer)
     # before the scan: from here on a change is noticed
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-    _check_all_ids(arrays, vocab_size, dtype, cache_folder(cache_dir), write)
+    _check_all_ids(arrays, vocab_size, dtype, cache, write)
 
-    train, val = streams if len(streams) > 1 else _split_stream(streams[0], amount)
     if len(streams) > 1:
-        train = train.part(0, max_tokens or len(train))
+        train, val = streams[0].part(0, max_tokens or len(streams[0])), streams[1]
+    else:
+        train, val = _split_stream(streams[0], amount)
     train_paths, val_paths = paths["data.train_files"], paths.get("data.val_files", [])
     if len(train) < sequence_length + 1:
-        raise ValueError(
-            f"data.train_files={train_files}: {len(train):,} training tokens in {len(train_paths)} "
-            f"files do not fill one sequence; batch.sequence_length={sequence_length} needs "
-            f"{sequence_length + 1:,}"
+        text = (
+            f"{len(train):,} training tokens in {len(train_paths)} files do not fill one sequence"
         )
+        needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
+        raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
-    there, unmarked = documents_of(arrays, tokenizer, cache_folder(cache_dir), write)
+    there, unmarked = documents_of(arrays, tokenizer, cache, write)
     if there:
         description += f", {_counted(there, 'document')} by their indexes"
     if unmarked:
         description += f" ({unmarked:,} do not end with the end-of-text id)"
-    fingerprint: dict[str, Any] = {
-        "train_files": files_fingerprint(train_paths, [digests[p] for p in train_paths]),
-        "val_files": files_fingerprint(val_paths, [digests[p] for p in val_paths]),
-        "max_tokens": max_tokens,
-        "val_ratio": None if val_paths else val_ratio,
+    fingerprint = {
+        name: files_fingerprint(some, [digests[p] for p in some])
+        for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
+    share = {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
     description += _overlap(paths)
-    return Corpus(train, val or None, description, fingerprint, unmarked=unmarked)
+    return Corpus(train, val or None, description, fingerprint | share, unmarked=unmarked)
 
 
 def _check_all_ids(
@@ -298,10 +289,8 @@ def synthetic(
     _check_tokens("data.n_tokens", n_tokens)
     ids = vocab_size if n_ids is None else n_ids
     if not _whole(ids, 4) or ids > vocab_size:
-        raise ValueError(
-            f"data.n_ids={n_ids}: must be between 4 and the vocabulary of {vocab_size}, or null "
-            "for all of it"
-        )
+        text = f"must be between 4 and the vocabulary of {vocab_size}, or null for all of it"
+        raise refuse("data.n_ids", n_ids, text)
     rng = np.random.Generator(np.random.PCG64(seed))
     names = np.argsort(rng.random(ids))  # which id stands for which state
     if pattern == "markov":
@@ -317,13 +306,12 @@ def synthetic(
         stream = np.repeat(blocks, 2, axis=0).reshape(-1)[:n_tokens]
         nats = math.log(ids) / 2
     else:
-        raise ValueError(f"data.pattern={pattern}: must be markov or copy")
+        raise refuse("data.pattern", pattern, "must be markov or copy")
     kept = stream.astype(np.uint16 if ids <= 1 << 16 else np.uint32)
     end = int(n_tokens * (1 - val_ratio))
     train, val = TokenStream([kept[:end]]), TokenStream([kept[end:]])
-    description = (
-        f"synthetic {pattern} over {ids} ids, best possible loss {nats:.3f} nats per token"
-    )
+    best = f"best possible loss {nats:.3f} nats per token"
+    description = f"synthetic {pattern} over {ids} ids, {best}"
     fingerprint = {"content": sample_digest(TokenStream([kept])), "val_ratio": val_ratio}
     return Corpus(train, val or None, description, fingerprint)
 
@@ -333,7 +321,5 @@ def _overlap(paths: dict[str, list[Path]]) -> str:
     shared = set.intersection(*({p.resolve() for p in some} for some in paths.values()))
     if not shared or len(paths) < 2:
         return ""
-    return (
-        f"; WARNING: in both train and validation: {', '.join(sorted(map(str, shared))[:3])} "
-        f"({len(shared)} files)"
-    )
+    names = ", ".join(sorted(map(str, shared))[:3])
+    return f"; WARNING: in both train and validation: {names} ({len(shared)} files)"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmexp.data.files import cut_text
 from llmexp.data.mixture import Mixed
 
 
@@ -34,7 +35,8 @@ class Shard:
         """Raise DataChanged where the file became shorter: reading past its end kills the process
         with SIGBUS."""
         if self.mapped is not None and (now := self.mapped.size()) < self.size:
-            raise DataChanged(_cut(self.name, self.size, now))
+            text = cut_text(self.name, self.size, now)
+            raise DataChanged(f"{text}; restore it and resume")
 
     def difference(self) -> tuple[str, bool] | None:
         """Compare the file with what it was when it was opened. Return (what happened to it,
@@ -53,13 +55,6 @@ class Shard:
             return f"{self.name}: this token file was replaced while it was in use", False
         grown = "" if now[1] == self.size else f", and has {now[1]:,} bytes, not {self.size:,}"
         return f"{self.name}: this token file was written to while it was in use{grown}", True
-
-
-def _cut(name: str, before: int, now: int) -> str:
-    return (
-        f"{name}: this token file was cut from {before:,} to {now:,} bytes while it was in use; "
-        "restore it and resume"
-    )
 
 
 def _state(path: str) -> tuple[int, int, int]:
@@ -150,14 +145,17 @@ class TokenStream:
         stream."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
 
-    def holds(self, token: int | None, pieces: int = 16, piece_tokens: int = 1 << 16) -> bool:
+    def samples(self, piece_tokens: int, pieces: int = 16) -> Iterator[np.ndarray]:
+        """Yield evenly spread pieces of the stream, first and last tokens among them."""
+        count = min(piece_tokens, len(self))
+        starts = np.linspace(0, len(self) - count, pieces).astype(np.int64)
+        for start in np.unique(starts).tolist():
+            yield self.read(start, count)
+
+    def holds(self, token: int | None) -> bool:
         """Return whether the id is there: anywhere, or in evenly spread pieces of a stream of more
         than a million tokens."""
-        count = min(piece_tokens, len(self))
-        starts = np.unique(np.linspace(0, len(self) - count, pieces).astype(np.int64)).tolist()
-        return token is not None and any(
-            bool((self.read(start, count) == token).any()) for start in starts
-        )
+        return token is not None and any(bool((p == token).any()) for p in self.samples(1 << 16))
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """int64 [n, count]: for each of `starts` (int64 [n]) the tokens [start, start + count).
@@ -165,14 +163,12 @@ class TokenStream:
         Raises IndexError outside the stream.
         """
         if self._unprepared_length is not None:
-            raise ValueError(
-                "these tokens have been counted only; prepare the data first: llmexp prepare"
-            )
+            text = "these tokens have been counted only; prepare the data first: llmexp prepare"
+            raise ValueError(text)
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (starts.min() < 0 or starts.max() + count > len(self)):
-            raise IndexError(
-                f"tokens up to {starts.max() + count} asked of a stream of {len(self)}"
-            )
+            text = f"tokens up to {starts.max() + count} asked of a stream of {len(self)}"
+            raise IndexError(text)
         rows = np.empty((len(starts), count), dtype=np.int64)
         if not rows.size:
             return rows
@@ -245,32 +241,25 @@ def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
     """
     if isinstance(found, Corpus):
         return found
-    what = (
-        "data._target_: the function must return a Corpus or a tuple (train, val) of 1-d "
-        "integer numpy arrays"
-    )
+    what = "data._target_: the function must return a Corpus or a tuple (train, val) of 1-d "
+    what += "integer numpy arrays"
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise ValueError(f"{what}, not {_short(found)}")
-    streams: list[TokenStream | None] = []
+    streams: dict[str, TokenStream] = {}
     for name, array in zip(("train", "val"), found, strict=True):
         if array is None and name == "val":
-            streams.append(None)
             continue
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{what}; {name} is {_short(array)}")
         if vocab_size is not None:
             check_ids(array, vocab_size, f"data._target_: {name}")
-        streams.append(TokenStream([array]))
-    train, val = streams
-    if train is None or not len(train):
+        streams[name] = TokenStream([array])
+    train = streams["train"]
+    if not len(train):
         raise ValueError(f"{what}; train is empty")
-    content = {
-        name: sample_digest(s) for name, s in (("train", train), ("val", val)) if s is not None
-    }
+    content = {name: sample_digest(stream) for name, stream in streams.items()}
     description = f"{len(train):,} training tokens from your own function"
-    return Corpus(
-        train, val if val is not None and len(val) else None, description, {"content": content}
-    )
+    return Corpus(train, streams.get("val") or None, description, {"content": content})
 
 
 def _short(value: Any) -> str:
@@ -286,26 +275,23 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
     limits = np.iinfo(array.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
-    block = (
-        1 << 20
-    )  # ids; small enough to stay in the cache, so that the scan runs at the speed of memory
+    block = 1 << 20  # ids that stay in the cache: the scan runs at the speed of memory
     for start in range(0, len(array), block):
         ids = np.asarray(array[start : start + block])
         if int(ids.max()) >= vocab_size or (limits.min < 0 and int(ids.min()) < 0):
             at = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
+            place = f"{int(ids[at])} at position {start + at:,} (of {len(array):,})"
             raise ValueError(
-                f"{name}: token id {int(ids[at])} at position {start + at:,} (of {len(array):,}) "
-                f"is not in the vocabulary of {vocab_size} ids; valid are 0 to {vocab_size - 1}. "
-                f"Another tokenizer, a larger model.vocab_size or the right data.dtype may be what "
-                "is missing"
+                f"{name}: token id {place} is not in the vocabulary of {vocab_size} ids; valid are "
+                f"0 to {vocab_size - 1}. Another tokenizer, a larger model.vocab_size or the right "
+                "data.dtype may be what is missing"
             )
 
 
-def sample_digest(stream: TokenStream, pieces: int = 16, piece_tokens: int = 16384) -> str:
+def sample_digest(stream: TokenStream) -> str:
     """sha256 over the length and evenly spread pieces, first and last tokens among them: quick for
     any size."""
     digest = hashlib.sha256(str(len(stream)).encode())
-    count = min(piece_tokens, len(stream))
-    for start in np.unique(np.linspace(0, len(stream) - count, pieces).astype(np.int64)).tolist():
-        digest.update(stream.read(start, count).tobytes())
+    for piece in stream.samples(16384):
+        digest.update(piece.tobytes())
     return digest.hexdigest()

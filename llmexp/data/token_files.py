@@ -3,19 +3,29 @@ header) or of Megatron (has an index beside it), other .bin (flat)."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from llmexp.data.files import remembered
-from llmexp.data.megatron import index_of, read_index
 from llmexp.data.tokenizers import Tokenizer, end_of_text
+from llmexp.values import refuse
 
 NUMPY = b"\x93NUMPY"
 # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)
 LLM_C_HEADER_BYTES = 1024
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+# NAME.bin of Megatron holds ids and nothing else; NAME.idx says of which type they are, and where
+# sequences and documents begin.
+MEGATRON = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, documents + 1
+# megatron/core/datasets/indexed_dataset.py, `DType`; 6 and 7 are floats.
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+SEQUENCES = 1 << 20  # sequences that are looked at together
 
 
 def open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
@@ -25,18 +35,18 @@ def open_tokens(key: str, path: Path, dtype: str) -> np.ndarray:
     """
     size = path.stat().st_size
     if size == 0:
-        raise ValueError(f"{key}={path}: the file is empty (0 bytes)")
+        raise refuse(key, path, "the file is empty (0 bytes)")
     try:
         if path.suffix == ".npy":
             return _open_npy(path, size, dtype)
         if path.suffix == ".bin":
             return _open_bin(path, size, dtype)
     except ValueError as error:
-        raise ValueError(f"{key}={path}: {error}") from None
+        raise refuse(key, path, str(error)) from None
     if path.suffix == ".idx":
         pair = f"is the index of {path.stem}.bin; name the .bin file, and the index is found"
-        raise ValueError(f"{key}={path}: {pair}; for example {key}={path.with_suffix('.bin')}")
-    raise ValueError(f"{key}={path}: a token file ends in .npy or .bin; for text use data=text")
+        raise refuse(key, path, pair, path.with_suffix(".bin"))
+    raise refuse(key, path, "a token file ends in .npy or .bin; for text use data=text")
 
 
 def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
@@ -48,11 +58,9 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header raises what its parser raises
         raise ValueError(f"no readable .npy file of {size:,} bytes: {error}") from None
-    if not isinstance(array, np.ndarray):
-        found = type(array).__name__
-        raise ValueError(f"a 1-d array of integers is needed, the file holds {found}")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        found = f"{array.ndim}-d {array.dtype}"
+    is_array = isinstance(array, np.ndarray)
+    if not is_array or array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.ndim}-d {array.dtype}" if is_array else type(array).__name__
         raise ValueError(f"a 1-d array of integers is needed, the file holds {found}")
     if not len(array):
         raise ValueError("the array is empty")
@@ -69,8 +77,9 @@ def documents_of(
     def count() -> list[int]:
         there = unmarked = 0
         for path, ids in arrays.items():
-            if path.suffix == ".bin" and index_of(path).exists():
-                ends = read_index(index_of(path)).ends
+            index = path.with_suffix(".idx")
+            if path.suffix == ".bin" and index.exists():
+                ends = read_index(index).ends
                 there += len(ends)
                 # an empty document ends where the one before it does
                 last = ids[np.unique(ends[ends > 0]) - 1]
@@ -82,8 +91,8 @@ def documents_of(
 
 
 def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
-    if index_of(path).exists():
-        return _open_megatron(path, size)
+    if (index := path.with_suffix(".idx")).exists():
+        return _open_megatron(path, index, size)
     header = np.zeros(3, "<i4")
     if size >= LLM_C_HEADER_BYTES:
         header = np.fromfile(path, "<i4", 3)
@@ -93,45 +102,95 @@ def _open_bin(path: Path, size: int, dtype: str) -> np.ndarray:
     return _open_flat(path, size, dtype)
 
 
-def _open_megatron(path: Path, size: int) -> np.ndarray:
-    index = read_index(index_of(path))
-    expected = index.tokens * index.dtype.itemsize
-    if size != expected:
-        text = f"{index.tokens:,} {index.dtype.name} tokens = {expected:,} bytes"
-        raise ValueError(
-            f"{index_of(path).name} says {text}, the file has {size:,}; they are no pair"
-        )
-    return np.memmap(path, index.dtype, "r", shape=(index.tokens,))
-
-
 def _open_flat(path: Path, size: int, dtype: str) -> np.ndarray:
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
-        raise ValueError(
-            f"{size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})"
-        )
+        text = f"{size:,} bytes are no whole number of {dtype} tokens (data.dtype={dtype})"
+        raise ValueError(text)
     array = np.memmap(path, kind, "r", shape=(size // kind.itemsize,))
     # Wide ids read as narrow ones are all valid: the high halves give them away.
     head = np.asarray(array[: 1 << 16])
     pairs = dtype == "uint16" and len(head) >= 256 and len(array) % 2 == 0
     if pairs and head[1::2].max() <= 3 < head[::2].max():
-        raise ValueError(
-            "data.dtype=uint16, but every other value is almost 0: these are uint32 tokens"
-        )
+        text = "but every other value is almost 0: these are uint32 tokens"
+        raise ValueError(f"data.dtype=uint16, {text}")
     return array
 
 
 def _open_llm_c(path: Path, size: int, form: tuple[int, int], count: int) -> np.ndarray:
     if form not in LLM_C_TYPES:
-        raise ValueError(
-            f"llm.c format {form[0]} version {form[1]} is unknown; known (magic, version): "
-            f"{', '.join(map(str, LLM_C_TYPES))}"
-        )
+        known = ", ".join(map(str, LLM_C_TYPES))
+        text = f"llm.c format {form[0]} version {form[1]} is unknown; known (magic, version)"
+        raise ValueError(f"{text}: {known}")
     kind = np.dtype(LLM_C_TYPES[form])
     expected = LLM_C_HEADER_BYTES + count * kind.itemsize
     if count < 1 or size != expected:
-        raise ValueError(
-            f"the header says {count:,} {kind.name} tokens = {expected:,} bytes, the file has "
-            f"{size:,}"
-        )
+        text = f"the header says {count:,} {kind.name} tokens = {expected:,} bytes"
+        raise ValueError(f"{text}, the file has {size:,}")
     return np.memmap(path, kind, "r", LLM_C_HEADER_BYTES, shape=(count,))
+
+
+def _open_megatron(path: Path, index: Path, size: int) -> np.ndarray:
+    found = read_index(index)
+    expected = found.tokens * found.dtype.itemsize
+    if size != expected:
+        text = f"says {found.tokens:,} {found.dtype.name} tokens = {expected:,} bytes"
+        raise ValueError(f"{index.name} {text}, the file has {size:,}; they are no pair")
+    return np.memmap(path, found.dtype, "r", shape=(found.tokens,))
+
+
+@dataclass(frozen=True)
+class Index:
+    """The account that an index gives of the ids beside it."""
+
+    dtype: np.dtype
+    tokens: int
+    ends: np.ndarray  # int64: where each document ends, in ids
+
+
+def read_index(path: Path) -> Index:
+    """Return what an index says. Raises ValueError for one that does not fit together."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if not head.startswith(MEGATRON):
+        text = f"{path.name} is no index of Megatron: it begins with {head[:9]!r}, not {MEGATRON!r}"
+        raise ValueError(f"{text}; to read the .bin file as flat ids move {path.name} away")
+    if len(head) < HEADER.size:
+        raise ValueError(f"{path.name} is cut short: {size:,} bytes; get the file again")
+    _, version, code, sequences, marks = HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(f"{path.name} has version {version}; known is version {VERSION}")
+    if code not in TYPES:
+        known = ", ".join(f"{code} ({np.dtype(kind).name})" for code, kind in TYPES.items())
+        raise ValueError(f"{path.name} has type code {code}; codes of whole numbers are {known}")
+    expected = HEADER.size + 12 * sequences + 8 * marks
+    if size not in (expected, expected + sequences):  # a byte of mode a sequence, in some
+        text = f"{sequences:,} sequences and {marks:,} document marks = {expected:,} bytes"
+        raise ValueError(f"{path.name} says {text}, the file has {size:,}; get the file again")
+    if not sequences or not marks:
+        raise ValueError(f"{path.name} says {sequences:,} sequences, {marks:,} document marks")
+    dtype = np.dtype(TYPES[code])
+    lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
+    starts = np.memmap(path, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
+    ends = np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences, (marks,))
+    tokens = _tokens(path, lengths, starts, dtype.itemsize)
+    if ends[0] != 0 or ends[-1] != sequences or (np.diff(ends) < 0).any():
+        raise ValueError(f"{path.name}: its documents do not begin at 0, rise, and end with all")
+    return Index(dtype, tokens, np.append(starts // dtype.itemsize, tokens)[ends[1:]])
+
+
+def _tokens(path: Path, lengths: np.ndarray, starts: np.ndarray, width: int) -> int:
+    """Return the tokens of all sequences, which have to lie one after the other. Raises
+    ValueError."""
+    at = 0
+    for first in range(0, len(lengths), SEQUENCES):
+        block = lengths[first : first + SEQUENCES].astype(np.int64)
+        expected = at + width * (np.cumsum(block) - block)
+        wrong = np.flatnonzero((starts[first : first + SEQUENCES] != expected) | (block < 0))
+        if len(wrong):
+            number = first + int(wrong[0])
+            text = f"sequence {number:,} does not begin where the one before it ends"
+            raise ValueError(f"{path.name}: {text}; get the file again")
+        at += width * int(block.sum())
+    return at // width

@@ -17,6 +17,7 @@ import tiktoken
 
 from llmexp.data.places import need
 from llmexp.data.tokenizers import PROBE
+from llmexp.values import refuse
 
 # How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. The
 # expressions mean the same to tiktoken and to tokenizers, where {1,3}+ would be a repetition.
@@ -39,31 +40,24 @@ def from_file(path: str | None, end_of_text: str | None, pattern: str | None) ->
     of a .tiktoken file, a name in PATTERNS or a regular expression. Raises ValueError.
     """
     if not isinstance(path, str) or not path:
-        raise ValueError(
-            f"tokenizer.path={'null' if path is None else path}: a file or folder is needed; for "
-            "example tokenizer.path=tokenizer.json"
-        )
+        raise refuse("tokenizer.path", path, "a file or folder is needed", "tokenizer.json")
     file = Path(path).expanduser()
     if file.is_dir():
         inside = [file / name for name in ("tokenizer.json", "tokenizer.model")]
         found = next((one for one in inside if one.is_file()), None)
         if found is None:
-            raise ValueError(
-                f"tokenizer.path={path}: the folder holds neither tokenizer.json nor "
-                "tokenizer.model"
-            )
+            text = "the folder holds neither tokenizer.json nor tokenizer.model"
+            raise refuse("tokenizer.path", path, text)
         file = found
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"tokenizer.path={path}: cannot be read: {error.strerror}") from None
+        raise refuse("tokenizer.path", path, f"cannot be read: {error.strerror}") from None
     if file.suffix == ".tiktoken":
         return _tiktoken(path, file, content, end_of_text, pattern)
     if pattern is not None:
-        raise ValueError(
-            f"tokenizer.pattern={pattern}: belongs to a .tiktoken file; {file.name} says itself "
-            "how text is split"
-        )
+        text = f"belongs to a .tiktoken file; {file.name} says itself how text is split"
+        raise refuse("tokenizer.pattern", pattern, text)
     if content.lstrip()[:1] == b"{":
         return HuggingFace(path, file, end_of_text)
     return SentencePiece(path, content, end_of_text)
@@ -80,18 +74,14 @@ def _tiktoken(
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise ValueError(
-                f"tokenizer.path={path}: line {number} is no token and its number (base64, a "
-                "space, a number)"
-            ) from None
+            text = f"line {number} is no token and its number (base64, a space, a number)"
+            raise refuse("tokenizer.path", path, text) from None
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
-        raise ValueError(
-            f"tokenizer.path={path}: {len(missing)} of the 256 bytes have no token, byte "
-            f"{missing[0]} is the first"
-        )
+        text = f"{len(missing)} of the 256 bytes have no token, byte {missing[0]} is the first"
+        raise refuse("tokenizer.path", path, text)
     if sorted(ranks.values()) != sorted(set(ranks.values())) or max(ranks.values()) >= 1 << 31:
-        raise ValueError(f"tokenizer.path={path}: two tokens have one number, or one is too large")
+        raise refuse("tokenizer.path", path, "two tokens have one number, or one is too large")
     split = PATTERNS.get(pattern or "gpt2", pattern)
     special = {end_of_text or ENDS[0]: max(ranks.values()) + 1}
     try:
@@ -99,19 +89,16 @@ def _tiktoken(
             name=file.name, pat_str=str(split), mergeable_ranks=ranks, special_tokens=special
         )
     except Exception as error:  # tiktoken's own, of its regular expressions
-        raise ValueError(
-            f"tokenizer.pattern={pattern}: is neither {' nor '.join(PATTERNS)} nor a regular "
-            f"expression ({error})"
-        ) from None
+        text = f"is neither {' nor '.join(PATTERNS)} nor a regular expression ({error})"
+        raise refuse("tokenizer.pattern", pattern, text) from None
 
 
 def _end(path: str, given: str | None, known: Sequence[str], ids: Any) -> int | None:
     """Return the id of the token between documents. Raises ValueError for one that is not there."""
     if given is not None and given not in known:
-        raise ValueError(
-            f"tokenizer.end_of_text={given}: {path} has no such token; its special tokens are: "
-            f"{', '.join(list(known)[:12]) or 'none'}"
-        )
+        there = ", ".join(list(known)[:12]) or "none"
+        text = f"{path} has no such token; its special tokens are: {there}"
+        raise refuse("tokenizer.end_of_text", given, text)
     name = given or next((end for end in ENDS if end in known), None)
     return None if name is None else int(ids(name))
 
@@ -125,7 +112,7 @@ class HuggingFace:
             self._tokenizer = library.Tokenizer.from_file(str(file))
             self.content = file.read_text(encoding="utf-8")  # for an export
         except Exception as error:  # of the library's Rust side
-            raise ValueError(f"tokenizer.path={path}: is no tokenizer.json ({error})") from None
+            raise refuse("tokenizer.path", path, f"is no tokenizer.json ({error})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.pattern = _pattern(json.loads(self._tokenizer.to_str()))
@@ -202,10 +189,8 @@ class SentencePiece:
         try:
             self._model.LoadFromSerializedProto(content)
         except Exception:  # of the library's C++ side
-            raise ValueError(
-                f"tokenizer.path={path}: is neither a tokenizer.json, nor a .tiktoken file, nor a "
-                "sentencepiece model"
-            ) from None
+            text = "is neither a tokenizer.json, nor a .tiktoken file, nor a sentencepiece model"
+            raise refuse("tokenizer.path", path, text) from None
         self.name = Path(path).stem
         self.n_vocab = self._model.GetPieceSize()
         self._control = [i for i in range(self.n_vocab) if self._model.IsControl(i)]

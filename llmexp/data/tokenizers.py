@@ -3,7 +3,6 @@ an `Own`."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import struct
@@ -14,6 +13,9 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from llmexp.data.places import answered
+from llmexp.values import nearest, refuse
+
 END_OF_TEXT = "<|endoftext|>"
 # A tokenizer of the user's own needs these.
 PARTS = {
@@ -23,10 +25,8 @@ PARTS = {
     "eot_token": "the id that stands between documents, or None",
     "byte_lengths": "for each id the bytes of text that it stands for, 0 for none",
 }
-PROBE = (
-    "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: Gr\u00fc\u00dfe, "
-    "\u4f60\u597d! \U0001f600"
-)
+PROBE = "The quick brown fox, 1234.5 (don't) jumps\n\n\tover  the lazy dog: "
+PROBE += "Gr\u00fc\u00dfe, \u4f60\u597d! \U0001f600"
 REPEATS = 40
 MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
@@ -40,22 +40,17 @@ class Own:
         missing = [part for part in PARTS if not hasattr(given, part)]
         if missing:
             needs = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
-            raise ValueError(
-                f"{type(given).__name__} lacks {', '.join(missing)}; a tokenizer has {needs}"
-            )
+            lacks = f"{type(given).__name__} lacks {', '.join(missing)}"
+            raise ValueError(f"{lacks}; a tokenizer has {needs}")
         self.given = given
         self.name = str(getattr(given, "name", type(given).__name__))
         self.n_vocab, self.eot_token = given.n_vocab, given.eot_token
         self._lock = threading.Lock()  # nobody promises that it may be called by several threads
-        if isinstance(self.n_vocab, bool) or not isinstance(self.n_vocab, int) or self.n_vocab < 1:
-            raise ValueError(
-                f"{self.name}.n_vocab is {self.n_vocab!r}; it must be {PARTS['n_vocab']}"
-            )
-        whole = isinstance(self.eot_token, int) and not isinstance(self.eot_token, bool)
-        if self.eot_token is not None and not (whole and 0 <= self.eot_token < self.n_vocab):
-            raise ValueError(
-                f"{self.name}.eot_token is {self.eot_token!r}; it must be {PARTS['eot_token']}"
-            )
+        if not _whole(self.n_vocab) or self.n_vocab < 1:
+            raise self._wrong("n_vocab", f" is {self.n_vocab!r}; it")
+        end = self.eot_token
+        if end is not None and not (_whole(end) and 0 <= end < self.n_vocab):
+            raise self._wrong("eot_token", f" is {end!r}; it")
         lengths = np.asarray(given.byte_lengths)
         if lengths.shape != (self.n_vocab,) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
             text = f"must hold {self.n_vocab:,} whole numbers: {PARTS['byte_lengths']}"
@@ -63,6 +58,9 @@ class Own:
         self.byte_lengths = lengths.astype(np.int64)
         self.decode(self.encode_ordinary(PROBE))
         self._one_by_one = self._depends_on_others()
+
+    def _wrong(self, part: str, how: str, more: str = "") -> ValueError:
+        return ValueError(f"{self.name}.{part}{how} must be {PARTS[part]}{more}")
 
     def __getattr__(self, name: str) -> Any:
         if name == "given":
@@ -85,11 +83,10 @@ class Own:
         texts = (PROBE, PROBE * REPEATS)
         short, long = alone = [self.encode_to_numpy(text) for text in texts]
         if len(short) > len(long) / REPEATS + MOST_ADDED:
-            raise ValueError(
-                f"{self.name}.encode_batch makes {len(short)} ids of a text and {len(long)} of "
-                f"{REPEATS} times that text, so it pads texts or cuts them; turn both off, with "
-                "the library tokenizers by no_padding() and no_truncation()"
-            )
+            text = f"makes {len(short)} ids of a text and {len(long)} of {REPEATS} times that text"
+            way = "with the library tokenizers by no_padding() and no_truncation()"
+            text += f", so it pads texts or cuts them; turn both off, {way}"
+            raise ValueError(f"{self.name}.encode_batch {text}")
         return not all(map(np.array_equal, alone, self._encode_batch(texts)))
 
     def _encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -97,10 +94,7 @@ class Own:
             found = self.given.encode_batch(list(texts))
         if not hasattr(found, "__len__") or len(found) != len(texts):
             counted = "one text" if len(texts) == 1 else f"{len(texts)} texts"
-            raise ValueError(
-                f"{self.name}.encode_batch must be {PARTS['encode_batch']}; {counted} gave "
-                f"{found!r:.80}"
-            )
+            raise self._wrong("encode_batch", "", f"; {counted} gave {found!r:.80}")
         return [self._checked(ids) for ids in found]
 
     def _checked(self, given: Any) -> np.ndarray:
@@ -123,17 +117,14 @@ class Own:
     def decode(self, ids: list[int], **unused: Any) -> str:
         text = self.given.decode(ids)
         if not isinstance(text, str):
-            raise ValueError(
-                f"{self.name}.decode returned {text!r:.80}; it must be {PARTS['decode']}"
-            )
+            raise self._wrong("decode", f" returned {text!r:.80}; it")
         return text
 
     def identity(self) -> str:
         """Return a digest of what it was seen to do: of every id its text, and how a text is
         cut."""
-        digest = hashlib.sha256(
-            repr((self.n_vocab, self.eot_token, self.encode_ordinary(PROBE))).encode()
-        )
+        known = self.n_vocab, self.eot_token, self.encode_ordinary(PROBE)
+        digest = hashlib.sha256(repr(known).encode())
         digest.update(self.byte_lengths.tobytes())
         for token in range(self.n_vocab):
             try:
@@ -141,6 +132,10 @@ class Own:
             except Exception:  # an id without a text of its own
                 digest.update(b"-")
         return digest.hexdigest()
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 Tokenizer = tiktoken.Encoding | Own
@@ -172,36 +167,21 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
     """
     known = tiktoken.list_encoding_names()
     if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(
-            f"tokenizer.name={name}: there is no such encoding.{hint} Known: {', '.join(known)}"
-        )
+        near = nearest(str(name), known)
+        text = f"there is no such encoding.{near} Known: {', '.join(known)}"
+        raise refuse("tokenizer.name", name, text)
     if not isinstance(download_timeout_s, (int, float)) or not download_timeout_s > 0:
-        raise ValueError(
-            f"tokenizer.download_timeout_s={download_timeout_s}: must be above 0, for example 8.0"
-        )
-    loaded: list[Any] = []
-
-    def load() -> None:
-        try:
-            loaded.append(tiktoken.get_encoding(name))
-        except Exception as error:
-            loaded.append(error)
-
-    # tiktoken sets no timeout of its own, so a network that swallows packets would hold it for
-    # minutes.
-    thread = threading.Thread(target=load, name="llmexp-tokenizer", daemon=True)
-    thread.start()
-    thread.join(download_timeout_s)
-    if loaded and isinstance(loaded[0], tiktoken.Encoding):
-        return loaded[0]
-    why = type(loaded[0]).__name__ if loaded else f"no answer within {download_timeout_s:g} s"
-    raise ValueError(
-        f"tokenizer.name={name}: its files are neither cached nor could they be downloaded "
-        f"({why}); set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them, or "
-        "choose tokenizer=bytes"
-    )
+        key, text = "tokenizer.download_timeout_s", "must be above 0, for example 8.0"
+        raise refuse(key, download_timeout_s, text)
+    # tiktoken sets no timeout of its own: a network that swallows packets would hold it for minutes
+    found = answered(lambda: tiktoken.get_encoding(name), download_timeout_s)
+    if found.done() and found.exception() is None:
+        return found.result()
+    why = f"no answer within {download_timeout_s:g} s"
+    why = type(found.exception()).__name__ if found.done() else why
+    text = f"its files are neither cached nor could they be downloaded ({why})"
+    way = "set the environment variable TIKTOKEN_CACHE_DIR to a folder that holds them"
+    raise refuse("tokenizer.name", name, f"{text}; {way}, or choose tokenizer=bytes")
 
 
 def is_byte_level(encoding: Tokenizer) -> bool:
@@ -225,10 +205,9 @@ def end_of_text(encoding: Tokenizer) -> int | None:
 def end_of_text_id(encoding: Tokenizer) -> int:
     """Return the id between documents. Raises ValueError where the encoding has no such token."""
     if (found := end_of_text(encoding)) is None:
-        raise ValueError(
-            f"tokenizer: {encoding.name} has no {END_OF_TEXT} token to put between documents; "
-            "add it to the special tokens or use a single file"
-        )
+        text = f"{encoding.name} has no {END_OF_TEXT} token to put between documents"
+        way = "add it to the special tokens or use a single file"
+        raise ValueError(f"tokenizer: {text}; {way}")
     return found
 
 
@@ -239,9 +218,8 @@ def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
         return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     ranks = encoding._mergeable_ranks
-    lengths[np.fromiter(ranks.values(), np.int64, len(ranks))] = np.fromiter(
-        map(len, ranks), np.int64, len(ranks)
-    )
+    ids = np.fromiter(ranks.values(), np.int64, len(ranks))
+    lengths[ids] = np.fromiter(map(len, ranks), np.int64, len(ranks))
     return lengths
 
 
@@ -257,12 +235,10 @@ def has_meaning(encoding: Tokenizer) -> np.ndarray:
     """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of
     another."""
     found: np.ndarray = token_byte_lengths(encoding) > 0
-    special = (
-        [end_of_text(encoding)]
-        if isinstance(encoding, Own)
-        else [*encoding._special_tokens.values()]
-    )
-    found[[token for token in special if token is not None]] = True
+    if not isinstance(encoding, Own):
+        found[[*encoding._special_tokens.values()]] = True
+    elif encoding.eot_token is not None:
+        found[encoding.eot_token] = True
     return found
 
 
@@ -277,9 +253,8 @@ def identity(encoding: Tokenizer) -> str:
     if isinstance(encoding, Own):
         return encoding.identity()
     ranks = encoding._mergeable_ranks
-    digest = hashlib.sha256(
-        repr((encoding._pat_str, sorted(encoding._special_tokens.items()))).encode()
-    )
+    known = encoding._pat_str, sorted(encoding._special_tokens.items())
+    digest = hashlib.sha256(repr(known).encode())
     digest.update(b"".join(struct.pack("<q", len(token)) + token for token in ranks))
     digest.update(np.fromiter(ranks.values(), np.int64, len(ranks)).tobytes())
     return digest.hexdigest()

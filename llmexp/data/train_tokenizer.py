@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llmexp.data.encode import PIECE_CHARACTERS, cut
+from llmexp.data.encode import cut
 from llmexp.data.places import need
 from llmexp.data.tokenizer_files import PATTERNS
 
@@ -37,16 +37,13 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
     library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
     split = library.Regex(PATTERNS[pattern])
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
-        [
-            library.pre_tokenizers.Split(split, "isolated"),
-            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    before = library.pre_tokenizers
+    as_bytes = before.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = before.Sequence([before.Split(split, "isolated"), as_bytes])
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # without the token between documents, which comes last
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(before.ByteLevel.alphabet()),
         show_progress=False,
     )
     sample: list[str] = []
@@ -59,7 +56,7 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
         for document in documents:
             counted += 1
             # Both patterns allow these cuts: no match of theirs crosses one.
-            for number, piece in enumerate(cut(document, PIECE_CHARACTERS)):
+            for number, piece in enumerate(cut(document)):
                 if number == 0 and counted % 100 == 1 and len(sample) < 100:
                     sample.append(piece)
                 batch.append(piece)
@@ -75,13 +72,8 @@ def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> 
     tokenizer.add_special_tokens([library.AddedToken(END, special=True)])
     tokens = sum(len(found.ids) for found in tokenizer.encode_batch(sample))
     size = sum(len(text.encode()) for text in sample)
-    return Trained(
-        tokenizer.to_str(pretty=True),
-        _tiktoken(tokenizer.to_str()),
-        tokenizer.get_vocab_size(),
-        counted,
-        size / tokens,
-    )
+    lines, ids = _tiktoken(tokenizer.to_str()), tokenizer.get_vocab_size()
+    return Trained(tokenizer.to_str(pretty=True), lines, ids, counted, size / tokens)
 
 
 def _tiktoken(text: str) -> bytes:

@@ -3,22 +3,16 @@ them."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from llmexp.data import shards
 from llmexp.data.files import state_of
-from llmexp.data.hub import hub_identity
 from llmexp.data.places import Answers, contents_of, is_remote
-from llmexp.data.progress import Progress
-from llmexp.data.readers import Counts
-from llmexp.data.source import Source
+from llmexp.data.source import Source, hub_identity
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer, identity
 
@@ -55,12 +49,6 @@ class Work:
         """Return in words what is read."""
         size = sum(self.sizes.values())
         return f"{self.source.key}, {size / 1e6:,.1f} MB in files" if size else self.source.key
-
-    def unit(self, number: int) -> shards.Unit:
-        source, files = self.source, self.units[number]
-        read = functools.partial(source.read, skip_bad=self.skip_bad, files=files)
-        check = functools.partial(self.refuse_changed, files)
-        return shards.Unit(self.folder, number, read, source.split_of, source.splits, check)
 
     def unit_bytes(self) -> list[int]:
         """Return the bytes to read for each unit; where nobody knows, what one has at least."""
@@ -122,9 +110,9 @@ def refuse_shared(works: Iterable[Work]) -> None:
     for work in works:
         key = work.source.key
         for name, content in work.contents.items():
-            mark = f"{content}, split {work.source.split}"
             if not work.sizes.get(name, 1):
                 continue
+            mark = f"{content}, split {work.source.split}"
             other, there = seen.setdefault(mark, (name, key))
             if there != key:
                 alike = "" if other == name else f" under the name {other}"
@@ -140,36 +128,12 @@ def _units(source: Source, sizes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Return the files of each unit: as few as hold UNIT_BYTES."""
     if source.hf is not None:
         return ((),)
-    found: list[tuple[str, ...]] = []
-    held: list[str] = []
-    size = 0
-    for name, more in zip(source.files, sizes, strict=True):
-        held.append(name)
-        size += more
-        if size >= UNIT_BYTES:
-            found.append(tuple(held))
-            held, size = [], 0
-    return (*found, tuple(held)) if held else tuple(found)
-
-
-def write_part(work: Work, part: Part, start: int, total: int, threads: int | None = None) -> None:
-    """Write what is missing of a part. The units of the source begin at `start` of `total` bytes of
-    all sources. The caller holds the lock."""
-    sizes = work.unit_bytes()
-    starts = list(accumulate(sizes, initial=start))
-    mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
-    progress = Progress(work.text, True, sum(sizes[n] for n in mine))
-    done = 0
-    for number in mine:
-        files = work.units[number]
-        ends = accumulate((work.sizes[name] for name in files), initial=done)
-        say = functools.partial(_say, progress, dict(zip(files, ends, strict=False)))
-        has = functools.partial(part.has, starts[number], sizes[number], total)
-        shards.write_unit(work.unit(number), work.tokenizer, has, say, threads)
-        done += sizes[number]
-    progress.end()
-
-
-def _say(progress: Progress, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
-    """Say that so much text is done. `starts`: of each file, the bytes to read before it."""
-    progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
+    found: list[list[str]] = []
+    room = 0
+    for name, size in zip(source.files, sizes, strict=True):
+        if room <= 0:
+            found.append([])
+            room = UNIT_BYTES
+        found[-1].append(name)
+        room -= size
+    return tuple(map(tuple, found))

@@ -14,7 +14,7 @@ matching        which points an existing sweep has already
 running         run the points, rungs of halving, retries
 launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each
-slurm           jobs: slurm_submit makes them, slurm_job is what runs inside
+slurm           job arrays, and their jobs; slurm_job is what runs inside
 ray             tasks of a Ray cluster
 search          points that Optuna chooses
 twins           the leading setting once more, for the floor of rounding

@@ -42,12 +42,9 @@ def report(current: Current) -> list[str]:
     """Compare the points that ran, write the page or the table of rates, and return what to print;
     nothing where fewer than two ran or none finished."""
     ledger = current.ledger
-    ran = [
-        e
-        for e in ledger.points
-        if e.state not in ("queued", "infeasible") and rundir.is_run(ledger.path / e.folder)
-    ]
-    if len(ran) < 2 or not any(e.state == "finished" for e in ran):
+    states = {e.folder: e.state for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
+    ran = [state for state in states.values() if state not in ("queued", "infeasible")]
+    if len(ran) < 2 or "finished" not in ran:
         return []
     from llmexp.compare.page import write_beside
 

@@ -121,11 +121,8 @@ def open_ledger(current: Current) -> None:
     Raises ConfigError."""
     path, resumed = current.where, current.settings.resume is not None
     if resumed and not os.access(path, os.W_OK | os.X_OK):
-        text = (
-            "this folder cannot be written; copy the sweep to one that can, with all its runs, "
-            "and go on there"
-        )
-        raise refuse("sweep.resume", path, text, "/tmp/sweep")
+        way = "copy the sweep to one that can, with all its runs, and go on there"
+        raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
     if resumed:
         rundir.check_plain(path)
     else:  # two of one second get two folders

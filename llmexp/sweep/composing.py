@@ -41,9 +41,8 @@ class Composer:
         shape = tuple(o.key_or_group if o in plain else str(o.input_line) for o in parsed)
         cfg = self._composed.get(shape)
         if cfg is None:
-            cfg = self._composed[shape] = self._loader.load_sweep_config(
-                self._base, list(overrides)
-            )
+            cfg = self._loader.load_sweep_config(self._base, list(overrides))
+            self._composed[shape] = cfg
         else:
             for override in plain:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)

@@ -14,7 +14,7 @@ from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
 from llmexp.config import ConfigError
 from llmexp.labels import plural
-from llmexp.sweep import ray, slurm, slurm_submit
+from llmexp.sweep import ray, slurm
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task
@@ -22,7 +22,7 @@ from llmexp.sweep.show import Display
 
 PLUGINS = "hydra_plugins.llmexp."
 NAMES = {"LocalLauncher": "local", "SlurmLauncher": "slurm", "RayLauncher": "ray"}
-KNOBS: dict[str, Any] = {"slurm": slurm_submit, "ray": ray}  # modules with `Knobs` and `check`
+KNOBS: dict[str, Any] = {"slurm": slurm, "ray": ray}  # modules with `Knobs` and `check`
 
 
 class Launcher(Protocol):
@@ -48,9 +48,8 @@ def check_launcher(cfg: DictConfig) -> str:
     target = str(cfg.hydra.launcher.get("_target_"))
     name = NAMES.get(target.removeprefix(PLUGINS))
     if name is None:
-        raise ConfigError(
-            f"hydra/launcher: {target} does not run here; it is one of {', '.join(NAMES.values())}"
-        )
+        text = f"does not run here; it is one of {', '.join(NAMES.values())}"
+        raise ConfigError(f"hydra/launcher: {target} {text}")
     if name in KNOBS:
         knobs_of(name, cfg)
     return name

@@ -86,13 +86,9 @@ class Ledger:
 
     def save(self) -> None:
         """Raise OSError that names the file and the way to go on."""
-        head = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in ("path", "points")
-        }
-        entries = [dataclasses.asdict(entry) for entry in self.points]
-        whole = {"format": FORMAT, **head, "updated": time.time(), "points": entries}
+        whole = {"format": FORMAT, **vars(self), "updated": time.time()}
+        del whole["path"]
+        whole["points"] = [dataclasses.asdict(entry) for entry in whole.pop("points")]
         try:
             fileio.write_json(self.path / LEDGER, whole)
         except OSError as error:
@@ -159,10 +155,8 @@ def read(path: Path) -> Ledger:
     or of a newer version."""
     where = path / LEDGER
     if not where.is_file():
-        raise ConfigError(
-            f"{path}: is no sweep (it has no {LEDGER}); one looks like "
-            "outputs/default/2030-01-01_12-00-00"
-        )
+        example = "one looks like outputs/default/2030-01-01_12-00-00"
+        raise ConfigError(f"{path}: is no sweep (it has no {LEDGER}); {example}")
     try:
         tree = fileio.read_json(where)
         if not isinstance(tree, dict):
@@ -170,16 +164,14 @@ def read(path: Path) -> Ledger:
     except ConfigError as error:
         raise ConfigError(f"{error}; give it another name, then {ANEW}{path}") from None
     if tree.get("format") != FORMAT:
-        raise ConfigError(
-            f"{where}: format={tree.get('format')}: this version of llmexp reads format {FORMAT}"
-        )
+        text = f"this version of llmexp reads format {FORMAT}"
+        raise ConfigError(f"{where}: format={tree.get('format')}: {text}")
     head = _fitting(Ledger, tree, f"{where}: ")
     if not FOLDER_NAME.fullmatch(head["name"]):  # it goes into shell scripts
         raise ConfigError(f"{where}: name={_short(head['name'])}: is not the name of a sweep")
     points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(head.pop("points"))]
     for key in ("number", "folder"):
-        counted = Counter(getattr(point, key) for point in points)
-        for value, count in counted.items():
+        for value, count in Counter(getattr(point, key) for point in points).items():
             if count > 1:
                 raise ConfigError(f"{where}: two points have the {key} {_short(value)}")
     return Ledger(path, points=points, **head)
@@ -192,16 +184,17 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")
         facts = rundir.read_run(run)
-        texts = {key: facts.get(key) for key in ("overrides", "swept")}
-        lists = {key: list(map(str, v)) for key, v in texts.items() if isinstance(v, list)}
+        overrides, swept = (
+            list(map(str, facts[key])) if isinstance(facts.get(key), list) else []
+            for key in ("overrides", "swept")
+        )
         label = str(facts.get("label") or name_of)
-        found.points.append(Entry(int(number), label, run.name, None, lists.get("overrides", [])))
-        found.add_swept(lists.get("swept", []))
+        found.points.append(Entry(int(number), label, run.name, None, overrides))
+        found.add_swept(swept)
         found.group = str(facts.get("group") or found.group)
     if twice := [n for n, c in Counter(p.number for p in found.points).items() if c > 1]:
-        raise ConfigError(
-            f"{path}: two runs there have the number {twice[0]}; give one of them another"
-        )
+        text = f"two runs there have the number {twice[0]}; give one of them another"
+        raise ConfigError(f"{path}: {text}")
     found.points.sort(key=lambda p: p.number)
     return found
 
@@ -223,9 +216,8 @@ def _entry(at: str, given: Any) -> Entry:
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in entry.folder:
-        raise ConfigError(
-            f"{at}.folder={_short(entry.folder)}: must be a folder inside that of the sweep"
-        )
+        text = "must be a folder inside that of the sweep"
+        raise ConfigError(f"{at}.folder={_short(entry.folder)}: {text}")
     return entry
 
 
@@ -239,9 +231,8 @@ def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
             continue
         values[f.name] = given.get(f.name)
         if not _fits(values[f.name], str(f.type)):
-            raise ConfigError(
-                f"{at}{f.name}={_short(given.get(f.name))}: is not what a ledger holds there"
-            )
+            text = "is not what a ledger holds there"
+            raise ConfigError(f"{at}{f.name}={_short(given.get(f.name))}: {text}")
     return values
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from llmexp import rundir
 from llmexp.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
 from llmexp.config import ConfigError
-from llmexp.ending import Left, conclude, how_it_left
+from llmexp.ending import Left, conclude, how_it_left, record_end
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 
@@ -62,9 +62,7 @@ class Local:
         try:
             process = start(task, devices, self.slots)
         except (ConfigError, OSError) as error:  # something is in the place of its files
-            rundir.write_status(
-                task.path, "failed", error=str(error), exit_code=REFUSED, ended=time.time()
-            )
+            record_end(task.path, "failed", REFUSED, str(error))
             self._free += devices
             self._current.ended(task.entry)
         else:
@@ -88,7 +86,7 @@ class Local:
         return len(self._active)
 
     def cancel_waiting(self) -> None:
-        pass
+        """Do nothing: what waits has not been handed to anybody."""
 
 
 def visible_devices(count: int) -> list[str]:
@@ -116,10 +114,8 @@ def end_if_silent(one: Active, silence_s: float | None) -> None:
     if silence_s is None or now - one.sign_at < min(LOOK_S, silence_s):
         return
     path = one.task.path
-    files = (
-        path / name
-        for name in (rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs")
-    )
+    names = rundir.METRICS, rundir.STATUS, rundir.LOG, STDERR, rundir.CHECKPOINTS, "logs"
+    files = [path / name for name in names]
     sign = tuple(file.stat().st_mtime for file in files if file.exists())
     if sign != one.sign:
         one.sign, one.sign_at = sign, now

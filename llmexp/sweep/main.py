@@ -89,10 +89,8 @@ def refuse_idle(settings: Sweep) -> None:
     """Raise ConfigError for a knob that would do nothing beside the others."""
     halving, keep = settings.halving, settings.halving_keep
     if halving is None and keep != 0.5 and settings.resume is None:
-        text = (
-            "does nothing without sweep.halving, the share of its steps that each point gets at "
-            "first"
-        )
+        what = "sweep.halving, the share of its steps that each point gets at first"
+        text = f"does nothing without {what}"
         raise refuse("sweep.halving_keep", keep, text, "0.25 sweep.halving=0.125")
     if halving is not None and keep == 1:
         raise refuse("sweep.halving_keep", keep, "keeps all points at every rung", 0.5)

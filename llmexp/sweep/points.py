@@ -100,9 +100,8 @@ class Point:
         cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
         path = where / chosen_folder(cfg, "hydra.sweep.subdir")
         if path.resolve() == where.resolve() or not path.resolve().is_relative_to(where.resolve()):
-            raise refuse(
-                "hydra.sweep.subdir", path, "must be inside the sweep's folder", "${hydra.job.num}"
-            )
+            text = "must be inside the sweep's folder"
+            raise refuse("hydra.sweep.subdir", path, text, "${hydra.job.num}")
         return dataclasses.replace(self, number=number, path=path)
 
 
@@ -110,11 +109,8 @@ def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
     """Return the swept keys with their values, in characters that neither a shell nor an override
     needs quotes for."""
     given = [o.partition("=") for o in overrides]
-    text = "+".join(
-        f"{key.rpartition('.')[2]}_{value.replace('=', '_')}"
-        for key, _, value in given
-        if key in swept
-    )
+    values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
+    text = "+".join(f"{name}_{value.replace('=', '_')}" for name, value in values)
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:120].strip("._-") or "point"
 
 
@@ -183,13 +179,11 @@ def split_duplicates(
         same = configs.setdefault(known_by(point), point)
         beside = folders.setdefault(point.path, point)
         if same is not point:
-            reason = (
-                f"resolves to the same config as {same.name}; what differs cannot change results"
-            )
-            refused.append(point.refused(reason))
+            text = f"resolves to the same config as {same.name}"
+            refused.append(point.refused(f"{text}; what differs cannot change results"))
         elif beside is not point:
-            folder = f"resolves to the same folder as {beside.name}, {point.path}"
-            refused.append(point.refused(f"hydra.sweep.subdir: {folder}"))
+            text = f"resolves to the same folder as {beside.name}, {point.path}"
+            refused.append(point.refused(f"hydra.sweep.subdir: {text}"))
         else:
             kept.append(point)
     return kept, refused
@@ -226,10 +220,9 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
         parsed = parser.parse_overrides([*fixed, *overrides])
         for override in parsed:
             if override.is_sweep_override() and not override.is_discrete_sweep():
-                raise HydraException(
-                    f"{override.input_line}: a sweep needs values to try, for example "
-                    f"{override.get_key_element()}=0.1,0.2"
-                )
+                example = f"{override.get_key_element()}=0.1,0.2"
+                text = f"a sweep needs values to try, for example {example}"
+                raise HydraException(f"{override.input_line}: {text}")
         grid: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
     return grid
 
@@ -248,8 +241,5 @@ def reasons(refused: Sequence[Refused]) -> list[str]:
     names: dict[str, list[str]] = {}
     for one in refused:
         names.setdefault(one.reason, []).append(one.name)
-    lines = []
-    for reason, shared in names.items():
-        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
-        lines.append(f"{', '.join(shared[:3])}{more}: {reason}")
-    return lines
+    more = {key: f" and {len(of) - 3} more" if len(of) > 3 else "" for key, of in names.items()}
+    return [f"{', '.join(of[:3])}{more[reason]}: {reason}" for reason, of in names.items()]

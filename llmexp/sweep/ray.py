@@ -101,9 +101,8 @@ class Ray:
         while waiting and len(self._left) < most:
             task = waiting.pop(0)
             cpus, gpus = needs(task, self._knobs)
-            remote = self._ray.remote(train).options(
-                num_cpus=cpus, num_gpus=gpus, name=task.path.name
-            )
+            room = {"num_cpus": cpus, "num_gpus": gpus, "name": task.path.name}
+            remote = self._ray.remote(train).options(**room)
             self._left[remote.remote(str(task.path.absolute()), self._environment)] = task
 
     def poll(self) -> bool:

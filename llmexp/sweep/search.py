@@ -33,10 +33,8 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     """Let the sweeper choose points until it has enough. Raises ConfigError."""
     if current.settings.twins:
         sweeper = str(current.cfg.hydra.sweeper.get("_target_")).rpartition(".")[2]
-        text = (
-            f"needs a grid; {sweeper} chooses its points while it runs. Train twins of its "
-            "best point afterwards"
-        )
+        text = f"needs a grid; {sweeper} chooses its points while it runs"
+        text += ". Train twins of its best point afterwards"
         values = "0 and, with that point's values, -m train.twin=0,1"
         raise refuse("sweep.twins", current.settings.twins, text, values)
     if not sys.stderr.isatty():
@@ -46,12 +44,8 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
     here = f"hydra.sweep.dir={quoted(str(current.where))}"  # ${now:} has one value for all points
     try:
         with user_errors(hydra.config_loader, overrides), contextlib.suppress(KeyboardInterrupt):
-            hydra.multirun(
-                CONFIG_NAME,
-                task_function=lambda _: None,
-                overrides=[*overrides, here],
-                with_log_configuration=False,
-            )
+            given = [*overrides, here]
+            hydra.multirun(CONFIG_NAME, lambda _: None, given, with_log_configuration=False)
     except PointFailed as failure:
         say(f"the sweeper gives up for a point that failed: {failure}")
     except ValueError:  # it finds no best one where none has come to its end
@@ -82,10 +76,12 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
 def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
     """Return what the sweeper gets of a point: its final validation loss, in bits per byte where
     the tokenizer is searched too, or why there is none."""
+
+    def failed(why: str | None) -> JobReturn:
+        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=PointFailed(why))
+
     if entry is None:
-        return JobReturn(
-            overrides, status=JobStatus.FAILED, _return_value=PointFailed("this point cannot run")
-        )
+        return failed("this point cannot run")
     summary = show.summary_of(current.ledger.path / entry.folder)
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
     if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
@@ -93,4 +89,4 @@ def result(current: Current, overrides: list[str], entry: Entry | None) -> JobRe
     known = [summary[key] for key in losses if figure(summary.get(key)) is not None]
     if entry.state == "finished" and known:
         return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=known[0])
-    return JobReturn(overrides, status=JobStatus.FAILED, _return_value=PointFailed(entry.error))
+    return failed(entry.error)

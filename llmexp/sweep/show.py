@@ -212,10 +212,8 @@ def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
     rung."""
     states = Counter[str]()
     for entry in points:
-        if entry.rung is not None:
-            states[f"out at {entry.rung:.3g} of its steps"] += 1
-        else:
-            states["waiting" if entry.folder in waiting else entry.state] += 1
+        state = "waiting" if entry.folder in waiting else entry.state
+        states[state if entry.rung is None else f"out at {entry.rung:.3g} of its steps"] += 1
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
@@ -234,9 +232,8 @@ def results_table(ledger: Ledger) -> str:
     compare."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
-        summary = {}
-        if entry.state != "infeasible":
-            summary = summary_of(ledger.path / entry.folder)
+        there = entry.state != "infeasible"
+        summary = summary_of(ledger.path / entry.folder) if there else {}
         state = entry.state if entry.rung is None else f"out at {entry.rung:.3g}"
         cells = [name_of(entry, ledger.swept), state]
         for key in ("train/loss", "val/loss"):
@@ -260,11 +257,9 @@ def width_of(stream: TextIO, otherwise: int | None = None) -> int | None:
 def fitted(text: str, stream: TextIO | None = None) -> str:
     """Wrap text to a terminal; what goes into a file stays one line."""
     width = width_of(stream or sys.stdout)
-    return (
-        text
-        if width is None
-        else textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
-    )
+    if width is None:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def naming(

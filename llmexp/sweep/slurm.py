@@ -1,10 +1,14 @@
-"""Submit Slurm jobs for the points of a sweep, and watch them."""
+"""Submit Slurm job arrays for the points of a sweep, and watch their jobs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import re
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from llmexp import fileio, rundir
-from llmexp.config import ConfigError
+from llmexp.config import Config, ConfigError, refuse
 from llmexp.ending import Left, conclude
 from llmexp.labels import plural
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.sweep.show import name_of
 from llmexp.sweep.slurm_job import client
-from llmexp.sweep.slurm_submit import Knobs, fixed_here, submit_array
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
 # what a job that has ended wrote may arrive late on a shared disk, as may its requeue
@@ -29,6 +32,119 @@ OVER = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
+
+# A job array over run folders; each job takes its own from the list.
+SCRIPT = """\
+#!/bin/bash
+runs=(
+{runs}
+)
+{setup}
+# srun takes the CPUs of a task from neither sbatch nor its environment in newer versions. One node
+# may leave before the others have: the job ends when all have.
+srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --unbuffered \\
+  {python} -P -u -m llmexp.sweep.slurm_job "${{runs[SLURM_ARRAY_TASK_ID]}}"
+"""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The knobs of conf/hydra/launcher/slurm.yaml, where each is explained."""
+
+    partition: str | None
+    account: str | None
+    qos: str | None
+    timeout_min: int | None
+    cpus_per_task: int | None
+    gpus_per_node: int | None
+    mem_gb: float | None
+    signal_delay_s: int
+    array_parallelism: int
+    setup: list[str]
+    additional_parameters: dict[str, Any]
+
+
+def check(knobs: Knobs) -> None:
+    """Raise ConfigError for knobs that no cluster takes, or where there is no Slurm."""
+    if shutil.which("sbatch") is None or shutil.which("squeue") is None:
+        text = "there is no sbatch on this host; start it where Slurm's commands are"
+        raise ConfigError(f"hydra/launcher=slurm: {text}")
+    times, sizes = ("timeout_min", "signal_delay_s"), ("cpus_per_task", "gpus_per_node")
+    for key in (*times, *sizes, "array_parallelism"):
+        value, low = getattr(knobs, key), int(key != "gpus_per_node")
+        if value is not None and value < low:
+            raise refuse(f"hydra.launcher.{key}", value, f"must be at least {low}", 2)
+    for key in ("partition", "account", "qos"):
+        text = getattr(knobs, key)
+        if text is not None and not re.fullmatch(r"[\w.,:@/+-]+", text):
+            needed = "one word of letters, digits and . , : @ / + - is needed"
+            raise refuse(f"hydra.launcher.{key}", repr(text), needed)
+    if knobs.mem_gb is not None and not 0 < knobs.mem_gb < float("inf"):
+        raise refuse("hydra.launcher.mem_gb", knobs.mem_gb, "must be above 0", 32)
+    delay_s = knobs.signal_delay_s
+    if knobs.timeout_min is not None and knobs.timeout_min * 60 <= delay_s:
+        text = f"ends before its own warning, which comes signal_delay_s={delay_s} seconds earlier"
+        raise refuse("hydra.launcher.timeout_min", knobs.timeout_min, text, delay_s // 60 + 60)
+
+
+def options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]:
+    """Return sbatch's options for runs with so many ranks on each node; None leaves one out."""
+    gpus = ranks if device == "cuda" else None
+    return {
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": knobs.cpus_per_task or ranks,
+        "gpus-per-node": gpus if knobs.gpus_per_node is None else knobs.gpus_per_node,
+        "mem": None if knobs.mem_gb is None else f"{round(knobs.mem_gb * 1024)}M",
+        "partition": knobs.partition,
+        "account": knobs.account,
+        "qos": knobs.qos,
+        "time": knobs.timeout_min,
+        "signal": f"USR2@{knobs.signal_delay_s}",
+        "requeue": True,
+        "open-mode": "append",
+        **{key.replace("_", "-"): value for key, value in knobs.additional_parameters.items()},
+    }
+
+
+def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -> list[str]:
+    """Submit one job array for queued run folders that need the same nodes; return the jobs' ids.
+    The jobs' output goes beside the script. Raises OSError with what sbatch printed."""
+    run = rundir.read_run(paths[0])
+    asked = options(knobs, run["nnodes"], run["nproc_per_node"], run["device"])
+    text = SCRIPT.format(
+        runs="\n".join(shlex.quote(str(path.absolute())) for path in paths),
+        setup="\n".join(knobs.setup),
+        cpus=asked["cpus-per-task"],
+        python=shlex.quote(sys.executable),
+    )
+    script.write_text(text, encoding="utf-8", errors="surrogateescape")
+    output = str(script.parent.absolute()).replace("%", "%%")
+    asked |= {
+        "job-name": name,
+        "array": f"0-{len(paths) - 1}%{knobs.array_parallelism}",
+        "output": f"{output}/%A_%a.out",
+    }
+    given = {key: value for key, value in asked.items() if value not in (None, False)}
+    words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
+    array = client("sbatch", "--parsable", *words, str(script)).strip().partition(";")[0]
+    return [f"{array}_{i}" for i in range(len(paths))]
+
+
+def fixed_here(config: Config, path: Path) -> str:
+    """Return what this host has chosen for a run that may start on another kind of host; empty if
+    nothing."""
+    recorded = rundir.read_run(path)
+    if config.train.device != "auto" or recorded["device"] != "cpu":
+        return ""
+    chosen = [f"precision={recorded['precision']}"] if config.precision.kind == "auto" else []
+    if config.train.compile == "auto":
+        chosen.append("train.compile=false")
+    if config.parallelism.kind != "single" and config.parallelism.nproc_per_node is None:
+        chosen.append(f"parallelism.nproc_per_node={recorded['nproc_per_node']}")
+    if not chosen:
+        return ""
+    return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
 
 
 def states() -> dict[str, tuple[str, str]]:
@@ -64,9 +180,8 @@ def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
     try:
         found = states()
     except OSError as error:
-        raise ConfigError(
-            f"hydra/launcher=slurm: whether earlier jobs are still there is not known: {error}"
-        ) from None
+        text = "whether earlier jobs are still there is not known"
+        raise ConfigError(f"hydra/launcher=slurm: {text}: {error}") from None
     return [one for one in known if one.job in found and found[one.job][0] not in OVER]
 
 
@@ -111,10 +226,9 @@ class Slurm:
                 ids = submit_array(paths, self._knobs, script, f"llmexp-{ledger.name}")
             except OSError as error:
                 before = ", ".join(one.job for one in submitted)
-                others = f"; submitted before: {before}" if before else ""
-                raise ConfigError(
-                    f"hydra/launcher=slurm: sbatch refused the jobs: {error}{others}"
-                ) from None
+                text = f"sbatch refused the jobs: {error}"
+                text += f"; submitted before: {before}" if before else ""
+                raise ConfigError(f"hydra/launcher=slurm: {text}") from None
             for task, job in zip(tasks, ids, strict=True):
                 fileio.write_json(task.path / JOB, {"job_id": job})
                 submitted.append(Submitted(task, job))
@@ -171,19 +285,15 @@ class Slurm:
         if self._jobs:
             self.poll()
             arrays = dict.fromkeys(one.job.partition("_")[0] for one in self._jobs)
-            self._say(
-                f"the jobs go on without this command; to cancel them: scancel {' '.join(arrays)}"
-            )
+            way = f"to cancel them: scancel {' '.join(arrays)}"
+            self._say(f"the jobs go on without this command; {way}")
         self._jobs = []
         return 0
 
     def cancel_waiting(self) -> None:
         """Take those jobs out of the queue that have not started."""
-        waiting = [
-            one
-            for one in self._left()
-            if rundir.read_status(one.task.path).get("state") == "queued"
-        ]
+        states = {one.job: rundir.read_status(one.task.path).get("state") for one in self._left()}
+        waiting = [one for one in self._left() if states[one.job] == "queued"]
         self._cancelled = [one.task.path for one in waiting]
         if waiting:
             with contextlib.suppress(OSError):

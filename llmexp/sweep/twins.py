@@ -91,10 +91,9 @@ def twins_of(current: Current, lead: Entry) -> list[Task]:
         train = dataclasses.replace(config.train, twin=number, stop_step=None)
         twin = dataclasses.replace(config, train=train)
         path = ledger.path / entry.folder
-        points.append(
-            Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group)
-        )
-        entry.identity = points[-1].identity
+        point = Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group)
+        entry.identity = point.identity
+        points.append(point)
         entries.append(entry)
     new = sum(entry not in there.values() for entry in entries)
     if new:

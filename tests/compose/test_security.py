@@ -28,7 +28,7 @@ from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.config import Config, ConfigError, plain
 from llmexp.convert import build
-from llmexp.sweep import slurm_submit
+from llmexp.sweep import slurm
 from llmexp.sweep.points import label
 from tests.conftest import TINY, Result, llmexp
 
@@ -615,15 +615,15 @@ def test_what_is_typed_for_a_launcher_is_taken(home):
 
 @pytest.mark.parametrize("key", ["partition", "account", "qos"])
 def test_no_line_of_a_shell_script_comes_from_a_name_in_slurm(monkeypatch, key):
-    monkeypatch.setattr(slurm_submit.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
     values = {"partition": None, "account": None, "qos": None, "timeout_min": 60,
     "cpus_per_task": 1,
               "gpus_per_node": 0, "mem_gb": 1.0, "signal_delay_s": 60, "array_parallelism": 1,
               "setup": [],
               "additional_parameters": {}}  # fmt: skip
-    slurm_submit.check(slurm_submit.Knobs(**values | {key: "gpu-a100,big"}))
+    slurm.check(slurm.Knobs(**values | {key: "gpu-a100,big"}))
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}='gpu.*one word of letters"):
-        slurm_submit.check(slurm_submit.Knobs(**values | {key: "gpu\ntouch canary #"}))
+        slurm.check(slurm.Knobs(**values | {key: "gpu\ntouch canary #"}))
 
 
 def test_every_config_that_hydra_composes_is_looked_at(home):

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from llmexp.data import encode, shards, sources, work
 from llmexp.data.corpus import corpus
 from llmexp.data.corpus import work as corpus_work
+from llmexp.data.places import Answers
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import Progress
-from llmexp.data.readers import Counts, documents
+from llmexp.data.source import Source
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
 from tests.faults.helpers import small_disk
@@ -120,12 +121,11 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, texts):
             ids = other.encode(record["text"], add_special_tokens=False).ids
             expected += [*ids, other.token_to_id("<|endoftext|>")]
     tokenizer = as_tokenizer(from_file(str(folder), None, None))
-    found = Counts()
-    read = documents("k", str(path), "text", False, found)
-    (folder / "out").mkdir()
-    unit = shards.Unit(folder / "out", 0, lambda counts: read, lambda digest: "train", ["train"])
-    shards.write_unit(unit, tokenizer, lambda chunk: True, lambda done, counts: None)
-    written = np.fromfile(folder / "out" / "00000-00000.train.bin", "<u2").tolist()
+    source = Source("data.sources.web", "text", (str(path),))
+    whole = work.work_of(source, False, tokenizer, Answers(folder / "out", True, True))
+    whole.folder.mkdir(parents=True)
+    shards.write_unit(whole, 0, lambda chunk: True, lambda done, counts: None)
+    written = np.fromfile(whole.folder / "00000-00000.train.bin", "<u2").tolist()
     assert written == expected
 
 

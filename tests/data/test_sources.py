@@ -233,7 +233,7 @@ def test_files_that_cannot_be_used_are_refused(files: Any, message: str) -> None
         ({"max_tokens": 0}, r"data\.max_tokens=0"),
         ({"max_tokens": 2.5}, r"data\.max_tokens=2\.5"),
         ({"seed": -1}, r"data\.seed=-1"),
-        ({"seed": None}, r"data\.seed=None"),
+        ({"seed": None}, r"data\.seed=null"),
         ({"cache_dir": 5}, r"data\.cache_dir=5"),
     ],
 )
@@ -519,7 +519,7 @@ def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(
         ({"n_ids": 258}, r"data\.n_ids=258"),
         ({"n_ids": 3}, r"data\.n_ids=3"),
         ({"n_tokens": 1}, r"data\.n_tokens=1"),
-        ({"n_tokens": None}, r"data\.n_tokens=None"),
+        ({"n_tokens": None}, r"data\.n_tokens=null"),
     ],
 )
 def test_bad_synthetic_knobs_are_refused(changed: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.sweep.slurm_submit import Knobs
+from llmexp.sweep.slurm import Knobs
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import exact
 
