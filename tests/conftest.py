@@ -58,6 +58,12 @@ LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_s
            "test_checkpoint", "test_resume", "test_noise", "test_measured")  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One server of forks for all processes of pytest-xdist."""
+    if config.getoption("numprocesses", None) and os.environ.get("LLMEXP_TEST_FORKS") != "0":
+        os.environ[forks.SHARED] = forks.begin()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Workers are forks of a process that has imported torch, but for the modules that say

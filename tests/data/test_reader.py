@@ -257,19 +257,6 @@ def _broken(self: TokenStream, starts: np.ndarray, count: int) -> np.ndarray:
     raise RuntimeError("the disk is gone")
 
 
-@pytest.mark.usefixtures("_single_windows")
-def test_a_file_cut_during_the_run_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "train.bin"
-    path.write_bytes(_ids(2000).tobytes())
-    stream = TokenStream([np.memmap(path, "<u2", "r")])
-    windows = read_windows(Order(stream, LENGTH, 4, 10**9, seed=0), Cut(4), 0, 10**6)
-    next(windows)
-    with open(path, "r+b") as file:
-        file.truncate(100)
-    with pytest.raises(ValueError, match=r"train\.bin: this token file was cut"):
-        list(windows)
-
-
 def test_a_process_may_end_in_the_middle() -> None:
     """With the thread busy: an abort here would turn a good run into a failed one."""
     program = f"""

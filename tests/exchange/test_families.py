@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "gpt2": (GPT2, SIZES),
     "gpt2, exact gelu": (GPT2, SIZES | {"gelu": "exact"}),
     "llama": (Llama, GROUPED),
+    "llama, one group": (Llama, GROUPED | {"n_kv_heads": 1}),
+    "llama, no groups": (Llama, GROUPED | {"n_kv_heads": 6}),
     "llama, scaled, head of its own": (
         Llama,
         GROUPED | {"rope_scaling": SCALING, "tied_head": False},

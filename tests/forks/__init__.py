@@ -20,6 +20,7 @@ from tests.forks.sitecustomize import settings
 
 HERE = Path(__file__).resolve().parent
 ALLOWED = True  # by the test that runs
+SHARED = "LLMEXP_TEST_FORKS_SHARED"
 PRETEND_BF16 = os.environ.get("LLMEXP_TEST_BF16") == "1"
 
 
@@ -31,16 +32,23 @@ def pretend_bf16() -> None:
     torch.cpu.get_capabilities = lambda: {**there, "bf16": True}
 
 
-@functools.cache
-def server() -> str:
-    """The socket of this process's server, which ends with this process."""
+def begin() -> str:
+    """Start a server, which ends with this process; return where its socket will be."""
     address = f"{tempfile.mkdtemp(prefix='llmexp-forks-')}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    process = subprocess.Popen(
+    subprocess.Popen(
         [sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0
     )
+    return address
+
+
+@functools.cache
+def server() -> str:
+    """The socket of the server: of all test processes where one is shared, else of this one."""
+    address = os.environ.get(SHARED) or begin()
+    deadline = time.monotonic() + 120
     while not os.path.exists(address):
-        assert process.poll() is None, "the server of forks ended at its start"
+        assert time.monotonic() < deadline, "the server of forks did not start"
         time.sleep(0.02)
     return address
 

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 from typing import Any
 
@@ -379,14 +378,14 @@ from llmexp.metrics.console import Console
 console = Console(None, 10**9)
 start = time.monotonic()
 calls = 0
-while time.monotonic() - start < 1.0:
+while time.monotonic() - start < 0.5:
     calls += 1
     console.progress(calls, 1.0, 1.0, 1.0)
 assert threading.active_count() == 1, threading.enumerate()
-assert calls > 1000, calls
+assert calls > 500, calls
 """
     drawn = on_terminal(code, 80).count("/1000000000")
-    assert 1 <= drawn <= 6  # at 0, 0.2, ... 1.0 s
+    assert 1 <= drawn <= 4  # at 0, 0.2, 0.4 s
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -481,17 +480,3 @@ def test_lines_from_another_thread_do_not_mix(tmp_path: Path) -> None:
         thread.join()
     for lines in (stream.getvalue().splitlines(), (tmp_path / "log").read_text().splitlines()):
         assert sorted(lines) == sorted(texts * 200)
-
-
-def test_a_line_costs_little(tmp_path: Path) -> None:
-    console = Console(tmp_path / "log", 10**6, stream=io.StringIO())
-    line = format_row(ROW, 10**6)
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        console.line(line)
-        console.progress(1, 1.0, 1.0, 1.0)
-        times.append(time.perf_counter() - start)
-    assert (
-        sorted(times)[100] < 2e-3
-    )  # about 20 us here; a log row comes with tens of ms of training

@@ -1,12 +1,11 @@
-"""Llama against transformers' own, in fp64."""
+"""Llama: rotations, initial weights, refusals. tests/exchange/test_families.py compares it with
+transformers' own."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmexp.models.llama import Llama, apply_rope, rope_tables
 
@@ -21,101 +20,12 @@ SIZES = dict(
     dropout=0.0,
     rope_theta=100.0,
 )
-# As in test_gpt2.py: under 100 sums of at most 80 terms, each good to 80 x 1.1e-16, times ten.
-TOLERANCE = 1e-11
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
 
 
 def angles(length: int, head_dim: int, theta: float) -> np.ndarray:
     """Angle of each position (rows) and feature pair (columns), in fp64."""
     frequencies = np.array([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
     return np.arange(length)[:, None] * frequencies[None, :]
-
-
-class Fp64Norm(nn.Module):
-    """RMSNorm by its formula: transformers' own goes through fp32."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps)
-
-
-class Fp64Rotary(nn.Module):
-    """Cosines and sines from NumPy: transformers' own are fp32."""
-
-    def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        table = angles(x.shape[1], SIZES["d_model"] // SIZES["n_heads"], SIZES["rope_theta"])
-        table = torch.from_numpy(np.concatenate((table, table), axis=-1))[None]
-        return table.cos(), table.sin()
-
-
-@pytest.mark.parametrize("tied_head", [True, False])
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 6])
-def test_logits_and_gradients_equal_transformers(n_kv_heads: int, tied_head: bool) -> None:
-    torch.manual_seed(0)
-    model = Llama(**SIZES | {"n_kv_heads": n_kv_heads}, tied_head=tied_head, norm_eps=1e-4).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    config = LlamaConfig(
-        vocab_size=SIZES["vocab_size"],
-        hidden_size=SIZES["d_model"],
-        intermediate_size=SIZES["d_ff"],
-        num_hidden_layers=SIZES["n_layers"],
-        num_attention_heads=SIZES["n_heads"],
-        num_key_value_heads=n_kv_heads,
-        max_position_embeddings=24,
-        rms_norm_eps=1e-4,
-        tie_word_embeddings=tied_head,
-        attn_implementation="sdpa",
-    )
-    reference = LlamaForCausalLM(config).double().eval()
-    places = {
-        "token_embedding.weight": "model.embed_tokens.weight",
-        "final_norm.weight": "model.norm.weight",
-    }
-    if not tied_head:
-        places["head.weight"] = "lm_head.weight"
-    for i in range(SIZES["n_layers"]):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        places[f"{ours}attention_norm.weight"] = f"{theirs}input_layernorm.weight"
-        places[f"{ours}mlp_norm.weight"] = f"{theirs}post_attention_layernorm.weight"
-        for name in ("q", "k", "v"):
-            places[f"{ours}attention.{name}_proj.weight"] = f"{theirs}self_attn.{name}_proj.weight"
-        places[f"{ours}attention.out_proj.weight"] = f"{theirs}self_attn.o_proj.weight"
-        for name in ("gate", "up", "down"):
-            places[f"{ours}mlp.{name}_proj.weight"] = f"{theirs}mlp.{name}_proj.weight"
-    parameters = dict(model.named_parameters())
-    theirs_by_name = dict(reference.named_parameters())
-    assert set(places) == set(parameters)
-    assert set(places.values()) == set(theirs_by_name)
-    with torch.no_grad():
-        for name, place in places.items():
-            theirs_by_name[place].copy_(parameters[name])
-    reference.model.rotary_emb = Fp64Rotary()
-    reference.model.norm = Fp64Norm(reference.model.norm.weight, 1e-4)
-    for layer in reference.model.layers:
-        layer.input_layernorm = Fp64Norm(layer.input_layernorm.weight, 1e-4)
-        layer.post_attention_layernorm = Fp64Norm(layer.post_attention_layernorm.weight, 1e-4)
-
-    tokens_bt = torch.randint(0, SIZES["vocab_size"], (2, 24))
-    weights_btv = torch.randn(2, 24, SIZES["vocab_size"], dtype=torch.float64)
-    logits_btv = model(tokens_bt)
-    expected_btv = reference(tokens_bt).logits
-    assert_close(logits_btv, expected_btv)
-    (logits_btv * weights_btv).sum().backward()
-    (expected_btv * weights_btv).sum().backward()
-    for name, place in places.items():
-        assert_close(parameters[name].grad, theirs_by_name[place].grad)
 
 
 def test_rotary_tables_stay_fp32_under_autocast_and_rotate_pairs() -> None:
