@@ -259,8 +259,14 @@ def _guards(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def update(optimizers: list[Optimizer], skip: Tensor) -> None:
-    """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true.
+def take_factor(optimizers: list[Optimizer]) -> bool:
+    """Return whether the kernels of their next update multiply the gradients by a factor."""
+    return all(_guards(o) and not isinstance(o, Muon) for o in optimizers)
+
+
+def update(optimizers: list[Optimizer], skip: Tensor, factor: Tensor | None = None) -> None:
+    """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true; with the
+    gradients times `factor` (0-dim, fp32), if they `take_factor`.
 
     Kernels that support it decide on the device (parameters, moments and step counts then stay
     bit-identical), so the host does not wait; with any other optimizer in the list the host reads
@@ -273,5 +279,7 @@ def update(optimizers: list[Optimizer], skip: Tensor) -> None:
     for optimizer in optimizers:
         if guarded:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            # torch divides by it
+            scale = None if factor is None else factor.reciprocal()
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
         optimizer.step()

@@ -21,7 +21,9 @@ def global_norm(made):
 
 
 def clip(kind, made, norm, max_norm, max_value):
-    return clipping.clip(ALONE, kind, gradients(made), norm, max_norm, max_value)
+    *found, factor = clipping.clip(ALONE, kind, gradients(made), norm, max_norm, max_value)
+    assert factor is None
+    return found
 
 
 def parameters(seed: int, dtype=torch.float64) -> list[torch.nn.Parameter]:
@@ -43,8 +45,12 @@ def test_by_norm(seed, limit):
     made = parameters(seed)
     before = flat(made)
     norm = global_norm(made)
+    left = clipping.clip(ALONE, "norm", gradients(made), norm, limit, None, by_update=True)
+    np.testing.assert_array_equal(flat(made), before)
     after, clipped = clip("norm", made, norm, limit, None)
     factor = min(1.0, limit / (np.linalg.norm(before) + 1e-6))
+    assert left[:2] == (after, clipped)
+    assert float(left[2]) == pytest.approx(factor, rel=1e-14)
     assert float(norm) == pytest.approx(np.linalg.norm(before), rel=1e-14)
     np.testing.assert_allclose(flat(made), before * factor, rtol=1e-14)
     assert float(after) == pytest.approx(np.linalg.norm(flat(made)), rel=1e-13)

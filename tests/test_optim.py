@@ -69,6 +69,27 @@ def test_a_skipped_update_leaves_everything_and_the_next_is_as_if_it_had_not_bee
             assert equal(state(model, optimizers), state(plain_model, plain_optimizers))
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_factor_on_the_update_is_one_on_the_gradients(name):
+    """Within the rounding of 1 / factor, of the division by it, and of a multiplication: three
+    units a gradient, six of a step of lr, and one of the parameter, in each of four steps."""
+    (model, optimizers), (want, want_optimizers) = made(name), made(name)
+    factor, no = torch.tensor(0.3), torch.tensor(False)
+    for seed in range(4):
+        give_gradients(model, seed)
+        give_gradients(want, seed)
+        takes = optim.take_factor(optimizers)
+        assert takes or (name == "sgd" and seed == 0)  # which makes its momentum first
+        for p in [*want.parameters(), *([] if takes else model.parameters())]:
+            p.grad.mul_(factor)
+        optim.update(optimizers, no, factor if takes else None)
+        optim.update(want_optimizers, no)
+        for p, w in zip(model.parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, w.grad, rtol=3 * 2**-24, atol=0)
+            torch.testing.assert_close(p, w, rtol=4 * 2**-24, atol=4 * 6 * 0.1 * 2**-24)
+    assert not optim.take_factor(made("muon")[1])
+
+
 def test_decay_on_matrices_only_and_muon_on_hidden_ones():
     model, (adamw,) = made("adamw")
     assert [g["weight_decay"] for g in adamw.param_groups] == [0.1, 0.0]

@@ -144,8 +144,10 @@ def train_step(
     gradients_ready()
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = unusable(loss, norm, count)
-    norm_after, clipped = clipping.clip(
-        setup.mesh, setup.clip.kind, gradients, norm, setup.clip.max_norm, setup.clip.max_value
+    clip = setup.clip
+    by_update = norm.is_cuda and dtype == torch.float32 and optim.take_factor(setup.optimizers)
+    norm_after, clipped, factor = clipping.clip(
+        setup.mesh, clip.kind, gradients, norm, clip.max_norm, clip.max_value, by_update
     )
 
     lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
@@ -155,7 +157,7 @@ def train_step(
         skip = mesh.maximum(setup.mesh, (skip | outside).int()) > 0  # the same on all ranks
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
-    optim.update(setup.optimizers, skip)
+    optim.update(setup.optimizers, skip, factor)
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
     clipped = clipped & ~skip
