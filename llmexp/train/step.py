@@ -115,26 +115,12 @@ def train_step(
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
-    device, kind = setup.mesh.device, setup.parts.precision
-    dtype = precision.parameter_dtype(kind)
+    device, dtype = setup.mesh.device, precision.parameter_dtype(setup.parts.precision)
     own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
     count = mesh.total(setup.mesh, own_count.to(device, non_blocking=True))
     # x dp_size: DDP and FSDP average what is to be summed
     weight = (setup.mesh.dp_size / count.clamp(min=1)).to(dtype) * setup.scaler.value
-    nll = torch.zeros((), dtype=dtype, device=device)
-    with precision.cast_once(kind, device):
-        for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-            tokens_bt = tokens_bt.to(device, non_blocking=True)
-            targets_bt = targets_bt.to(device, non_blocking=True)
-            last = i == len(window.micro_batches)
-            with mesh.micro_step(setup.mesh, setup.module, last=last):
-                with precision.autocast(kind, device):
-                    micro_nll = setup.module(tokens_bt, targets_bt)
-                with setup.small.watching(
-                    window.step + 1, i, window.micro_batches, setup.parameters
-                ):
-                    (micro_nll * weight).backward()
-            nll += micro_nll.detach()
+    nll = accumulate(setup, window, weight)
     own_nll = nll.clone()
     loss = mesh.total(setup.mesh, nll) / count.clamp(min=1)
 
@@ -163,6 +149,26 @@ def train_step(
     clipped = clipped & ~skip
     verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
     return Step(count, clipped, own_nll, verdict, lr)
+
+
+def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
+    """Add up the gradients of the micro-batches, times `weight`, over the ranks too; return the
+    summed loss of this rank's targets."""
+    device, kind, nll = setup.mesh.device, setup.parts.precision, torch.zeros_like(weight)
+    with precision.cast_once(kind, device):
+        for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
+            tokens_bt = tokens_bt.to(device, non_blocking=True)
+            targets_bt = targets_bt.to(device, non_blocking=True)
+            last = i == len(window.micro_batches)
+            with mesh.micro_step(setup.mesh, setup.module, last=last):
+                with precision.autocast(kind, device):
+                    micro_nll = setup.module(tokens_bt, targets_bt)
+                with setup.small.watching(
+                    window.step + 1, i, window.micro_batches, setup.parameters
+                ):
+                    (micro_nll * weight).backward()
+            nll += micro_nll.detach()
+    return nll
 
 
 def unusable(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
