@@ -66,8 +66,7 @@ class Record:
 class Standing:
     """The standing of an entry beside the leading one."""
 
-    # best | lowest | highest | same | worse | undecided, or why it is left out: running, too short,
-    # ...
+    # best | lowest | highest | same | worse | undecided, or why it is left out: running, ...
     mark: str
     difference: float | None = None  # of the metric, this entry's minus the leading one's
     half: float | None = None  # half width of its 95 % interval; None where seeds give none

@@ -96,8 +96,7 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 # The settings that decide the rate of a rank besides the device, by config key or section: its
-# work between two
-# communications.
+# work between two communications.
 WORK = (
     "model.", "optimizer._target_", "clip.kind", "precision.kind", "train.compile",
     "batch.micro_batch_size", "batch.gradient_accumulation_steps", "batch.sequence_length",
@@ -111,8 +110,7 @@ def single_rank_rate(
     """Return (tokens/s of the finished runs of one rank under the path that do the same work on the
     same device, what is missing in words). Their median where there are several."""
     wanted = _work(flatten(config), facts)
-    rates: list[float] = []
-    others: list[list[str]] = []
+    rates, others = [], []
     for r in reading.read(reading.find([where])[0]):
         rate = median(r, "tokens_per_sec")
         if r.facts.get("world_size") != 1 or r.state != "finished" or not rate:
@@ -128,10 +126,8 @@ def single_rank_rate(
     if not others:
         return None, "no finished run of one rank is there"
     nearest = ", ".join(min(others, key=len)[:3])
-    return (
-        None,
-        f"none of its runs of one rank does the same work; the nearest differs in {nearest}",
-    )
+    text = "none of its runs of one rank does the same work; the nearest differs in"
+    return None, f"{text} {nearest}"
 
 
 def _work(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

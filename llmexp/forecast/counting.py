@@ -85,11 +85,13 @@ class Counting(TorchDispatchMode):
     def call(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what tensors are for that are held already."""
         for tensor in tensors:
-            held = self.held.get(tensor.untyped_storage()._cdata)
-            if held is not None:
-                self.now[held.kind] -= held.bytes
-                held.kind = kind
-                self.now[kind] += held.bytes
+            if held := self.held.get(tensor.untyped_storage()._cdata):
+                self.rename(held, kind)
+
+    def rename(self, held: Held, kind: str) -> None:
+        self.now[held.kind] -= held.bytes
+        held.kind = kind
+        self.now[kind] += held.bytes
 
     def restart(self) -> None:
         """Forget the peak so far."""

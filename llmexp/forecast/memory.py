@@ -4,8 +4,6 @@ itself, on tensors without memory."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ USABLE = 0.9
 WORKSPACES = {"h": 2 * 32 * 2**20, "b": 2 * 32 * 2**20}
 WORKSPACE = 2 * 8.1 * 2**20
 SHARDS = (2, 4, 8)  # ranks of FSDP that are tried where a run has one rank
+Remedy = tuple[str, Cut]  # overrides, and the cut that they make
 
 
 @dataclass(frozen=True)
@@ -134,54 +133,45 @@ def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def remedies(forecast: Forecast) -> list[tuple[str, Cut]]:
-    """Return what would fit, as overrides with the cut that they make: each change alone, and where
-    none suffices, several together."""
+def remedies(forecast: Forecast) -> list[Remedy]:
+    """Return what would fit: each change alone, and where none suffices, several together."""
     cut = forecast.cut
-    changes = [
-        functools.partial(_smaller, forecast),
-        functools.partial(_recomputed, forecast),
-        functools.partial(_sharded, forecast),
-    ]
-    found = [hit for change in changes if (hit := next(change(cut), None)) is not None]
-    if found:
+    alone = (_smaller(forecast, cut), _recomputed(forecast, cut), _sharded(forecast, cut))
+    if found := [remedy for remedy in alone if remedy]:
         return found
     if not forecast.has_blocks:
         return []
     full = dataclasses.replace(cut.parallelism, activation_checkpointing="full")
     least = dataclasses.replace(cut, parallelism=full)
     text = "parallelism.activation_checkpointing=full "
-    for change in (changes[0], changes[2]):
-        if (hit := next(change(least), None)) is not None:
-            return [(text + hit[0], hit[1])]
-    least = cut_to(least, 1)
-    hit = next(_sharded(forecast, least), None)
-    return [(f"batch.micro_batch_size=1 {text}{hit[0]}", hit[1])] if hit is not None else []
+    if both := _smaller(forecast, least) or _sharded(forecast, least):
+        return [(text + both[0], both[1])]
+    last = _sharded(forecast, cut_to(least, 1))
+    return [(f"batch.micro_batch_size=1 {text}{last[0]}", last[1])] if last else []
 
 
-def _smaller(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+def _smaller(forecast: Forecast, cut: Cut) -> Remedy | None:
     found = forecast.largest(cut, cut.micro - 1)
-    if found is not None:
-        yield (
-            f"batch.micro_batch_size={found.micro} "
-            f"batch.gradient_accumulation_steps={found.accumulation}",
-            found,
-        )
+    if found is None:
+        return None
+    accumulation = f"batch.gradient_accumulation_steps={found.accumulation}"
+    return f"batch.micro_batch_size={found.micro} {accumulation}", found
 
 
-def _recomputed(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+def _recomputed(forecast: Forecast, cut: Cut) -> Remedy | None:
     if cut.parallelism.activation_checkpointing != "none" or not forecast.has_blocks:
-        return
+        return None
     for kind in ("selective", "full"):
         chosen = dataclasses.replace(cut.parallelism, activation_checkpointing=kind)
         other = dataclasses.replace(cut, parallelism=chosen)
         if forecast.fits(other):
-            yield f"parallelism.activation_checkpointing={kind}", other
+            return f"parallelism.activation_checkpointing={kind}", other
+    return None
 
 
-def _sharded(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
+def _sharded(forecast: Forecast, cut: Cut) -> Remedy | None:
     if cut.parallelism.kind not in ("single", "ddp"):
-        return
+        return None
     ranks = cut.layout.nproc_per_node
     for count in (ranks,) if ranks > 1 else SHARDS:
         chosen: Parallelism = dataclasses.replace(
@@ -189,16 +179,14 @@ def _sharded(forecast: Forecast, cut: Cut) -> Iterator[tuple[str, Cut]]:
         )
         other = dataclasses.replace(cut, parallelism=chosen, layout=solve_layout(chosen, count))
         if forecast.fits(other):
-            yield f"parallelism=fsdp parallelism.nproc_per_node={count}", other
-            return
+            return f"parallelism=fsdp parallelism.nproc_per_node={count}", other
+    return None
 
 
 def _larger(forecast: Forecast, larger: Cut) -> str:
-    accumulation = (
-        f"gradient_accumulation_steps {larger.accumulation}"
-        if larger.accumulation > 1
-        else "no accumulation"
-    )
+    accumulation = "no accumulation"
+    if larger.accumulation > 1:
+        accumulation = f"gradient_accumulation_steps {larger.accumulation}"
     return (
         f"batch.micro_batch_size={larger.micro} with {accumulation} computes the same, but for "
         f"rounding and the random numbers of dropout, and fits: {gib(forecast.needed(larger))} of "

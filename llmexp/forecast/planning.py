@@ -28,6 +28,7 @@ from llmexp.values import AUTO
 
 Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
+NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
 
 
@@ -113,12 +114,31 @@ class Planner:
         return cut(config, 1)
 
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
-        if self._plan.device is None:
+        """Return what is known of the memory of a run: why it is not known where this host hides
+        how much it has, or where the model needs memory to run."""
+        plan, compiled = self._plan, config.train.compile
+        if plan.device is None:
             return Memory([] if parts.run.facts.memory else [("memory", NO_MEMORY)], {})
-        compiled = config.train.compile is True or (
-            config.train.compile == "auto" and self._device is not None
-        )
-        return forecast_memory(parts, self._device, self._plan.memory_gib, precision, compiled)
+        room = memory.room_of(parts, self._device, plan.memory_gib)
+        if room is None:
+            return Memory([("memory", NO_ROOM)], {})
+        if compiled == "auto":
+            compiled = self._device is not None
+        try:
+            forecast = memory.Forecast(parts, precision, room)
+            rows = memory.sections(forecast, bool(compiled))
+        except Exception as error:  # of a model of the user's, which has to see its values
+            if parts.config.model["_target_"].startswith("llmexp."):
+                raise
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = f"not known: the model does not run without memory ({why})"
+            return Memory([("memory", text)], {})
+        texts = {
+            label.replace(" ", "_"): text for label, text in rows if label in ("hint", "would fit")
+        }
+        needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
+        figures = {"memory_bytes": forecast.figures(), "fits": fits, **texts}
+        return Memory(rows, figures, needed, fits)
 
     def _times(self, parts: Parts, precision: str, folder: str) -> tuple[Times | None, str]:
         """Return the times of a run's parts and where they come from; None, and why they are not
@@ -166,27 +186,3 @@ def placeable(config: Config) -> Config:
 def _on(device: Device, precision: str, label: str, text: str) -> tuple[str, str]:
     changed = {"device": f"{device.name}, planned for", "precision": precision}
     return label, changed.get(label, text)
-
-
-def forecast_memory(
-    parts: Parts, device: Device | None, limit: float | None, precision: str, compiled: bool
-) -> Memory:
-    """Return what is known of the memory of a run: why it is not known where this host hides how
-    much it has, or where the model needs memory to run."""
-    room = memory.room_of(parts, device, limit)
-    if room is None:
-        return Memory([("memory", "not known, nor what this host has; add plan.memory_gib=16")], {})
-    try:
-        forecast = memory.Forecast(parts, precision, room)
-        rows = memory.sections(forecast, compiled)
-    except Exception as error:  # of a model of the user's, which has to see its values
-        if parts.config.model["_target_"].startswith("llmexp."):
-            raise
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        text = f"not known: the model does not run without memory ({why})"
-        return Memory([("memory", text)], {})
-    texts = {
-        label.replace(" ", "_"): text for label, text in rows if label in ("hint", "would fit")
-    }
-    needed, fits = forecast.needed(forecast.cut), forecast.fits(forecast.cut)
-    return Memory(rows, {"memory_bytes": forecast.figures(), "fits": fits, **texts}, needed, fits)

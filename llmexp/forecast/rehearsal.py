@@ -151,9 +151,7 @@ def _name(counting: Counting, setup: Setup) -> None:
     states = [v for o in setup.optimizers for state in o.state.values() for v in state.values()]
     local = mesh.local_part
     for held in list(counting.held.values()):
-        counting.now[held.kind] -= held.bytes
-        held.kind = "buffers"
-        counting.now[held.kind] += held.bytes
+        counting.rename(held, "buffers")
     gradients = [local(p.grad) for p in setup.parameters if p.grad is not None]
     counting.call("parameters", [local(p) for p in setup.model.parameters()])
     counting.call("gradients", gradients)

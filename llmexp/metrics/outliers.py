@@ -95,11 +95,9 @@ def describe(limits: Limits, loss: float, norm: float) -> str:
         ("loss", loss, limits.loss),
         ("gradient norm", norm, limits.norm),
     ):
-        inside = low <= value <= high
-        found.append(
-            f"{name} {value:.4g}"
-            + ("" if inside else f", not within {max(low, 0.0):.4g} to {high:.4g}")
-        )
+        found.append(f"{name} {value:.4g}")
+        if not low <= value <= high:
+            found[-1] += f", not within {max(low, 0.0):.4g} to {high:.4g}"
     return "; ".join(found)
 
 

@@ -3,7 +3,7 @@ operation are named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,10 @@ def _inside(pair: Pair, what: str, part: str) -> Check:
     return equal(what, differing, count)
 
 
-def places(ours: Events, theirs: Events) -> Iterator[int]:
-    """Yield where two lists differ."""
-    for at in range(max(len(ours), len(theirs))):
-        if ours[at : at + 1] != theirs[at : at + 1]:
-            yield at
+def parting(ours: Events, theirs: Events) -> int | None:
+    """Return where two lists first differ; None where they are equal."""
+    pairs = itertools.zip_longest(ours, theirs)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), None)
 
 
 def first_difference(pair: Pair) -> str:
@@ -126,7 +125,7 @@ def _stages(
         passes += differing("rng", "; it drew other random numbers too ({})")
     loss = here.get("train/loss") != there.get("train/loss")
     lists = one.get("gradients", []), other.get("gradients", [])
-    left = next(places(*lists), None)
+    left = parting(*lists)
     backward = ""
     if left is not None:
         gradient = max(lists, key=len)[left][0]
@@ -149,7 +148,7 @@ def _stages(
 def where_forward(ours: Events, theirs: Events, classes: dict[str, str]) -> str:
     """Return which module is the first to compute something else from equal inputs and parameters;
     empty where none is."""
-    at = next(places(ours, theirs), None)
+    at = parting(ours, theirs)
     if at is None:
         return ""
     before = label(ours[at - 1][0], classes) if at else "the start"
