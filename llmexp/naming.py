@@ -1,4 +1,5 @@
-"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder; rows. No torch."""
+"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder; rows; the order of
+runs by their names. No torch."""
 
 from __future__ import annotations
 

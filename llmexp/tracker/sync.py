@@ -212,17 +212,13 @@ def send(run: Path, records: Records) -> tuple[str, bool]:
     OSError."""
     feed, there = upload(run, records.fields, records.end)
     line = f"{feed.sent:,} of {feed.rows:,} rows sent, {records.state}: {feed.url}"
-    if there < feed.rows:
-        line += (
-            f"; {feed.rows - there:,} earlier rows are missing there and wandb takes none in "
-            "between: --anew"
-        )
-        return line, False
-    if there > feed.rows and not records.lost:
-        line += (
-            f"; the tracker has {there - feed.rows:,} rows that the run does not have (--anew "
-            "makes an exact copy)"
-        )
+    more = there - feed.rows
+    if more < 0:
+        text = "earlier rows are missing there and wandb takes none in between: --anew"
+        return f"{line}; {-more:,} {text}", False
+    if more > 0 and not records.lost:
+        text = "rows that the run does not have (--anew makes an exact copy)"
+        line += f"; the tracker has {more:,} {text}"
     return _with_loss(line, records)
 
 
