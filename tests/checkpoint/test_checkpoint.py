@@ -634,7 +634,9 @@ def on_four_ranks(rank: int, folder: str) -> None:
 def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The matrix: runs with its own checks on the way and leaves the checkpoints behind."""
     folder = tmp_path_factory.mktemp("layouts")
-    torch.multiprocessing.spawn(on_four_ranks, (str(folder),), nprocs=4)
+    torch.multiprocessing.start_processes(
+        on_four_ranks, (str(folder),), nprocs=4, start_method="fork"
+    )
     return folder
 
 

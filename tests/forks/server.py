@@ -100,6 +100,7 @@ def become_worker(request: dict, fds: list[int]) -> None:
     try:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(1, 0)
+        enter_namespaces(request["pid"])
         for number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)
         highest = max([*fds, *request["fds"]]) + 1
@@ -149,6 +150,17 @@ def become_worker(request: dict, fds: list[int]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def enter_namespaces(pid: int) -> None:
+    """A process of another host of the tests is a fork that has gone there."""
+    for name in ("net", "uts", "mnt"):
+        theirs = f"/proc/{pid}/ns/{name}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{name}"):
+            continue
+        with open(theirs) as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), theirs)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def hand_over(address: str) -> None:
         "env": dict(os.environ),
         "fds": numbers,
         "umask": umask,
+        "pid": os.getpid(),
         "ignored": [int(n) for n in ignored],
     }
     message = json.dumps(request).encode()
@@ -79,7 +80,7 @@ def hand_over(address: str) -> None:
 
 def settings() -> str:
     """What only a fresh process would have or obey: some of the environment, limits, its control
-    group and network."""
+    group."""
     import resource
 
     names = (
@@ -94,14 +95,17 @@ def settings() -> str:
         "TORCHDYNAMO",
         "TORCHINDUCTOR",
     )
-    found = [(k, v) for k, v in os.environ.items() if k.startswith(names) and k != "PYTHONPATH"]
+    found = [
+        (k, v)
+        for k, v in os.environ.items()
+        if k.startswith(names) and k not in ("PYTHON", "PYTHONPATH")
+    ]
     limits = [
         resource.getrlimit(r)
         for r in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
     ]
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net")]
     with open("/proc/self/cgroup") as f:
-        return repr((sorted(found), limits, os.getuid(), spaces, f.read()))
+        return repr((sorted(found), limits, os.getuid(), f.read()))
 
 
 if address := os.environ.get("LLMEXP_TEST_FORKS"):

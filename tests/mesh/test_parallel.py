@@ -238,12 +238,12 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
     settings = [
         *settings,
         "precision=fp64",
-        "train.max_steps=30",
-        "checkpoint.every=4",
+        "train.max_steps=16",
+        "checkpoint.every=2",
         "checkpoint.async=true",
     ]
     stayed = train(tmp_path, "stayed", *settings)
-    run = Result(0, "", "", cut_after(stayed, tmp_path, 4))
+    run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
     for number, (name, (kind, *more)) in enumerate(LAYOUTS.items(), 1):
         overrides = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
         again = llmexp("resume", str(run.folder), *overrides, cwd=tmp_path)
@@ -265,11 +265,11 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
             assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
-        for key, value in weights(stayed, 30).items():
-            assert torch.allclose(weights(run, 30)[key], value, rtol=0, atol=1e-11), key
+        for key, value in weights(stayed, 16).items():
+            assert torch.allclose(weights(run, 16)[key], value, rtol=0, atol=1e-11), key
         folder = tmp_path / f"part{number}"
         folder.mkdir()
-        run = Result(0, "", "", cut_after(run, folder, 4 * number + 4))
+        run = Result(0, "", "", cut_after(run, folder, 2 * number + 2))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp_tp"])
@@ -277,17 +277,15 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
     "more",
     [
         ["precision=fp16", "precision.init_scale=3e5", "clip=value", "clip.max_value=0.01"],
-        ["optimizer=sgd", "clip=none", "model.dropout=0.2", "train.sample_tokens=5",
-        "train.sample_every=3"],
         ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
         "model.tied_head=false",
          "model.vocab_size=320"],
     ],
-    ids=["fp16 and value", "sgd, dropout, samples", "muon, llama"],
+    ids=["fp16 and value", "muon, llama"],
 )  # fmt: skip
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see
-    test_invariance); dropout has other masks there, so only that it trains."""
+    test_invariance)."""
     settings = [*settings, *more, "train.max_steps=4", "schedule=constant"]
     run = train(tmp_path, "run", *settings, *(FOUR if kind == "fsdp_tp" else TWO))
     # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
@@ -295,33 +293,39 @@ def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     alone = train(
         tmp_path, "alone", *(s.replace("init_scale=3e5", "init_scale=6e5") for s in settings)
     )
-    tolerance = 0.3 if "model.dropout=0.2" in more else 0.02
     assert [r["skipped"] for r in run.rows()] == [r["skipped"] for r in alone.rows()]
     for ours, theirs in zip(run.rows(), alone.rows(), strict=True):
-        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=tolerance)
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.02)
     if "precision=fp16" in more:
         assert {r["skipped"] for r in run.rows()} == {True, False}
         assert [2 * r["loss_scale"] for r in run.rows()] == [r["loss_scale"] for r in alone.rows()]
 
 
 def test_dropout_masks_differ_between_sequences_and_agree_between_parts(tmp_path, settings):
+    """Also with sgd, no clipping and samples of text."""
     (tmp_path / "masks.py").write_text(
         "import os, torch\n"
         "def keep(event, context):\n"
         "    if event == 'step_start' and context.step == 2:\n"
-        "        path = f'masks{os.environ[\"RANK\"]}.pt'\n"
-        "        context.model.dropout.register_forward_hook(lambda m, i, out: torch.save(out == "
-        "0, path))\n"
+        "        context.model.dropout.register_forward_hook(save)\n"
+        "def save(module, inputs, out):\n"
+        "    if module.training:\n"
+        "        torch.save(out == 0, f'masks{os.environ[\"RANK\"]}.pt')\n"
     )
     overrides = [
         "--allow",
         "masks",
         "hooks=[masks.keep]",
         "model.dropout=0.3",
+        "optimizer=sgd",
+        "clip=none",
+        "train.sample_tokens=5",
+        "train.sample_every=2",
         "train.max_steps=2",
         "train.eval_every=null",
     ]
-    train(tmp_path, "run", *overrides, *settings, "data.val_ratio=0", *FOUR)
+    run = train(tmp_path, "run", *settings, *overrides, "data.val_ratio=0", *FOUR)
+    assert len(run.rows()) == 2
     masks = [torch.load(tmp_path / f"masks{rank}.pt") for rank in range(4)]
     assert 0.2 < masks[0].double().mean() < 0.4
     assert torch.equal(masks[0], masks[1])
@@ -372,10 +376,10 @@ def test_one_command_does_not_start_several_hosts(tmp_path, settings):
     assert not result.folder.exists()
 
 
+@pytest.mark.slow
 def test_many_runs_in_a_row_end_with_zero(tmp_path, settings):
-    """gloo's threads abort a few per cent of processes that tear down carelessly;
-    LLMEXP_TEST_RUNS=100 tries harder."""
-    for number in range(int(os.environ.get("LLMEXP_TEST_RUNS", "3"))):
+    """gloo's threads abort a few per cent of processes that tear down carelessly."""
+    for number in range(20):
         train(
             tmp_path, f"run{number}", *settings, *TWO, "train.max_steps=2", "checkpoint.every=null"
         )
@@ -427,17 +431,6 @@ def test_a_start_too_many_that_is_stopped_leaves_the_run_alone(tmp_path, monkeyp
     for start_of in (worker.supervised, worker.work):
         assert start_of(tmp_path, parts, {}) == 130
         assert (tmp_path / "status.json").read_bytes() == before
-
-
-def test_one_state_has_one_digest_on_every_layout(tmp_path, settings):
-    """The state before the first update, which all layouts share bit for bit."""
-    found = set()
-    for kind in ("single", "ddp", "fsdp", "tp"):
-        more = [] if kind == "single" else ["parallelism.nproc_per_node=2"]
-        split = [f"parallelism={kind}", *more, "train.max_steps=1", "checkpoint.save_initial=true"]
-        run = train(tmp_path, kind, *settings, *split)
-        found.add(run.json("checkpoints/step_00000000/manifest.json")["digest"]["model"])
-    assert len(found) == 1
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="unshare is not there")

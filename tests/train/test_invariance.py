@@ -105,6 +105,12 @@ def test_every_cut_sees_the_same_rows(fp64):
     assert len(set(digests[0])) == len(digests[0])
 
 
+def test_one_state_has_one_digest_on_every_layout(fp64):
+    """The state before the first update, which all layouts share bit for bit."""
+    manifests = [run.json("checkpoints/step_00000000/manifest.json") for run in fp64.values()]
+    assert len({manifest["digest"]["model"] for manifest in manifests}) == 1
+
+
 def test_two_ranks_print_once(fp64):
     out = fp64["ddp 2"].out
     assert sum("step" in line and "1/5" in line for line in out.splitlines()) == 1, out

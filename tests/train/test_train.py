@@ -205,19 +205,41 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     assert "4 updates in a row were skipped, the last at step 4" in stopped.err
 
 
-@pytest.mark.parametrize("model", ["gpt_tiny", pytest.param("llama_100m", marks=pytest.mark.slow)])
-def test_compile_computes_the_same_without_recompiling(tmp_path, model):
+TRACED = """
+import torch
+
+torch._logging.set_logs(recompiles=True)
+if __name__ == "traced":  # as compiled, but for the C++, which takes its time to build
+    compiled = torch.compile
+    torch.compile = lambda *a, **k: compiled(*a, **{**k, "backend": "aot_eager", "mode": None})
+
+def hook(event, context):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "hook"),
+    [
+        ("gpt_tiny", "traced"),
+        pytest.param("gpt_tiny", "built", marks=pytest.mark.slow),
+        pytest.param("llama_100m", "built", marks=pytest.mark.slow),
+    ],
+)
+def test_compile_computes_the_same_without_recompiling(tmp_path, model, hook):
     """Tail and evaluation included: every micro-batch has the same shape."""
+    (tmp_path / f"{hook}.py").write_text(TRACED)
     sizes = [o for o in TINY if o.startswith(("model.n_layers", "batch", "tracker", "train"))]
     shape = ["model.n_heads=2", "model.d_model=16", "model.d_ff=24"]
     shape += ["model.n_kv_heads=1"] if model == "llama_100m" else []
     settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null",
-    "train.max_epochs=0.1",
+    "train.max_epochs=0.1", "--allow", hook, f"hooks=[{hook}.hook]",
                 "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]  # fmt: skip
     runs = []
     for name, compiled in (("eager", "false"), ("compiled", "true")):
-        more = [f"train.compile={compiled}", f"hydra.run.dir={name}"]
-        run = llmexp("train", *settings, *more, cwd=tmp_path, TORCH_LOGS="recompiles")
+        run = llmexp(
+            "train", *settings, f"train.compile={compiled}", f"hydra.run.dir={name}", cwd=tmp_path
+        )
         assert run.code == 0, run.err
         runs.append(run)
     eager, compiled_run = runs
