@@ -263,19 +263,16 @@ def test_the_throughput_grid_ends_in_its_tables(work):
     assert [line.partition(",")[0] for line in printed].count("GPT2") == 2
 
 
-def test_a_search_by_optuna(work):
+@pytest.mark.usefixtures("forking")
+@pytest.mark.filterwarnings("ignore:.*declarative_base")
+def test_a_search_by_optuna(work, capfd, monkeypatch):
     """A seeded sampler, so that the search goes on where it was, and no point runs twice."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    small = [
-        *TINY,
-        "data=synthetic",
-        "data.n_tokens=5000",
-        "train.max_steps=3",
-        "hydra.sweeper.n_trials=1",
-    ]
-    done = llmexp("train", "experiment=lr_optuna", *small, "hydra.sweep.dir=search", cwd=work)
-    assert done.code == 0, done.err + done.out
-    assert "\x1b" not in done.err
+    monkeypatch.chdir(work)
+    small = ["experiment=lr_optuna", *TINY, "data=synthetic", "data.n_tokens=5000"]
+    small += ["train.max_steps=3"]
+    assert run(["train", *small, "hydra.sweeper.n_trials=1", "hydra.sweep.dir=search"]) == 0
+    assert "\x1b" not in capfd.readouterr().err
     best = yaml.safe_load((work / "search" / "optimization_results.yaml").read_text())
     points = json.loads((work / "search" / "sweep.json").read_text())["points"]
     losses = []
@@ -284,9 +281,7 @@ def test_a_search_by_optuna(work):
         status = json.loads((work / "search" / point["folder"] / "status.json").read_text())
         losses.append(status["summary"]["final val/loss"])
     assert [best["best_value"]] == losses
-    more = [o.replace("n_trials=1", "n_trials=2") for o in small]
-    again = llmexp("train", "experiment=lr_optuna", *more, "sweep.resume=search", cwd=work)
-    assert again.code == 0, again.err
+    assert run(["train", *small, "hydra.sweeper.n_trials=2", "sweep.resume=search"]) == 0
     after = json.loads((work / "search" / "sweep.json").read_text())["points"]
     assert after[:1] == points
     assert [p["attempts"] for p in after] == [1, 1]
