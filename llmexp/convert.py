@@ -11,11 +11,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from llmexp.config import NO_DEFAULT, Config, Knob, key_of
-from llmexp.values import AUTO, NAMED, VARIABLE, ConfigError, fill, hint, nearest, refuse
+from llmexp.values import AUTO, NAMED, VARIABLE, ConfigError, children, fill, hint, nearest, refuse
 
 T = TypeVar("T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
@@ -40,22 +40,14 @@ def _look_through(mapping: Mapping[str, Any]) -> None:
         node, depth, key = waiting.pop()
         seen += 1
         if seen > MAX_VALUES or depth > MAX_DEPTH:
-            raise ConfigError(
-                f"this config has more than {MAX_VALUES:,} values, or nests deeper than "
-                f"{MAX_DEPTH} sections"
-            )
+            text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
+            raise ConfigError(f"this config {text}")
         if isinstance(node, str):
             NAMED.update(VARIABLE.findall(node))
         if isinstance(node, float) and not math.isfinite(node):
             raise refuse(key, node, "a finite number is needed")
-        for name, child in _children(node):
+        for name, child in children(node):
             waiting.append((child, depth + 1, f"{key}.{name}" if key else str(name)))
-
-
-def _children(node: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(node, Mapping):
-        return node.items()
-    return enumerate(node) if isinstance(node, list) else ()
 
 
 def with_knobs(config: Config, **sections: dict[str, Any]) -> Config:
@@ -75,9 +67,8 @@ def _types(cls: type) -> dict[str, Any]:
 def section(cls: type[T], mapping: Any, prefix: str) -> T:
     """Return a closed section, whose keys begin with `prefix`. Raises ConfigError."""
     if not isinstance(mapping, Mapping):
-        raise refuse(
-            prefix.rstrip("."), mapping, "a section of keys is needed here, not a plain value"
-        )
+        text = "a section of keys is needed here, not a plain value"
+        raise refuse(prefix.rstrip("."), mapping, text)
     fields = {key_of(field): field for field in dataclasses.fields(typing.cast(Any, cls))}
     for key in mapping:
         if key not in fields:
@@ -131,9 +122,8 @@ def _open_section(value: Any, key: str) -> dict[str, Any]:
 
 
 def _hooks(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(entry, (str, Mapping)) for entry in value
-    ):
+    several = isinstance(value, (list, tuple))
+    if not several or not all(isinstance(entry, (str, Mapping)) for entry in value):
         text = "a list of names of functions, or of sections with their arguments, is needed"
         raise refuse(key, value, text, "[mymodel.watch,{_target_:mymodel.count,every:10}]")
     return [dict(entry) if isinstance(entry, Mapping) else entry for entry in value]

@@ -138,6 +138,13 @@ def seconds(doc: str, example: float, **more: Any) -> Any:
     return knob(f"seconds {doc}", example, above=0, at_most=1_000_000, default=example, **more)
 
 
+def children(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the (key, value) pairs in a section, (number, value) in a list, none in a value."""
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, (list, tuple)) else ()
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one with dotted keys."""
     flat: dict[str, Any] = {}

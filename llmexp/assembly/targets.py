@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from llmexp.config import ConfigError, nearest, refuse
-from llmexp.values import hint
+from llmexp.values import children, hint
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
@@ -32,13 +32,8 @@ OWN = {
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
 EXAMPLES = {"hooks": "mymodel.watch"}  # of a `_target_`
-RESERVED = (
-    "_target_",
-    "_partial_",
-    "_args_",
-    "_recursive_",
-    "_convert_",
-)  # Hydra's words for calling functions
+# Hydra's words for calling functions
+RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def allowed_packages(section: str) -> list[str]:
@@ -94,12 +89,9 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
-    not_allowed = refuse(
-        key,
-        dotted,
-        f"is outside the allowed packages ({', '.join(packages) or 'none'}); a package of your own "
-        "is allowed by its name on the command line: --allow mypackage",
-    )
+    text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
+    way = "a package of your own is allowed by its name on the command line: --allow mypackage"
+    not_allowed = refuse(key, dotted, f"{text}; {way}")
     if not _inside(module_name, packages):
         raise not_allowed
     try:
@@ -109,9 +101,8 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
         if absent is not None and (module_name == absent or module_name.startswith(absent + ".")):
             text = f"there is no module {absent} on the path (looked in the current folder too)"
             raise refuse(key, dotted, text) from None
-        raise ConfigError(
-            f"{key}={dotted}: importing {module_name} failed: {described(error)}"
-        ) from error
+        text = f"importing {module_name} failed: {described(error)}"
+        raise refuse(key, dotted, text) from error
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
         raise refuse(key, dotted, f"{module_name} has no {name}.{nearest(name, known)}")
@@ -164,19 +155,11 @@ def place(found: Any) -> str:
 
 def refuse_calls(key: str, value: Any) -> None:
     """Raise ConfigError for a section inside `value` that would have Hydra call something."""
-    children = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for name, child in children:
+    for name, child in children(value):
         if name in RESERVED:
-            raise ConfigError(
-                f"{key}.{name}={child}: nothing is called from inside a section; give plain "
-                "values, and call what you need in your own function"
-            )
+            way = "give plain values, and call what you need in your own function"
+            text = f"nothing is called from inside a section; {way}"
+            raise ConfigError(f"{key}.{name}={child}: {text}")
         refuse_calls(f"{key}.{name}", child)
 
 
@@ -224,10 +207,9 @@ def resolve(
     """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it
     does not have, with the nearest one; `offered` are arguments that are not knobs."""
     if "_target_" not in values:
-        raise ConfigError(
-            f"{section}._target_: this key is missing; it names the function, for example "
-            f"{section}._target_={EXAMPLES.get(section.partition('.')[0], 'llmexp.optim.adamw')}"
-        )
+        example = EXAMPLES.get(section.partition(".")[0], "llmexp.optim.adamw")
+        text = f"it names the function, for example {section}._target_={example}"
+        raise ConfigError(f"{section}._target_: this key is missing; {text}")
     knobs = {str(k): v for k, v in values.items() if k != "_target_"}
     refuse_calls(section, knobs)
     target = locate(f"{section}._target_", values["_target_"])

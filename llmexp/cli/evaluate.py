@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from llmexp import rundir
-from llmexp.compose import app, command_line, environment, hints
+from llmexp.compose import app, command_line, environment, errors
+from llmexp.compose.overrides import parsed
 from llmexp.config import Config, ConfigError, nearest, plain
 from llmexp.convert import build
 from llmexp.naming import add_weights, named_checkpoint
@@ -175,8 +174,8 @@ def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) 
             return dataclasses.replace(config, data=app.typed(cfg).data)
     tree = plain(config)
     tree["data"] = copy.deepcopy(tree["data"])
-    for parsed in map(OverridesParser.create().parse_override, overrides):
-        _put(tree, parsed)
+    for change in parsed(overrides):
+        _put(tree, change)
     return build(tree)
 
 
@@ -189,7 +188,7 @@ def _put(tree: dict[str, Any], override: Any) -> None:
         below = node.setdefault(parent, {}) if own else node.get(parent)
         node = below if isinstance(below, dict) else {}
     if name not in node and not own:
-        text = f"there is no such key in the data of the run.{nearest(key, hints.flat_keys(tree))}"
+        text = f"there is no such key in the data of the run.{nearest(key, errors.flat_keys(tree))}"
         way = f"For other data name them first, for example data=text {key}=..."
         raise ConfigError(f"{key}: {text} {way}")
     if override.is_sweep_override():

@@ -16,7 +16,7 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
-from llmexp.compose.hints import flat_keys, nearest_key
+from llmexp.compose.errors import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
 from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.forecast.settings import Plan

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from llmexp import child, rundir
 from llmexp.cli import train, worker
-from llmexp.compose import app, command_line, environment, hints, origin
+from llmexp.compose import app, command_line, environment, errors, origin
 from llmexp.compose.command_line import recordable
+from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build
 from llmexp.run.batch import cut_anew
@@ -115,16 +114,15 @@ def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: s
     """Put overrides into the config of the run in `path`, which ran with the parallelism `before`.
     Raises ConfigError."""
     kinds = ("parallelism", "parallelism.kind")
-    parsed = map(OverridesParser.create().parse_override, overrides)
     # the kind first, then its sizes
-    for override in sorted(parsed, key=lambda o: o.key_or_group not in kinds):
+    for override in sorted(parsed(overrides), key=lambda o: o.key_or_group not in kinds):
         key = override.key_or_group
         *parents, name = key.split(".")
         node: Any = tree
         for parent in parents:
             node = node.get(parent) if isinstance(node, dict) else None
         if not isinstance(node, dict) or name not in node:
-            near = nearest(key, hints.flat_keys(tree))
+            near = nearest(key, errors.flat_keys(tree))
             raise ConfigError(f"{key}: there is no such key in {path / rundir.CONFIG}.{near}")
         if override.is_sweep_override():
             text = "several values are a sweep; a run is resumed with one"

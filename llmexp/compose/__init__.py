@@ -6,6 +6,6 @@ forking       a fork: the config of its parent in the place of ours
 guard         refuse what would run code
 environment   variables stay names; refuse secrets
 origin        where each value comes from; refuse knobs that do nothing
-errors        Hydra's exceptions as ConfigError
-hints         the text of such an error, with the nearest valid key
+overrides     keys of overrides, and their values by Hydra's grammar
+errors        Hydra's exceptions as ConfigError, with the nearest valid key
 """

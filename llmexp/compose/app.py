@@ -23,6 +23,7 @@ from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets,
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
+from llmexp.compose.overrides import key_of
 from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, refuse
 from llmexp.convert import build
 from llmexp.run.budget import replace_budgets
@@ -74,9 +75,8 @@ def compose(
             cfg, multirun = _composed(hydra, overrides, multirun)
         # such as for clip=[{}]
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"{' '.join(overrides)}: Hydra cannot make a config of this ({error!r})"
-            ) from None
+            text = f"Hydra cannot make a config of this ({error!r})"
+            raise ConfigError(f"{' '.join(overrides)}: {text}") from None
         HydraConfig.instance().set_config(cfg)
     return cfg, multirun
 
@@ -116,13 +116,9 @@ def typed(cfg: DictConfig) -> Config:
     config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:
-        raise refuse(
-            "name",
-            repr(config.name[:100]),
-            "must be one folder name: 1 to 80 characters, no /, no dot or - at its start; "
-            "hydra.run.dir takes any path",
-            "my_run",
-        )
+        text = "must be one folder name: 1 to 80 characters, no /, no dot or - at its start"
+        way = "hydra.run.dir takes any path"
+        raise refuse("name", repr(config.name[:100]), f"{text}; {way}", "my_run")
     return config
 
 
@@ -132,16 +128,15 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
     with user_errors():
         value = OmegaConf.select(cfg, key, throw_on_missing=True)
     if not value or re.search(r"[\x00-\x1f\x7f]", str(value)):
-        raise refuse(
-            key, repr(value), "a folder is needed, without control characters", "outputs/try1"
-        )
+        text = "a folder is needed, without control characters"
+        raise refuse(key, repr(value), text, "outputs/try1")
     refuse_secrets(str(value), key)
     return Path(str(value))
 
 
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
     """Return whether the user chose the folder by an override of `key`."""
-    return any(o.lstrip("+~").startswith(key + "=") for o in overrides)
+    return any(key_of(o) == key and "=" in o for o in overrides)
 
 
 def quoted(text: str) -> str:
@@ -162,9 +157,5 @@ def refuse_hosts(
 ) -> None:
     """Raise ConfigError for a run on several hosts, which cannot be started from here."""
     if (nodes := config.parallelism.nnodes) > 1:
-        raise refuse(
-            "parallelism.nnodes",
-            nodes,
-            f"this command starts ranks on this host only; {instead}",
-            1,
-        )
+        text = f"this command starts ranks on this host only; {instead}"
+        raise refuse("parallelism.nnodes", nodes, text, 1)

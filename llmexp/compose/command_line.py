@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from llmexp.compose.guard import BY_HAND, refuse_search_path
+from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
@@ -73,9 +73,8 @@ def _is_there(package: str) -> bool:
         for part in below:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            spec = importlib.machinery.PathFinder.find_spec(
-                f"{spec.name}.{part}", spec.submodule_search_locations
-            )
+            name, places = f"{spec.name}.{part}", spec.submodule_search_locations
+            spec = importlib.machinery.PathFinder.find_spec(name, places)
     except (ImportError, ValueError):
         return False
     return spec is not None
@@ -139,11 +138,10 @@ def opened(override: str) -> str:
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError naming an override that cannot be parsed."""
-    parser = OverridesParser.create()
     for override in overrides:
         key = ""
         with suppress(HydraException):
-            key = parser.parse_override(override).key_or_group
+            key = parsed([override])[0].key_or_group
         if not key:
             text = "is not an override; one looks like train.max_steps=100"
             name, _, value = override.partition("=")

@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError
 from llmexp.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
-from llmexp.values import SECRET
+from llmexp.values import SECRET, children
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(
@@ -37,11 +37,9 @@ def variables_kept() -> Iterator[None]:
         return default[0] if default else oc.env(name)  # raises
 
     def decode(text: str | None, _parent_: Any, _node_: Any) -> Any:
-        return (
-            text
-            if text is not None and VARIABLE.search(text)
-            else oc.decode(text, _parent_, _node_)
-        )
+        if text is not None and VARIABLE.search(text):
+            return text
+        return oc.decode(text, _parent_, _node_)
 
     try:
         OmegaConf.register_new_resolver("oc.env", env, replace=True)
@@ -86,26 +84,17 @@ def refuse_secrets(node: Any, key: str = "") -> None:
         text = "" if value is None else str(value)
         for source, secret in known.items():
             if secret in text or secret in name:
-                raise ConfigError(
-                    f"{redacted(name)}: holds the value of {source}; a saved config must not "
-                    "hold a secret"
-                )
+                text = f"holds the value of {source}; a saved config must not hold a secret"
+                raise ConfigError(f"{redacted(name)}: {text}")
         shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
         if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
-            raise ConfigError(
-                f"{name}: {shown[0]} is a secret by its name, and what is here is shown"
-            )
-        last = name.rpartition(".")[2]
-        if (
-            SECRET_KEY.fullmatch(last)
-            and text
-            and not isinstance(value, bool)
-            and not VARIABLE.fullmatch(text)
-        ):
-            raise ConfigError(
-                f"{name}: is a secret by its name, and a config is saved as plain text; set it in "
-                f"the environment and name it: '{name}=${{oc.env:{last.upper()}}}'"
-            )
+            text = f"{shown[0]} is a secret by its name, and what is here is shown"
+            raise ConfigError(f"{name}: {text}")
+        last, given = name.rpartition(".")[2], text and not isinstance(value, bool)
+        if given and SECRET_KEY.fullmatch(last) and not VARIABLE.fullmatch(text):
+            text = "is a secret by its name, and a config is saved as plain text"
+            way = f"set it in the environment and name it: '{name}=${{oc.env:{last.upper()}}}'"
+            raise ConfigError(f"{name}: {text}; {way}")
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -115,7 +104,6 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, node
         return
     yield key, None
-    for name, child in (
-        node.items() if isinstance(node, Mapping) else (("", child) for child in node)
-    ):
+    for name, child in children(node):
+        name = name if isinstance(node, Mapping) else ""
         yield from _leaves(child, ".".join(filter(None, (key, str(name)))))

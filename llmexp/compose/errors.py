@@ -1,17 +1,25 @@
-"""Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words."""
+"""Turn what Hydra, OmegaConf and YAML refuse into a ConfigError in the user's words: what is wrong
+with which key, and the nearest key that exists."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import yaml
 from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llmexp.compose.hints import in_words
-from llmexp.config import ConfigError
+from llmexp.compose.origin import CONFIG_NAME, not_in_option
+from llmexp.compose.overrides import key_of, parsed
+from llmexp.config import ConfigError, flatten, nearest
+from llmexp.values import hint
+
+MOST = 18  # names in a list of what there is
 
 
 @contextmanager
@@ -24,3 +32,92 @@ def user_errors(loader: Any = None, overrides: Sequence[str] = ()) -> Iterator[N
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(in_words(error, loader, overrides)) from None
+
+
+def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
+    """Return what Hydra refused, in words that name the key, the value and what would be valid."""
+    text = str(error).strip()
+    if error.__cause__ is not None and str(error.__cause__).strip() not in text:
+        text += "\n" + str(error.__cause__).strip()
+    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        way = "several values are a sweep, which needs -m; a list is written key=[a,b]"
+        return f"{found[1]}: {way}"
+    changing = r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'"
+    if found := re.search(changing, text):
+        if "already at" in text:
+            return f"{found[1]}: this key exists; write it without the +"
+        return unknown(found[1].partition("=")[0], loader, overrides)
+    choosing = r"In '[^']+': Could not find '([^']+)'\s*Available options in '([^']+)':\s*(.*)"
+    if found := re.search(choosing, text, re.S):
+        choice, group, options = found.groups()
+        word = choice.removeprefix(group + "/")
+        near = hint(word, options.split("Config search")[0].split())
+        return f"{group}={word}: there is no such option.{near}"
+    if "Config group override must be" in text:
+        groups = loader.list_groups("")
+        for o in parsed(overrides):
+            if o.key_or_group in groups and not isinstance(o.value(), (str, list)):
+                known = ", ".join(loader.get_group_options(o.key_or_group))
+                return f"{o.input_line}: an option of the group is needed. Known: {known}."
+    key = getattr(error, "full_key", None)
+    noise = re.compile(r"\s*(full_key|object_type|reference_type)")
+    lines = [line.strip() for line in text.splitlines() if not noise.match(line)]
+    return (f"{key}: " if key else "") + " ".join(filter(None, lines))
+
+
+def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
+    """Return a refusal of a key that the composed config does not have: what it misses, or the
+    nearest key that there is."""
+    if key.startswith("user."):
+        way = f"a new key of your own is written with a +: +{key}=..."
+        return f"{key}: there is no such key yet; {way}"
+    tree = known_tree(loader, overrides)
+    flat = flatten({k: v for k, v in tree.items() if k != "hydra"})
+    value = next((o.partition("=")[2] for o in overrides if key_of(o) == key), "")
+    for other in parsed(overrides):
+        if other.key_or_group in flat and not other.is_sweep_override():
+            flat[other.key_or_group] = other.value()
+    if refusal := not_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value, flat):
+        return refusal
+    near = nearest_key(key, [*flat_keys(tree), "experiment"])
+    return f"{key}: there is no such key or group.{near}"
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """Return a hint: a key of the same section that is spelled alike, one of this name elsewhere, a
+    section spelled alike; else what there is in the section."""
+    section, _, name = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    turned = [s for s in siblings if sorted(s) == sorted(name)]  # rl for lr
+    within = nearest(name, turned or siblings, cutoff=0.5 if turned else 0.75)
+    if within and section:
+        within = within.replace("mean ", f"mean {section}.")
+    elsewhere = [k for k in known if f"_{k.rpartition('.')[2]}".endswith(f"_{name}")]
+    if within or elsewhere:
+        return within or f" Did you mean {' or '.join(elsewhere[:3])}?"
+    top = [k for k in known if "." not in k and k != "hydra"]
+    there = siblings or top
+    more = f" and {len(there) - MOST} more" if len(there) > MOST else ""
+    near = "" if siblings else nearest(key, known, cutoff=0.8)
+    return near or f" Known: {', '.join(there[:MOST])}{more}"
+
+
+def known_tree(loader: Any, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the config with the chosen options of the groups and no other override."""
+    known = loader.list_groups("")
+    groups = [o for o in overrides if re.fullmatch(r"[a-z]+=\w+", o) and key_of(o) in known]
+    cfg = None
+    for choice in (groups, []):  # a choice may be wrong itself
+        with suppress(HydraException):
+            cfg = cfg or loader.load_configuration(CONFIG_NAME, choice, run_mode=RunMode.RUN)
+    tree: Any = OmegaConf.to_container(cfg, resolve=False)
+    return dict(tree)
+
+
+def flat_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of nested mappings, sections included; hydra's own without what is in
+    it."""
+    for key, child in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(child, dict) and key != "hydra":
+            yield from flat_keys(child, f"{prefix}{key}.")

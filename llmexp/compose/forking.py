@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from llmexp import rundir
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
@@ -33,7 +33,7 @@ def parent_in(overrides: Sequence[str]) -> Path | None:
     given = [o for o in overrides if o.lstrip("+").startswith("fork.run=")]
     run = None
     with suppress(HydraException):  # refused later, in words
-        for override in OverridesParser.create().parse_overrides(given):
+        for override in parsed(given):
             if override.is_sweep_override():
                 text = "several runs are several sweeps; fork.step takes several steps of one run"
                 raise ConfigError(f"{override.input_line}: {text}")
@@ -147,7 +147,7 @@ def _updates(step: int, schedule: dict[str, Any]) -> int:
 
 
 def _keys(overrides: Sequence[str]) -> set[str]:
-    return {o.lstrip("+~").partition("=")[0] for o in overrides}
+    return set(map(key_of, overrides))
 
 
 def recut(config: Config, overrides: Sequence[str]) -> Config:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import ConfigError, refuse
 
 SWEEPERS = (
@@ -29,21 +29,14 @@ SWEEPERS = (
 BY_HAND = ("setup", "additional_parameters", "init", "address")
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 # Keys under `hydra` that have to stay as they are: the values that mean so, and what to do.
+RUN_NO_CODE = "a config file must not run code; {}"
+KEEP_ENVIRONMENT = "a config does not change the environment; export it in your shell"
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "callbacks": (
-        (None, {}),
-        "a config file must not run code; for your own functions use hooks=[...]",
-    ),
-    "job.env_set": (
-        (None, {}),
-        "a config does not change the environment; export it in your shell",
-    ),
-    "job.env_copy": (
-        (None, []),
-        "a config does not change the environment; export it in your shell",
-    ),
-    "hydra_logging": ((None, NO_LOGGING), "a config file must not run code; leave it at none"),
-    "job_logging": ((None, NO_LOGGING), "a config file must not run code; leave it at none"),
+    "callbacks": ((None, {}), RUN_NO_CODE.format("for your own functions use hooks=[...]")),
+    "job.env_set": ((None, {}), KEEP_ENVIRONMENT),
+    "job.env_copy": ((None, []), KEEP_ENVIRONMENT),
+    "hydra_logging": ((None, NO_LOGGING), RUN_NO_CODE.format("leave it at none")),
+    "job_logging": ((None, NO_LOGGING), RUN_NO_CODE.format("leave it at none")),
 }
 
 
@@ -58,12 +51,11 @@ def guard(loader: Any) -> None:
         cfg: DictConfig = load(config_name, overrides, *args, **kwargs)
         given: dict[str, list[str]] = {"task": [], "hydra": []}
         for override in overrides:
-            of_hydra = override.lstrip("+~").startswith(("hydra.", "hydra/"))
+            of_hydra = key_of(override).startswith(("hydra.", "hydra/"))
             given["hydra" if of_hydra else "task"].append(override)
         if _plain(cfg.hydra).get("overrides") != given:
-            raise ConfigError(
-                "hydra.overrides: is what a command line says; a config file must not set it"
-            )
+            text = "is what a command line says; a config file must not set it"
+            raise ConfigError(f"hydra.overrides: {text}")
         refuse_code(cfg)
         return cfg
 
@@ -91,11 +83,9 @@ def _check_launcher(launcher: dict[str, Any], own: dict[str, Any]) -> None:
     typed = _typed((own.get("overrides") or {}).get("hydra") or [])
     for key, value in launcher.items():
         if key in BY_HAND and value and own["launcher"][key] != typed.get(key):
-            raise ConfigError(
-                f"hydra.launcher.{key}: runs what it says elsewhere, so it is taken from a command "
-                "line, not from a config file or a sweep.json; set it by hydra.launcher."
-                f"{key}=..."
-            )
+            text = "runs what it says elsewhere, so it is taken from a command line, not from a "
+            text += f"config file or a sweep.json; set it by hydra.launcher.{key}=..."
+            raise ConfigError(f"hydra.launcher.{key}: {text}")
         if key not in BY_HAND and isinstance(value, (dict, list)):
             raise refuse(f"hydra.launcher.{key}", value, "a plain value is needed")
     refuse_calls("hydra.launcher", {k: v for k, v in launcher.items() if k != "_target_"})
@@ -135,8 +125,7 @@ def _typed(overrides: Sequence[str]) -> dict[str, Any]:
     only."""
     whole = OmegaConf.create({"hydra": {"launcher": {}}})
     keys = tuple(f"hydra.launcher.{key}" for key in BY_HAND)
-    given = [override for override in overrides if override.lstrip("+").startswith(keys)]
-    for override in OverridesParser.create().parse_overrides(given):
+    for override in parsed(o for o in overrides if o.lstrip("+").startswith(keys)):
         OmegaConf.update(whole, override.key_or_group, override.value(), merge=True, force_add=True)
     return _plain(whole.hydra.launcher)
 
@@ -151,22 +140,15 @@ def _check_sweeper(sweeper: dict[str, Any]) -> None:
         locate("hydra.sweeper.custom_search_space", space)
     storage = rest.get("storage")
     if str(storage).lower().startswith("redis"):  # what comes from there is unpickled
-        raise refuse(
-            "hydra.sweeper.storage",
-            storage,
-            "must be a database of SQL, or null",
-            "sqlite:///study.db",
-        )
+        text = "must be a database of SQL, or null"
+        raise refuse("hydra.sweeper.storage", storage, text, "sqlite:///study.db")
     sampler = rest.pop("sampler", None)
     if sampler is not None:
         target = sampler.get("_target_") if isinstance(sampler, dict) else sampler
         if re.fullmatch(r"optuna\.samplers\.\w+Sampler", str(target)) is None or target is sampler:
-            raise refuse(
-                "hydra.sweeper.sampler._target_",
-                target,
-                "must be a section that names a sampler of optuna",
-                "optuna.samplers.TPESampler",
-            )
+            text, example = "must be a section that names a sampler of optuna", "TPESampler"
+            key = "hydra.sweeper.sampler._target_"
+            raise refuse(key, target, text, f"optuna.samplers.{example}")
         plain = {k: v for k, v in sampler.items() if (k, v) != ("_partial_", True)}
         plain.pop("_target_")
         refuse_calls("hydra.sweeper.sampler", plain)
@@ -178,18 +160,13 @@ def refuse_search_path(config_dir: str | None, overrides: Sequence[str]) -> None
     it is allowed."""
     own = Path(config_dir or "", "config.yaml")
     if config_dir and own.exists():
-        raise ConfigError(
-            f"--config-dir {config_dir}: {own.name} there would take the place of ours; your own "
-            "files are options of the groups: DIR/experiment/mine.yaml, then experiment=mine"
-        )
-    given = [
-        override for override in overrides if override.lstrip("+~").startswith("hydra.searchpath")
-    ]
-    for override in OverridesParser.create().parse_overrides(given):
+        text = f"{own.name} there would take the place of ours; your own files are options of the "
+        text += "groups: DIR/experiment/mine.yaml, then experiment=mine"
+        raise ConfigError(f"--config-dir {config_dir}: {text}")
+    for override in parsed(o for o in overrides if key_of(o).startswith("hydra.searchpath")):
         paths = override.value()
         for path in paths if isinstance(paths, list) else ():
             scheme, _, package = str(path).partition("://")
             if scheme == "pkg" and not inside_allowed(package.replace("/", ".")):
-                raise refuse(
-                    "hydra.searchpath", path, "is imported; allow it with --allow", "file://conf"
-                )
+                text = "is imported; allow it with --allow"
+                raise refuse("hydra.searchpath", path, text, "file://conf")

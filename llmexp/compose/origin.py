@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.forking import PREFIX
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import OPEN_SECTIONS, Config, ConfigError, conf_dir, flatten, plain, refuse
 from llmexp.knobs import dead, defaults, fields
 
@@ -38,9 +39,8 @@ def layers(loader: Any, name: str, overrides: Sequence[str]) -> list[Layer]:
         if path is None or path.startswith("hydra/") or package.startswith("hydra"):
             continue
         source, values, _ = file_at(loader, path)
-        found.append(
-            Layer(source, {f"{package}.{key}" if package else key: v for key, v in values.items()})
-        )
+        below = f"{package}." if package else ""
+        found.append(Layer(source, {f"{below}{key}": v for key, v in values.items()}))
     for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
         if not loader.repository.group_exists(key) and not override.is_delete():
@@ -94,13 +94,9 @@ def refuse_dead(cfg: DictConfig, config: Config) -> None:
 
 # Keys that act in a sweep only, and keys that act in a single run only, with what to do instead.
 SWEEP_ONLY = (
-    "sweep.",
-    "hydra/launcher",
-    "hydra/sweeper",
-    "hydra.launcher.",
-    "hydra.sweeper.",
+    "sweep.", "hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.",
     "hydra.sweep.",
-)
+)  # fmt: skip
 RUN_ONLY = {
     "hydra.run.dir": "names the folder of a single run; that of a sweep is hydra.sweep.dir={value}",
     "train.stop_step": "does nothing in a sweep, whose points train to their end; leave it out, or "
@@ -111,20 +107,15 @@ RUN_ONLY = {
 def refuse_unused(overrides: Sequence[str], multirun: bool) -> None:
     """Raise ConfigError for an override of the command line that acts in a sweep only, or in a
     single run only."""
-    if any(o.lstrip("+").startswith("sweep.resume=") for o in overrides) and multirun:
+    if multirun and "sweep.resume" in map(key_of, overrides):
         return  # its command was accepted when it began
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key.startswith("plan."):
-            raise refuse(key, value, "does nothing but in llmexp plan; leave it out")
-        if key.startswith("prepare."):
-            raise refuse(key, value, "does nothing but in llmexp prepare; leave it out")
+        if (section := key.partition(".")[0]) in ("plan", "prepare") and section != key:
+            raise refuse(key, value, f"does nothing but in llmexp {section}; leave it out")
         if not multirun and key.startswith(SWEEP_ONLY):
-            raise refuse(
-                key,
-                value,
-                "does nothing without -m, which makes the command a sweep; add -m, or leave it out",
-            )
+            text = "does nothing without -m, which makes the command a sweep"
+            raise refuse(key, value, f"{text}; add -m, or leave it out")
         if multirun and key in RUN_ONLY and value != "null":
             raise refuse(key, value, RUN_ONLY[key].format(value=value.partition(",")[0]))
 
@@ -134,9 +125,7 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
     found = set()
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        section = (
-            OverridesParser.create().parse_override(override).value() if value[:1] == "{" else None
-        )
+        section = parsed([override])[0].value() if value[:1] == "{" else None
         found |= set(flatten({key: section})) if isinstance(section, dict) else {key}
     return found
 
@@ -155,10 +144,9 @@ def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:
     if isinstance(tree.get("experiment"), dict):
         choice = cfg.hydra.runtime.choices.get("experiment")
         source, *_ = file_at(GlobalHydra.instance().config_loader(), f"experiment/{choice}")
-        raise ConfigError(
-            f"experiment={choice}: {source} must begin with the line `# @package _global_`; "
-            "without it all that it sets is put under `experiment`, where nothing reads it"
-        )
+        text = "without it all that it sets is put under `experiment`, where nothing reads it"
+        line = "must begin with the line `# @package _global_`"
+        raise ConfigError(f"experiment={choice}: {source} {line}; {text}")
 
 
 def is_default(cfg: DictConfig, key: str, flat: dict[str, Any]) -> bool:
@@ -196,15 +184,12 @@ def not_in_option(
         return str(refuse(key, value, "{}; leave it out, or {}".format(*idle[key])))
     if section not in choices or "." in name:
         return ""
-    having = [
-        o for o in loader.get_group_options(section) if name in option(loader, f"{section}/{o}")
-    ]
+    known = loader.get_group_options(section)
+    having = [o for o in known if name in option(loader, f"{section}/{o}")]
     if not having:
         return ""
-    return (
-        f"{key}: the option {section}={choices[section]} has no such knob; these have it: "
-        f"{', '.join(having)}"
-    )
+    text = f"the option {section}={choices[section]} has no such knob"
+    return f"{key}: {text}; these have it: {', '.join(having)}"
 
 
 CONFIG_NAME = "config"

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.redact import redacted
 from llmexp.run.batch import solve_batch
@@ -155,10 +156,8 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return the overrides of a sweeper, those that only repeat one of the command line as that has
     it: Optuna's writes its values as Python does, False for false and None for null, which no
     longer is that."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     texts = {}
-    for o in OverridesParser.create().parse_overrides(list(given)):
+    for o in parsed(given):
         if not (o.is_sweep_override() or o.is_delete()):
             texts[f"{o.get_key_element()}={o.value()}"] = str(o.input_line)
     ours = budgets_in(given)  # they replace that of a file
@@ -209,21 +208,21 @@ def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     params = cfg.hydra.sweeper.get("params") or {}
-    typed = {o.lstrip("+~").partition("=")[0] for o in overrides}
+    typed = set(map(key_of, overrides))
     typed |= set(BUDGETS) if budgets_in(overrides) else set()
     # the command line replaces a file
     fixed = [f"{k}={v}" for k, v in params.items() if str(k).lstrip("+") not in typed]
     # Those of Hydra's own are in what the points are composed from.
-    overrides = [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    overrides = [o for o in overrides if not key_of(o).startswith(("hydra.", "hydra/"))]
     parser = OverridesParser.create(config_loader=hydra.config_loader)
     with user_errors():
-        parsed = parser.parse_overrides([*fixed, *overrides])
-        for override in parsed:
+        points = parser.parse_overrides([*fixed, *overrides])
+        for override in points:
             if override.is_sweep_override() and not override.is_discrete_sweep():
                 example = f"{override.get_key_element()}=0.1,0.2"
                 text = f"a sweep needs values to try, for example {example}"
                 raise HydraException(f"{override.input_line}: {text}")
-        grid: list[list[str]] = BasicSweeper.split_arguments(parsed, None)[0]
+        grid: list[list[str]] = BasicSweeper.split_arguments(points, None)[0]
     return grid
 
 
