@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -296,3 +297,41 @@ def image() -> str | None:
         return found[1]
     build = os.environ.get("NVIDIA_BUILD_ID")
     return f"of NVIDIA's build {build}" if build else None
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")
+    found = {"python": platform.python_version()}
+    for name in ("llmexp", *names):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def source_digest() -> str:
+    """sha256 over the package's source files, by name and content."""
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None
+    outside of one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        out = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40",
+            "--exclude=*"],
+            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5,
+            check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()

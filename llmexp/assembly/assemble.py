@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import schedule
 from llmexp.assembly.inputs import (
-    DATA_COMMON,
     Shared,
-    build_corpus,
     build_tokenizer,
     document_end,
     filled,
-    place_of,
 )
 from llmexp.assembly.parent import find_parent
 from llmexp.assembly.parts import (
@@ -41,21 +36,19 @@ from llmexp.assembly.placement import (
     Placement,
     check_parallel,
     placed,
-    solved_parallelism,
     threads_per_rank,
 )
-from llmexp.assembly.remembered import known_memory
-from llmexp.assembly.targets import bind, hook
+from llmexp.assembly.solving import corpus_of, facts_of_data, rate_factor, solve_run
+from llmexp.assembly.targets import hook
 from llmexp.assembly.trial import try_model
-from llmexp.compare.throughput import single_rank_rate
-from llmexp.config import Batch, Config, ConfigError, plain, refuse
+from llmexp.config import Config
 from llmexp.data.reader import Hidden
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
-from llmexp.run import Facts, Parent, Run, SourceShare, check_model, solve
+from llmexp.run import Facts, Parent, Run, check_model
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
@@ -129,16 +122,14 @@ def assemble(
         asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place.device, meta)
         once("trial", [*deciding, _own(optimizer), *sizes], lambda: try_model(*asked))
     tasks = tasks_of(once, config, tokenizer)
-    corpus = _corpus(once, config, tokenizer, vocab_size or tokenizer.n_vocab, write)
+    corpus = corpus_of(once, config, tokenizer, vocab_size or tokenizer.n_vocab, write)
+    more = facts_of_data(config, tokenizer, corpus) | initial | {"rates": rates}
     parent = parent or find_parent(dataclasses.replace(saved, batch=batch), loss.model, corpus)
-    facts = _facts(config, place, loss, tokenizer, corpus, rates, {**initial, "parent": parent})
-    warmup = functools.partial(_warmup, config.schedule)
-    software = once("software", None, lambda: (hardware.versions(), hardware.commit()))
-    run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
-    solved = _solved(saved, config, optimizer, batch, place)
+    facts = _facts(config, place, loss, more | {"parent": parent})
+    solved, run = solve_run(saved, config, optimizer, facts, corpus, once, place.compiled)
     return Parts(
         config=solved,
-        run=_completed(solved, run, corpus),
+        run=run,
         device=place.device,
         precision=place.precision,
         tokenizer=tokenizer,
@@ -150,16 +141,6 @@ def assemble(
         tasks=tasks,
         user=config.user,
     )
-
-
-def _corpus(
-    once: Callable[..., Any], config: Config, tokenizer: Tokenizer, ids: int, write: bool
-) -> Corpus:
-    deciding = [config.data, config.tokenizer, ids, config.batch.sequence_length, write]
-    found: Corpus = once(
-        "corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write)
-    )
-    return found
 
 
 def _own(section: dict[str, Any]) -> dict[str, Any] | None:
@@ -209,16 +190,9 @@ def _initial(
     return {"initial": str(given) if run is None else None, "warnings": found}
 
 
-def _facts(
-    config: Config,
-    place: Placement,
-    loss: WindowLoss,
-    tokenizer: Tokenizer,
-    corpus: Corpus,
-    rates: str | None,
-    initial: dict[str, Any],
-) -> Facts:
-    """Return what the run is solved from."""
+def _facts(config: Config, place: Placement, loss: WindowLoss, more: dict[str, Any]) -> Facts:
+    """Return what the run is solved from. `more`: the facts that are of neither model nor
+    device."""
     model, batch, whole = loss.model, config.batch, place.layout.world_size == 1
     together = place.compiled and (whole or config.parallelism.kind == "ddp")
     rows = int(batch.micro_batch_size or 1) * batch.sequence_length if together else None
@@ -232,112 +206,17 @@ def _facts(
         parallelism=config.parallelism.kind,
         layout=place.layout,
         threads_per_rank=threads_per_rank(place.layout.nproc_per_node),
-        train_tokens=len(corpus.train),
-        train_sequences=corpus.train_sequences(config.batch.sequence_length),
-        val_tokens=len(corpus.val) if corpus.val is not None else 0,
-        data=redacted(corpus.description),
         model=redacted(label_of(config.model)),
         parameters=sum(p.numel() for p in model.parameters()),
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
         flops_per_token=flops(config.batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
         loss_kernel=kernel,
-        tokenizer=redacted(tokenizer.name),
-        tokenizer_vocab_size=tokenizer.n_vocab,
         vocab_size=getattr(model, "vocab_size", None),
         device=place.device.type,
         device_name=hardware.device_name(place.device),
         precision=place.precision,
         precision_reason=place.reason,
-        rates=rates,
-        **initial,
         compiled=place.compiled_because,
-    )
-
-
-def _warmup(section: dict[str, Any], total: int) -> int:
-    """Return the updates of warm-up of a schedule over `total` updates. Raise ConfigError."""
-    try:
-        return schedule.warmup_updates(
-            total, section.get("warmup_steps"), section.get("warmup_ratio")
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
-    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
-    knobs."""
-    factor = bind("schedule", section, {})
-    for update in (0, max_steps - 1):
-        if not isinstance(found := factor(update, max_steps), (int, float)):
-            text = (
-                f"returned {found!r} for update {update}; the factor on the base rate, a "
-                f"number, is needed{place_of(section, 'schedule')}"
-            )
-            raise refuse("schedule._target_", section["_target_"], text)
-    return lambda update: float(factor(update, max_steps))
-
-
-def _solved(
-    saved: Config, config: Config, optimizer: dict[str, Any], batch: Batch, place: Placement
-) -> Config:
-    """Return the config `saved` with every derived value written back. `config` is the same one,
-    filled."""
-    model, data = dict(saved.model), dict(saved.data)
-    if model.get("vocab_size", 0) is None:
-        model["vocab_size"] = config.model["vocab_size"]
-    data |= {key: config.data[key] for key in DATA_COMMON if key in config.data}
-    rates = {key: rate for key, rate in optimizer.items() if rate != config.optimizer[key]}
-    return dataclasses.replace(
-        saved,
-        model=model,
-        data=data,
-        optimizer=saved.optimizer | rates,
-        batch=batch,
-        precision=dataclasses.replace(config.precision, kind=place.precision),
-        parallelism=solved_parallelism(config.parallelism, place.layout),
-        train=dataclasses.replace(config.train, compile=place.compiled),
-        checkpoint=dataclasses.replace(config.checkpoint, async_=place.saves_beside(config)),
-    )
-
-
-def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
-    """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
-    single rank. Raises ConfigError for a source that is walked too often."""
-    facts = run.facts
-    sources = []
-    if (mixed := corpus.mixed) is not None:
-        shares = mixed.shares(run.total_sequences, run.sequence_length)
-        for name, (sequences, epochs) in shares.items():
-            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
-                text = f"the run would walk the source {name} {epochs:.4g} times"
-                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
-            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
-    if run.warmup_updates > run.max_steps:
-        text = (
-            f"the warm-up of {run.warmup_updates} updates is longer than the run of "
-            f"{run.max_steps}: the base rate is never reached"
-        )
-        facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
-    facts = dataclasses.replace(facts, memory=known_memory(config, facts.device_name))
-    if config.metrics.single_rank_rates is not None:
-        facts = with_single_rank_rate(config, facts)
-    return dataclasses.replace(run, facts=facts, sources=tuple(sources))
-
-
-def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
-    """Return the facts with the rate that one rank had at the same work, or with a warning."""
-    where = config.metrics.single_rank_rates
-    assert where is not None
-    if config.parallelism.kind == "single":
-        text = (
-            "a run with parallelism=single is not held against itself; for several ranks use "
-            "parallelism=ddp"
-        )
-        raise refuse("metrics.single_rank_rates", where, text, "null")
-    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(facts))
-    text = f"metrics.single_rank_rates={where}: {why}; the rows have no scaling_efficiency"
-    return dataclasses.replace(
-        facts, single_rank_rate=rate, warnings=(*facts.warnings, text) if why else facts.warnings
+        **more,
     )

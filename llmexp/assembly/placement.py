@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llmexp import mesh, precision
-from llmexp.config import Config, ConfigError, Parallelism, refuse
+from llmexp.config import Config, ConfigError, refuse
 from llmexp.data.files import cpu_count
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
@@ -30,11 +29,6 @@ class Placement:
     reason: str
     compiled: bool
     compiled_because: str  # in words; empty where nobody asked and there is nothing to compile for
-
-    def saves_beside(self, config: Config) -> bool:
-        """Return whether checkpoints are written in the background."""
-        wanted = config.checkpoint.async_
-        return self.device.type == "cuda" if wanted == "auto" else wanted is True
 
 
 def placed(config: Config) -> Placement:
@@ -121,16 +115,6 @@ def threads_per_rank(ranks: int) -> int:
     """CPU threads of each of a host's ranks: $OMP_NUM_THREADS, else their share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) else max(1, cpu_count() // ranks)
-
-
-def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
-    """With what was null and has a meaning written back."""
-    return dataclasses.replace(
-        p,
-        nproc_per_node=layout.nproc_per_node,
-        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
-        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
-    )
 
 
 def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:

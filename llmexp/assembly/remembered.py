@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio
+from llmexp import fileio, provenance
 from llmexp.config import Config, ConfigError, plain
 from llmexp.data.files import cache_folder
-from llmexp.metrics import hardware
 from llmexp.metrics.console import gib
 
 MEMORY = "memory"  # what was measured, a folder of the cache
@@ -46,7 +45,7 @@ def kind_of(config: Config, device_name: str) -> dict[str, Any]:
     }
 
 
-_versions = functools.cache(hardware.versions)
+_versions = functools.cache(provenance.versions)
 _own: dict[Path, dict[str, Any]] = {}  # of functions of the user's, which may be other ones later
 
 

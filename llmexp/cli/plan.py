@@ -4,7 +4,8 @@ nothing."""
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,17 +13,16 @@ from llmexp import rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.compose.errors import user_errors
-from llmexp.config import ConfigError
+from llmexp.config import Config, ConfigError
 from llmexp.forecast.settings import Plan, build_plan
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
+if TYPE_CHECKING:
+    from llmexp.forecast.planned import Planned
+
 
 def plan(arguments: list[str]) -> int:
-    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained, nothing is
-    written."""
-    from llmexp.sweep.main import settings_of
-    from llmexp.sweep.planning import plan_sweep
-
+    """`llmexp plan`: the banner of the run (with -m: a row a point); nothing is trained."""
     args = command_line.parse("plan", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
@@ -37,6 +37,8 @@ def plan(arguments: list[str]) -> int:
             )
         chosen = settings_of_plan(cfg)
         if multirun:
+            from llmexp.sweep.main import settings_of
+
             settings, where = settings_of(cfg)
             grid = expand(hydra, cfg, args.overrides)
             points, refused = load_points(hydra.config_loader, cfg, grid, 0, settings, where)
@@ -44,16 +46,36 @@ def plan(arguments: list[str]) -> int:
         else:
             config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
             rundir.check_writable(wanted)
-    from llmexp.forecast.planning import Planner
-
-    planner = Planner(chosen, args.measure)
+    planned = planner(chosen, args.measure)
     if multirun:
-        return plan_sweep(points, [*refused, *same], settings, arguments, planner, args.json)
+        from llmexp.sweep.planning import plan_sweep
+
+        return plan_sweep(points, [*refused, *same], settings, arguments, planned, args.json)
     from llmexp.metrics.console import banner
 
-    found = planner.planned(config, str(wanted))
+    found = planned(config, str(wanted))
     print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else banner(found.rows))
     return 0
+
+
+def planner(chosen: Plan, measure: bool) -> Callable[[Config, str], Planned]:
+    """Return the function that plans a run. It imports torch for the first one that is not
+    known."""
+    from llmexp.assembly.inputs import Shared
+    from llmexp.assembly.solving import known_run
+    from llmexp.forecast.planned import described
+
+    shared = Shared()
+
+    def planned(config: Config, folder: str) -> Planned:
+        known = None if chosen.asks or measure else known_run(config, shared)
+        if known is not None:
+            return described(*known, folder)
+        from llmexp.forecast.planning import Planner
+
+        return Planner(chosen, measure, shared).planned(config, folder)
+
+    return planned
 
 
 def settings_of_plan(cfg: DictConfig) -> Plan:

@@ -146,7 +146,7 @@ def record(
 ) -> None:
     """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
     because of `error`."""
-    from llmexp.metrics.hardware import commit, versions
+    from llmexp.provenance import commit, versions
 
     found = {
         "format": 1,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,55 +11,30 @@ from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.inputs import Shared
 from llmexp.assembly.remembered import MEMORY, kind_of, remember
+from llmexp.assembly.solving import keep_facts
 from llmexp.config import Config, ConfigError, refuse
 from llmexp.convert import with_knobs
 from llmexp.forecast import duration, memory
-from llmexp.forecast.duration import Cost, Times
+from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
+from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned, described
 from llmexp.forecast.settings import Plan
 from llmexp.metrics.devices import Device, device_called, device_named
-from llmexp.run import Run
 from llmexp.run.banner import banner_sections
 from llmexp.train.calibration import MOST
 from llmexp.values import AUTO
 
-Rows = list[tuple[str, str]]
-NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
-NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Hold what is known of a run's memory: in words, as plain values, and whether it fits."""
-
-    rows: Rows
-    figures: dict[str, Any]
-    peak_bytes: float | None = None
-    fits: bool | None = None
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A run that is not started: its banner, the same as plain values, and what is known of it."""
-
-    run: Run
-    config: Config
-    rows: Rows
-    whole: dict[str, Any]
-    memory: Memory
-    cost: Cost | None
-    gpus_here: int
 
 
 class Planner:
     """Plan runs for one device; what runs of one kind have in common is found out once."""
 
-    def __init__(self, plan: Plan, measure: bool) -> None:
+    def __init__(self, plan: Plan, measure: bool, shared: Shared) -> None:
         self._plan, self._measure = plan, measure
         self._device = None if plan.device is None else device_named(plan.device)
-        self._shared = Shared()
+        self._shared = shared
 
     def planned(self, config: Config, folder: str) -> Planned:
         """Return the plan of a run. Raises ConfigError."""
@@ -70,6 +43,9 @@ class Planner:
         parts = assemble(own, write=False, shared=self._shared)
         if config.batch.micro_batch_size == AUTO:
             parts = assemble(self._cut(own, parts), write=False, shared=self._shared)
+        if not plan.asks and not self._measure:
+            keep_facts(config, self._shared, parts.run.facts)
+            return described(parts.config, parts.run, folder)
         if device is not None:  # what was measured here is not of it
             facts = dataclasses.replace(parts.run.facts, memory=None)
             parts = dataclasses.replace(parts, run=dataclasses.replace(parts.run, facts=facts))

@@ -4,13 +4,10 @@ no peak."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
 import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,17 +70,6 @@ def memory_bytes(device: torch.device) -> int | None:
     return found
 
 
-def versions() -> dict[str, str]:
-    names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")
-    found = {"python": platform.python_version()}
-    for name in ("llmexp", *names):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def drivers() -> dict[str, str]:
     """Return the versions of CUDA, cuDNN and the NVIDIA driver; what is not there is absent."""
     found: dict[str, Any] = {"cuda": torch.version.cuda}
@@ -94,30 +80,3 @@ def drivers() -> dict[str, str]:
         version = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", text)
         found["driver"] = version[1] if version else None
     return {name: str(version) for name, version in found.items() if version is not None}
-
-
-def source_digest() -> str:
-    """sha256 over the package's source files, by name and content."""
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def commit() -> str | None:
-    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None
-    outside of one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        out = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40",
-            "--exclude=*"],
-            capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=5,
-            check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return out.stdout.strip()

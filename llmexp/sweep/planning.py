@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmexp.compare import budgets
-from llmexp.config import ConfigError, plain
+from llmexp.config import Config, ConfigError, plain
 from llmexp.forecast.duration import over_slots, spent
-from llmexp.forecast.planning import Planned, Planner
+from llmexp.forecast.planned import Planned
 from llmexp.labels import plural
 from llmexp.metrics.console import format_duration, gib
 from llmexp.redact import redacted
@@ -48,7 +48,7 @@ def plan_sweep(
     refused: list[Refused],
     settings: Sweep,
     arguments: Sequence[str],
-    planner: Planner,
+    plan: Callable[[Config, str], Planned],
     as_json: bool = False,
 ) -> int:
     """Print a row a point, or JSON with all figures of each; a point that would be refused has its
@@ -56,7 +56,7 @@ def plan_sweep(
     found: dict[str, Planned] = {}
     for point in counted("planning", points):
         try:
-            found[point.name] = planner.planned(point.config, str(point.path))
+            found[point.name] = plan(point.config, str(point.path))
         except ConfigError as error:
             refused.append(point.refused(str(error)))
     able = [point for point in points if point.name in found]

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import ending, fileio, mesh, rundir
+from llmexp import ending, fileio, mesh, provenance, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.child import FAILED, REFUSED
 from llmexp.config import ConfigError, Parallelism, plain
 from llmexp.mesh import agent
 from llmexp.mesh.hosts import HostsMissing
 from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, Plan
-from llmexp.metrics import hardware
 
 REPORT_S = 4.0  # for all ranks that waited to report it
 
@@ -131,8 +130,8 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
         ) from None
     for what, value in (
         ("config", plain(parts.config)),
-        ("llmexp source", hardware.source_digest()),
-        ("Python or library version", hardware.versions()),
+        ("llmexp source", provenance.source_digest()),
+        ("Python or library version", provenance.versions()),
     ):
         digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()
         if differing := mesh.differing_ranks(joined, digest):

@@ -9,7 +9,7 @@ import torch
 
 from llmexp import mesh
 from llmexp.__main__ import run
-from llmexp.assembly import assemble as assembled
+from llmexp.assembly import solving
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
 from llmexp.config import Config
@@ -168,7 +168,7 @@ def test_memory_is_planned_where_a_device_is_named(scratch, tmp_path, capsys, mo
     tiny = [*TINY, "data=synthetic", "data.n_tokens=5000", "model.n_layers=1"]
     unplanned = planned(capsys, *tiny)
     assert unplanned.count("memory not planned; add plan.device=h200 (or another device)") == 1
-    monkeypatch.setattr(assembled, "known_memory", lambda *_: "measured before")
+    monkeypatch.setattr(solving, "known_memory", lambda *_: "measured before")
     assert "measured before" in planned(capsys, *tiny)
     out = planned(capsys, *tiny, "plan.device=l4")
     assert "device l4, planned for" in out

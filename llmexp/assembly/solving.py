@@ -1,0 +1,260 @@
+"""Solve a run from its config, its data and the facts of its model and its device; without torch
+where those facts are remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmexp import provenance, schedule
+from llmexp.assembly.inputs import (
+    DATA_COMMON,
+    Shared,
+    build_corpus,
+    build_tokenizer,
+    document_end,
+    filled,
+    place_of,
+)
+from llmexp.assembly.remembered import known_memory, remember, remembered
+from llmexp.assembly.targets import bind
+from llmexp.compare.throughput import single_rank_rate
+from llmexp.config import Config, ConfigError, Parallelism, plain, refuse
+from llmexp.data.files import cpu_count
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.redact import redacted
+from llmexp.run import Facts, Run, SourceShare, solve
+from llmexp.run.batch import solve_batch, solve_rates
+from llmexp.run.layout import Layout
+from llmexp.tracker import stores
+from llmexp.values import AUTO
+
+FACTS = "facts"  # of a model on a machine, a folder of the cache
+# Variables that llmexp, torch, its libraries and the loader of those read.
+PROCESSOR = re.compile(r"(?m)^(?:model name|flags|CPU \w+|Features)\s*:.*")
+VARIABLES = re.compile("(LLMEXP|OMP|GOMP|KMP|MKL|ATEN|ONEDNN|DNNL|TORCH|PYTORCH|CUDA|LD)_")
+OWN = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.optim.")  # which read no files
+GPUS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # files of drivers below /dev
+
+Once = Callable[..., Any]
+
+
+def known_run(config: Config, shared: Shared) -> tuple[Config, Run] | None:
+    """Return the config with every derived value written back, and the run, as `assemble` does
+    where nothing is written; None where torch has to be asked. Raises ConfigError."""
+    if not _may_be_known(config):
+        return None
+    saved, once = config, shared.once
+    stores.check_chosen(config.tracker.kind, config.tracker.also)
+    config, tokenizer, kind = _kind(saved, once)
+    if (found := remembered(FACTS, kind)) is None:
+        return None
+    batch = solve_batch(config.batch, 1)
+    optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
+    config = dataclasses.replace(config, batch=batch)
+    ids = found["vocab_size"] or tokenizer.n_vocab
+    corpus = corpus_of(once, config, tokenizer, ids, False)
+    found |= {"layout": Layout(**found["layout"]), "warnings": (), "rates": rates}
+    facts = Facts(**found | facts_of_data(config, tokenizer, corpus))
+    solved, run = solve_run(saved, config, optimizer, facts, corpus, once, False)
+    rate_factor(config.schedule, run.max_steps)
+    return solved, run
+
+
+def keep_facts(config: Config, shared: Shared, facts: Facts) -> None:
+    """Remember the facts of a run for `known_run`."""
+    if _may_be_known(config) and facts.device == "cpu":
+        own = dataclasses.replace(facts, memory=None, single_rank_rate=None)
+        remember(FACTS, dataclasses.asdict(own), _kind(config, shared.once)[2])
+
+
+def _may_be_known(config: Config) -> bool:
+    """Return whether the facts of a run can follow from what `_kind` looks at: not from code, files
+    or devices beside it."""
+    dev = Path("/dev")
+    return (
+        (config.train.device == "cpu" or not any(any(dev.glob(name)) for name in GPUS))
+        and all(str(s["_target_"]).startswith(OWN) for s in (config.model, config.optimizer))
+        and config.model.get("init_from") is None
+        and config.fork.run is None
+        and config.parallelism.kind == "single"
+        and config.train.compile is not True
+        and config.batch.micro_batch_size != AUTO
+        and not (config.hooks or config.train.tasks)
+    )
+
+
+def _kind(config: Config, once: Once) -> tuple[Config, Tokenizer, dict[str, Any]]:
+    """Return the config, filled, its tokenizer, and all that the facts depend on but for the
+    data."""
+    config = filled(config)
+    tokenizer, model = once(
+        "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
+    )
+    config = dataclasses.replace(config, model=model)
+    tree, cpu = plain(config), Path("/proc/cpuinfo")
+    about = cpu.read_text(errors="replace") if cpu.exists() else platform.machine()
+    kind = {
+        **{name: tree[name] for name in ("model", "optimizer", "precision", "parallelism")},
+        "train": [tree["train"][name] for name in ("device", "compile", "deterministic")],
+        "length": config.batch.sequence_length,
+        "tokenizer": [tokenizer.n_vocab, document_end(config, tokenizer)],
+        "processor": [cpu_count(), sorted(set(PROCESSOR.findall(about)))],
+        "variables": {k: v for k, v in os.environ.items() if VARIABLES.match(k)},
+        "llmexp": _source_digest(),
+    }
+    return config, tokenizer, kind
+
+
+_source_digest = functools.cache(provenance.source_digest)
+
+
+def facts_of_data(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
+    """Return the facts about the data of a run."""
+    return {
+        "train_tokens": len(corpus.train),
+        "train_sequences": corpus.train_sequences(config.batch.sequence_length),
+        "val_tokens": len(corpus.val) if corpus.val is not None else 0,
+        "data": redacted(corpus.description),
+        "tokenizer": redacted(tokenizer.name),
+        "tokenizer_vocab_size": tokenizer.n_vocab,
+    }
+
+
+def solve_run(
+    saved: Config,
+    config: Config,
+    optimizer: dict[str, Any],
+    facts: Facts,
+    corpus: Corpus,
+    once: Once,
+    compiled: bool,
+) -> tuple[Config, Run]:
+    """Return the config `saved` with every derived value written back, and the run. `config` is the
+    same one, filled, with its batch solved; `optimizer`: its section with solved rates. Raises
+    ConfigError."""
+    software = once("software", None, lambda: (provenance.versions(), provenance.commit()))
+    warmup = functools.partial(_warmup, config.schedule)
+    run = solve(dataclasses.replace(config, batch=saved.batch), facts, warmup, *software)
+    solved = _solved(saved, config, optimizer, facts, compiled)
+    return solved, _completed(solved, run, corpus)
+
+
+def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int, write: bool) -> Corpus:
+    deciding = [config.data, config.tokenizer, ids, config.batch.sequence_length, write]
+    found: Corpus = once(
+        "corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write)
+    )
+    return found
+
+
+def _warmup(section: dict[str, Any], total: int) -> int:
+    """Return the updates of warm-up of a schedule over `total` updates. Raise ConfigError."""
+    try:
+        return schedule.warmup_updates(
+            total, section.get("warmup_steps"), section.get("warmup_ratio")
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], float]:
+    """Return the schedule's factor on the base rate by applied updates. Raise ConfigError for bad
+    knobs."""
+    factor = bind("schedule", section, {})
+    for update in (0, max_steps - 1):
+        if not isinstance(found := factor(update, max_steps), (int, float)):
+            text = (
+                f"returned {found!r} for update {update}; the factor on the base rate, a "
+                f"number, is needed{place_of(section, 'schedule')}"
+            )
+            raise refuse("schedule._target_", section["_target_"], text)
+    return lambda update: float(factor(update, max_steps))
+
+
+def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
+    """With what was null and has a meaning written back."""
+    return dataclasses.replace(
+        p,
+        nproc_per_node=layout.nproc_per_node,
+        replicate_size=layout.replicate_size if p.kind == "hsdp" else None,
+        tensor_parallel_size=layout.tensor_parallel_size if p.kind in ("tp", "fsdp_tp") else None,
+    )
+
+
+def _solved(
+    saved: Config,
+    config: Config,
+    optimizer: dict[str, Any],
+    facts: Facts,
+    compiled: bool,
+) -> Config:
+    """Return the config `saved` with every derived value written back. `config` is the same one,
+    filled."""
+    model, data = dict(saved.model), dict(saved.data)
+    if model.get("vocab_size", 0) is None:
+        model["vocab_size"] = config.model["vocab_size"]
+    data |= {key: config.data[key] for key in DATA_COMMON if key in config.data}
+    wanted = config.checkpoint.async_
+    beside = facts.device == "cuda" if wanted == "auto" else wanted is True
+    rates = {key: rate for key, rate in optimizer.items() if rate != config.optimizer[key]}
+    return dataclasses.replace(
+        saved,
+        model=model,
+        data=data,
+        optimizer=saved.optimizer | rates,
+        batch=config.batch,
+        precision=dataclasses.replace(config.precision, kind=facts.precision),
+        parallelism=solved_parallelism(config.parallelism, facts.layout),
+        train=dataclasses.replace(config.train, compile=compiled),
+        checkpoint=dataclasses.replace(config.checkpoint, async_=beside),
+    )
+
+
+def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
+    """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
+    single rank. Raises ConfigError for a source that is walked too often."""
+    facts = run.facts
+    sources = []
+    if (mixed := corpus.mixed) is not None:
+        shares = mixed.shares(run.total_sequences, run.sequence_length)
+        for name, (sequences, epochs) in shares.items():
+            if mixed.max_epochs is not None and epochs > mixed.max_epochs:
+                text = f"the run would walk the source {name} {epochs:.4g} times"
+                raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
+            sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
+    if run.warmup_updates > run.max_steps:
+        text = (
+            f"the warm-up of {run.warmup_updates} updates is longer than the run of "
+            f"{run.max_steps}: the base rate is never reached"
+        )
+        facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
+    facts = dataclasses.replace(facts, memory=known_memory(config, facts.device_name))
+    if config.metrics.single_rank_rates is not None:
+        facts = with_single_rank_rate(config, facts)
+    return dataclasses.replace(run, facts=facts, sources=tuple(sources))
+
+
+def with_single_rank_rate(config: Config, facts: Facts) -> Facts:
+    """Return the facts with the rate that one rank had at the same work, or with a warning."""
+    where = config.metrics.single_rank_rates
+    assert where is not None
+    if config.parallelism.kind == "single":
+        text = (
+            "a run with parallelism=single is not held against itself; for several ranks use "
+            "parallelism=ddp"
+        )
+        raise refuse("metrics.single_rank_rates", where, text, "null")
+    rate, why = single_rank_rate(where, plain(config), dataclasses.asdict(facts))
+    text = f"metrics.single_rank_rates={where}: {why}; the rows have no scaling_efficiency"
+    return dataclasses.replace(
+        facts, single_rank_rate=rate, warnings=(*facts.warnings, text) if why else facts.warnings
+    )

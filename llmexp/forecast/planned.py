@@ -1,0 +1,45 @@
+"""What is known of a run that is not started. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmexp.config import Config
+from llmexp.forecast.duration import Cost
+from llmexp.run import Run
+from llmexp.run.banner import banner_sections
+
+Rows = list[tuple[str, str]]
+NO_MEMORY = "not planned; add plan.device=h200 (or another device)"
+NO_TIME = "not known; add --measure, which trains a few steps here, or plan.device=h200"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold what is known of a run's memory: in words, as plain values, and whether it fits."""
+
+    rows: Rows
+    figures: dict[str, Any]
+    peak_bytes: float | None = None
+    fits: bool | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is not started: its banner, the same as plain values, and what is known of it."""
+
+    run: Run
+    config: Config
+    rows: Rows
+    whole: dict[str, Any]
+    memory: Memory
+    cost: Cost | None
+    gpus_here: int
+
+
+def described(config: Config, run: Run, folder: str) -> Planned:
+    """Return the plan of a solved run whose memory and time nobody asked for."""
+    memory = Memory([] if run.facts.memory else [("memory", NO_MEMORY)], {})
+    rows = [*banner_sections(run, folder), *memory.rows, ("time", NO_TIME)]
+    return Planned(run, config, rows, {"folder": folder, **run.as_dict()}, memory, None, 0)
