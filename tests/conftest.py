@@ -71,6 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     forks.ALLOWED = not getattr(
         item.module, "FRESH_PROCESSES", False
     ) and not item.get_closest_marker("fresh")
+    os.environ.pop("LLMEXP_ALLOW", None)  # by --allow of a command in this process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
