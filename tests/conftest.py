@@ -55,7 +55,7 @@ TINY = [
 LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_slurm", "test_kills",
 "test_disk",
            "test_invariance", "test_numbers", "test_tracker", "test_train", "test_shipped",
-           "test_checkpoint", "test_resume", "test_noise", "test_measured")  # fmt: skip
+           "test_checkpoint", "test_resume", "test_cli", "test_golden", "test_knobs")  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

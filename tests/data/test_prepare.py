@@ -3,6 +3,7 @@ trusted blindly."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -58,20 +59,26 @@ def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> No
         )
 
 
+@functools.cache
+def ending_in(bpe: tiktoken.Encoding, end: str) -> tiktoken.Encoding:
+    """The same encoding with another end of text."""
+    ranks = bpe._mergeable_ranks
+    return tiktoken.Encoding(
+        "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+    )
+
+
 @settings(max_examples=30)
 @given(some=st.lists(texts, max_size=6), end=st.sampled_from(["<|endoftext|>", "aba"]))
 @example(some=["ab", "aba", "b"], end="aba")  # a name that may overlap with itself
 def test_texts_encoded_at_once_are_each_text_with_its_end(
     bpe: tiktoken.Encoding, some: list[str], end: str
 ) -> None:
-    ranks = bpe._mergeable_ranks
-    named = tiktoken.Encoding(
-        "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
-    )
+    named = ending_in(bpe, end)
     parts = [Part(text, b"", number < 5, 0) for number, text in enumerate(some)]
     ids, stops = encode_job(Job(0, parts), named)
     found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
-    ends = [len(ranks)]
+    ends = [named._special_tokens[end]]
     assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in parts]
 
 
