@@ -360,22 +360,6 @@ def test_what_does_not_fit_is_refused(settings, capsys, overrides):
     assert any(text in err for text in ("for example", "Known", "must be one of", "leave it out"))
 
 
-def test_one_command_does_not_start_several_hosts(tmp_path, settings):
-    overrides = [
-        "parallelism=ddp",
-        "parallelism.nnodes=2",
-        "parallelism.nproc_per_node=1",
-        "hydra.run.dir=run",
-    ]
-    result = llmexp("train", *TINY, *settings, *overrides, cwd=tmp_path)
-    assert result.code == 2
-    assert (
-        "this command starts ranks on this host only; for several, --queue makes the run's folder"
-        in result.err
-    )
-    assert not result.folder.exists()
-
-
 @pytest.mark.slow
 def test_many_runs_in_a_row_end_with_zero(tmp_path, settings):
     """gloo's threads abort a few per cent of processes that tear down carelessly."""

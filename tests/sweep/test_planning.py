@@ -41,7 +41,9 @@ def test_points_are_what_hydra_composes(grid):
         composer = Composer(loader, cfg)
         points = expand(hydra, cfg, grid)
         assert len(points) > 1
-        for overrides in [*points, *reversed(points)]:
+        for overrides in reversed(points):  # in another order than they are listed in
+            composer(overrides, "x")
+        for overrides in points:
             ours, theirs = composer(overrides, "x"), loader.load_sweep_config(cfg, list(overrides))
             theirs.hydra.job.name = "x"
             assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
@@ -135,7 +137,7 @@ def test_the_common_budget_is_within_reach_of_all(points):
         assert set(budgets.by_cause(spent).values()) <= {s.tokens for s in spent}
 
 
-@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("count", [1, 7])
 def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
     """Every line, whatever is swept, is no longer than the terminal is wide."""
     monkeypatch.chdir(tmp_path)
