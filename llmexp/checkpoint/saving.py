@@ -43,6 +43,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
     weighted_sum,
 )
+from llmexp.fileio import sync
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,13 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
                 key: {"shape": p.shape, "offset": p.offset, "dtype": p.dtype}
                 for key, p in own.items()
             }
+            metadata = {"format": "pt", "step": str(step), "pieces": json.dumps(boxes)}
             save_file(
-                {key: p.local.contiguous() for key, p in own.items()},
-                temporary / name,
-                metadata={"format": "pt", "step": str(step), "pieces": json.dumps(boxes)},
+                {key: p.local.contiguous() for key, p in own.items()}, temporary / name, metadata
             )
             _order_header(temporary / name)
             written[name] = fingerprint(temporary / name) | {"sum": sums[name].result()}
-            _sync(temporary / name)
+            sync(temporary / name)
         _write_json(temporary / _note(pieces.rank), written)
 
 
@@ -188,16 +188,16 @@ def commit(
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
-        _sync(temporary / STATE)
+        sync(temporary / STATE)
         about = {"format_version": FORMAT_VERSION, "step": step, **meta}
         _write_json(temporary / MANIFEST, about | {"digest": digests, "files": files})
-        _sync(temporary)
+        sync(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
             shutil.rmtree(old, ignore_errors=True)
             os.rename(final, old)
         os.rename(temporary, final)
-        _sync(root)
+        sync(root)
     shutil.rmtree(old, ignore_errors=True)
     known = sorted({*whole, step})
     if keep is not None and len(known) >= keep:
@@ -293,16 +293,5 @@ def _note(rank: int) -> str:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=2, allow_nan=False)
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    path.write_text(json.dumps(value, indent=2, allow_nan=False), encoding="utf-8")
+    sync(path)

@@ -48,15 +48,6 @@ def flushed(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextlib.contextmanager
 def _locked(path: Path, kind: int) -> Iterator[None]:
     """Hold the lock file; the kernel lets it go when the process dies."""

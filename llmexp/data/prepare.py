@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.data.cache import building, flushed, id_type, sync_folder
+from llmexp.data.cache import building, flushed, id_type
 from llmexp.data.documents import Document, refuse_changed
 from llmexp.data.encode import encode_documents
 from llmexp.data.progress import Progress
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.tokenizers import Tokenizer, identified, identity
+from llmexp.fileio import sync
 
 FORMAT = 1  # of the shards; part of their key
 MANIFEST = "manifest.json"
@@ -110,10 +111,10 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
             refuse_changed(split.documents)
         with flushed(temporary / MANIFEST) as file:
             file.write(json.dumps(manifest).encode())
-        sync_folder(temporary)
+        sync(temporary)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         temporary.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

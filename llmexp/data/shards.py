@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.data.cache import id_type, sync_folder
+from llmexp.data.cache import id_type
 from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.readers import Counts, Document
 from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 from llmexp.data.work import Work
-from llmexp.fileio import write_whole
+from llmexp.fileio import sync, write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time
@@ -238,7 +238,7 @@ class _Writer:
     def commit(self, counts: dict[str, Any], last: bool) -> None:
         """Make the chunk count: its shards are on the disk before its .json is."""
         shards = {split: shard.close() for split, shard in self._shards.items()}
-        sync_folder(self._path.parent)
+        sync(self._path.parent)
         write_json(self._path, {"counts": counts, "last": last, "shards": shards})
 
     def remove(self) -> None:
@@ -296,4 +296,4 @@ class _Shard:
 def write_json(path: Path, value: Any) -> None:
     """Write a file that is there whole or not at all, whatever happens."""
     write_whole(path, json.dumps(value))
-    sync_folder(path.parent)
+    sync(path.parent)

@@ -4,8 +4,7 @@ The only room that touches torch.distributed. In reading order:
 groups  the process group and device mesh of a rank; sums over all ranks
 wrap    DDP, FSDP, tensor parallelism and compilation, from outside; one reduction a step
 agent   start the ranks of a host, and again when one is lost
-watch   look after them: signals, ranks that hang, hosts that are gone
-hosts   where hosts meet, and which of them are there
+watch   look after them: signals, ranks that hang, where hosts meet, hosts that are gone
 pretend one rank of a run, played alone
 """
 
@@ -26,24 +25,3 @@ from llmexp.mesh.groups import (
     total,
 )
 from llmexp.mesh.wrap import micro_step, reshard, tensor_parallel_plan, wrap
-
-__all__ = [
-    "Mesh",
-    "any_rank",
-    "check_loopback",
-    "differing_ranks",
-    "gather_last",
-    "global_norm",
-    "join",
-    "largest_entry",
-    "leave",
-    "local_part",
-    "maximum",
-    "micro_step",
-    "ranks_where",
-    "reshard",
-    "shorten_timeout",
-    "tensor_parallel_plan",
-    "total",
-    "wrap",
-]

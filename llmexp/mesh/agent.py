@@ -31,8 +31,18 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmexp.mesh.groups import MEETING
-from llmexp.mesh.hosts import HostsMissing, rendezvous, who_came
-from llmexp.mesh.watch import ENDED, GIVEN_UP, POLL_S, Plan, Watch, attend, forwarded_signals
+from llmexp.mesh.watch import (
+    ENDED,
+    GIVEN_UP,
+    POLL_S,
+    HostsMissing,
+    Plan,
+    Watch,
+    attend,
+    forwarded_signals,
+    rendezvous,
+    who_came,
+)  # fmt: skip
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks
@@ -84,9 +94,8 @@ def launch_ranks(plan: Plan) -> Death | None:
                 if failed_elsewhere(error, watch, lost):
                     return None
                 if isinstance(error, (RendezvousTimeoutError, TimeoutError)):
-                    raise HostsMissing(
-                        who_came(here, plan.nnodes, endpoint, plan.start_timeout_s)
-                    ) from None
+                    came = who_came(here, plan.nnodes, endpoint, plan.start_timeout_s)
+                    raise HostsMissing(came) from None
                 if lost:
                     watch.restarts_left -= 1
                     where = f"{endpoint}, where the hosts meet"
@@ -141,10 +150,8 @@ def run_ranks(launch: LaunchConfig, run_dir: Path) -> None:
 
 def first_death(error: ChildFailedError, watch: Watch) -> Death:
     """Return the rank that failed first. Raises SystemExit where a signal ended all of them."""
-    codes = {
-        rank: 1 if failure.pid in watch.killed else failure.exitcode
-        for rank, failure in error.failures.items()
-    }
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    codes |= {rank: 1 for rank, failed in error.failures.items() if failed.pid in watch.killed}
     by_signals = {code for number in watch.signals for code in (-number, 128 + number)}
     if watch.signals and {*codes.values()} <= by_signals:
         raise SystemExit(128 + watch.signals[0]) from None

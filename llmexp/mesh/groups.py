@@ -50,11 +50,9 @@ class Mesh:
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that see different sequences; None is all ranks."""
-        return (
-            self.sharding.get_group()
-            if self.sharding is not None and self.tensor is not None
-            else None
-        )
+        if self.sharding is None or self.tensor is None:
+            return None
+        return self.sharding.get_group()
 
 
 def check_loopback() -> None:
@@ -118,10 +116,8 @@ def join(
             tensor = whole["tp"] if "tp" in dims else None
             if kind != "tp" and (names_left := tuple(n for n in dims if n != "tp")):
                 sharding = whole[names_left]
-    dp_rank = rank // tensor_parallel_size
-    return Mesh(
-        rank, world, dp_rank, replicate_size * shard_size, kind, device, sharding, tensor, once
-    )
+    dp_rank, dp_size = rank // tensor_parallel_size, replicate_size * shard_size
+    return Mesh(rank, world, dp_rank, dp_size, kind, device, sharding, tensor, once)
 
 
 def total(mesh: Mesh, value: Tensor) -> Tensor:

@@ -1,22 +1,25 @@
-"""Look after the ranks of this host while torch's agent runs them in a thread."""
+"""Look after the ranks of this host while torch's agent runs them in a thread; find the place where
+hosts meet, and which of them are there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmexp.child import children, send, signals_held
-from llmexp.mesh.hosts import hosts_there
 
 POLL_S = 0.5
 TOUCH_S = 3.0  # how often a host shows that it is there
+FRESH_S = 10.0  # how long a host counts as there after it has shown itself
 GRACE_S = 8.0  # for ranks to leave after another one has failed; a stopped process never does
 GIVEN_UP = "given up"  # failed in a way that a restart would only meet again
 ENDED, FAILURES = ("finished", "preempted"), ("failed", GIVEN_UP)
@@ -78,6 +81,68 @@ def attend(work: Callable[[], object], watch: Watch) -> None:
         raise failure[0]
 
 
+class HostsMissing(RuntimeError):
+    """Some hosts did not come in time; the text says which did."""
+
+
+def rendezvous(nnodes: int, name: str) -> tuple[str, str]:
+    """Return (endpoint, id) where the agents of all hosts meet: a free local port for one host,
+    else $LLMEXP_RDZV_ENDPOINT, else what Slurm says. `name` tells runs apart that meet at the same
+    port. Raises ValueError where nothing says it.
+    """
+    env = os.environ
+    if nnodes == 1:
+        return "localhost:0", uuid.uuid4().hex
+    job = env.get("SLURM_JOB_ID")
+    attempt = f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}" if job else name
+    if endpoint := env.get("LLMEXP_RDZV_ENDPOINT"):
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdecimal():
+            text = "HOST:PORT is needed; for example host1:29400"
+            raise ValueError(f"LLMEXP_RDZV_ENDPOINT={endpoint}: {text}")
+        return endpoint, attempt
+    if job and (address := env.get("SLURM_LAUNCH_NODE_IPADDR")):
+        # jobs that share a node get ports of their own
+        return f"{address}:{20000 + int(job) % 30000}", attempt
+    raise ValueError(
+        f"parallelism.nnodes={nnodes}: nothing says where the hosts meet; on each, set for example "
+        "LLMEXP_RDZV_ENDPOINT=host1:29400, or start it with launchers/slurm.sbatch"
+    )
+
+
+def hosts_there(here: Path) -> list[str]:
+    """Return the hosts whose agents keep touching their files beside `here`, this one's. Needs no
+    network, and no clock but that of the file system."""
+    here.touch()
+    now = here.stat().st_mtime
+    fresh = [p for p in here.parent.iterdir() if p.stat().st_mtime > now - FRESH_S]
+    return sorted(p.name.rpartition(".")[0] for p in fresh)
+
+
+def who_came(here: Path, nnodes: int, endpoint: str, start_timeout_s: float) -> str:
+    """Return which hosts are there, and which are not."""
+    there = hosts_there(here)
+    names, waited = ", ".join(there), f"{endpoint} within {start_timeout_s:g} s"
+    if len(there) >= nnodes:
+        text = f"they did not meet at {waited}; do they all reach it?"
+        return f"all {nnodes} hosts are there ({names}), but {text}"
+    came, missing = f"{len(there)} of {nnodes} hosts came", missing_hosts(there, nnodes)
+    return f"{came} to {waited}: {names}; missing: {missing}"
+
+
+def missing_hosts(there: list[str], nnodes: int) -> str:
+    """Return their names, where Slurm knows them, else their number."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["scontrol", "show", "hostnames", nodes]
+            done = subprocess.run(command, stdout=subprocess.PIPE, timeout=10, check=True)
+            known = done.stdout.decode(errors="replace").split()
+            if absent := sorted(set(known) - set(there)):
+                return ", ".join(absent)
+    return f"{nnodes - len(there)} more"
+
+
 @dataclass
 class Watch:
     """Watch this host's ranks, and do what torch's agent would not do for them or not soon
@@ -130,10 +195,8 @@ class Watch:
 
     def _print_restart(self) -> None:
         if len(self.seen_at) % self.plan.nproc_per_node == 0:  # once for all of them
-            print(
-                "llmexp: a rank was lost; all start again from the newest checkpoint",
-                file=sys.stderr,
-            )
+            text = "a rank was lost; all start again from the newest checkpoint"
+            print(f"llmexp: {text}", file=sys.stderr)
 
     def _failure_time(self, now: float, recorded_at: float) -> float:
         """Return when the run failed, by this process's clock; of several hosts only the status

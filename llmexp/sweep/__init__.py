@@ -7,7 +7,6 @@ composing       compose each point; what points share once
 checker, check  assemble the points and make their folders, in another process
 ledger          sweep.json
 planning        the table of `plan -m`
-budget_warning  points whose losses will not compare
 current         what all parts share of the running sweep
 batch           check a batch of points, and give them their places in the ledger
 matching        which points an existing sweep has already
@@ -19,5 +18,5 @@ ray             tasks of a Ray cluster
 search          points that Optuna chooses
 twins           the leading setting once more, for the floor of rounding
 answer          the answer of the sweep
-show, progress  the live table
+show, progress  the live table; a warning of losses that will not compare
 """

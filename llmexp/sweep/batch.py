@@ -14,13 +14,13 @@ from llmexp.config import ConfigError, refuse
 from llmexp.labels import plural
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.answer import conclude
-from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Ledger
 from llmexp.sweep.local import visible_devices
 from llmexp.sweep.matching import Task, match, of_folder
 from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
+from llmexp.sweep.show import warn
 from llmexp.sweep.twins import is_twin, run_twins
 
 LOCK = ".lock-sweep"

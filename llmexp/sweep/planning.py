@@ -15,12 +15,11 @@ from llmexp.forecast.planned import Planned
 from llmexp.labels import plural
 from llmexp.metrics.console import format_duration, gib
 from llmexp.redact import redacted
-from llmexp.sweep.budget_warning import warn
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.progress import counted
 from llmexp.sweep.settings import Sweep
-from llmexp.sweep.show import fitted, naming, table, width_of
+from llmexp.sweep.show import fitted, naming, table, warn, width_of
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column
 # would repeat.

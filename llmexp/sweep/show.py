@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import shutil
 import sys
 import textwrap
@@ -16,11 +17,15 @@ from typing import Any, TextIO
 
 from llmexp import fileio, rundir
 from llmexp.child import say
+from llmexp.compare import budgets
 from llmexp.config import ConfigError
 from llmexp.labels import label, parsed, short_keys, shown
 from llmexp.metrics.console import format_duration
+from llmexp.redact import redacted
+from llmexp.run.budget import BUDGETS
 from llmexp.sweep.ledger import Entry, Ledger, figure
 from llmexp.sweep.local import by_plan
+from llmexp.sweep.settings import Sweep
 
 REFRESH_S = 0.5
 TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
@@ -300,3 +305,18 @@ def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) ->
         texts = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(cells)]
         lines.append("  ".join(texts).rstrip())
     return "\n".join(lines)
+
+
+def warn(spent: Sequence[budgets.Spent], settings: Sweep, arguments: Sequence[str]) -> None:
+    """Warn on standard error of points whose losses will not compare."""
+    if settings.report == "throughput":  # no losses are of interest there
+        return
+    for line in budgets.warning(spent, lambda budget: command_with(arguments, budget)):
+        print(redacted(fitted(line, sys.stderr) if line[0] != " " else line), file=sys.stderr)
+
+
+def command_with(arguments: Sequence[str], budget: str) -> str:
+    """Return the same command with another budget, into a folder of its own."""
+    replaced = (*(f"{key}=" for key in BUDGETS), "hydra.sweep.dir=")
+    kept = shlex.join([a for a in arguments if not a.startswith(replaced)])
+    return f"llmexp train {kept} {budget}"

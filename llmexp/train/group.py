@@ -20,8 +20,7 @@ from llmexp.assembly.assemble import Parts
 from llmexp.child import FAILED, REFUSED
 from llmexp.config import ConfigError, Parallelism, plain
 from llmexp.mesh import agent
-from llmexp.mesh.hosts import HostsMissing
-from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, Plan
+from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, HostsMissing, Plan
 
 REPORT_S = 4.0  # for all ranks that waited to report it
 

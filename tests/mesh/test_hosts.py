@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 
-from llmexp.mesh.hosts import rendezvous
+from llmexp.mesh.watch import rendezvous
 from tests.conftest import ROOT, TINY, Result, environment, free_port, llmexp, train
 from tests.tools import alive, exact, pids, weights
 
