@@ -56,9 +56,8 @@ class Stop:
         self.requested = True
         self.signal_name = signal.Signals(number).name
         if self._count == 1 and os.environ.get("RANK", "0") == "0":
-            what = (
-                "finishing this step, then saving" if self.training else "stopped before training"
-            )
+            saving, at_once = "finishing this step, then saving", "stopped before training"
+            what = saving if self.training else at_once
             with contextlib.suppress(OSError):
                 after = "\n" if os.isatty(2) else ""  # an echoed ^C
                 os.write(2, f"{after}llmexp: {self.signal_name}: {what}\n".encode())
@@ -212,9 +211,8 @@ def never_fail_to_print() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             utf8 = stream.encoding.lower().replace("-", "") == "utf8"
-            if not (
-                utf8 and stream.errors == "surrogateescape"
-            ):  # it gives the bytes of any file name back
+            # surrogateescape gives the bytes of any file name back
+            if not (utf8 and stream.errors == "surrogateescape"):
                 stream.reconfigure(errors="replace")
 
 

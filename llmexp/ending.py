@@ -162,17 +162,13 @@ def bus_error(path: Path, code: int) -> str:
     any other exit code."""
     if code != -signal.SIGBUS:
         return ""
-    states: Any = {}
+    states: dict[str, int] = {}
     with contextlib.suppress(ConfigError):
         recorded = read_json(path / rundir.RUN).get("data_files") or {}
-        states = {
-            str(fill(name, "data_files")): size
-            for name, size in recorded.items()
-            if isinstance(size, int)
-        }
-    return redacted(
-        f"; {cut_files(states) or 'a data file may have been cut, or its disk has failed'}"
-    )
+        sizes = {name: size for name, size in recorded.items() if isinstance(size, int)}
+        states = {str(fill(name, "data_files")): size for name, size in sizes.items()}
+    cause = cut_files(states) or "a data file may have been cut, or its disk has failed"
+    return redacted(f"; {cause}")
 
 
 def what_is_left(path: Path) -> str:
@@ -182,9 +178,6 @@ def what_is_left(path: Path) -> str:
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         hosts = rundir.read_config(path)["parallelism"]["nnodes"]
-        again = (
-            rundir.how_to_resume(path)
-            if hosts == 1
-            else f"start it on each of the {hosts} hosts again"
-        )
+        on_each = f"start it on each of the {hosts} hosts again"
+        again = rundir.how_to_resume(path) if hosts == 1 else on_each
     return f"{intact}; to go on: {again}"

@@ -18,10 +18,7 @@ from llmexp.data.work import Work
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"
-DATA_COMMON = (
-    "shuffle",
-    "ignore_id",
-)  # knobs of every data source that the loop reads, not the source
+DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every source that the loop reads, not the source
 
 
 class Shared:
@@ -42,9 +39,8 @@ class Shared:
 def filled(config: Config) -> Config:
     """Return the config with the values of the variables that its open sections name, which is what
     the functions below take. The one place where they are filled in. Raises ConfigError."""
-    return dataclasses.replace(
-        config, **{name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
-    )
+    sections = {name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
+    return dataclasses.replace(config, **sections)
 
 
 def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
@@ -56,9 +52,8 @@ def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
     except Exception as error:  # of the user's code
         dotted = config.tokenizer["_target_"]
         text = str(error) if isinstance(error, ValueError) else f"failed: {described(error)}"
-        raise refuse(
-            "tokenizer._target_", dotted, f"{text}{place_of(config.tokenizer, 'tokenizer')}"
-        ) from error
+        text += place_of(config.tokenizer, "tokenizer")
+        raise refuse("tokenizer._target_", dotted, text) from error
     model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
         # a multiple of 64 suits the kernels
@@ -140,7 +135,6 @@ def _check_common_data(data: dict[str, Any], ids: int) -> None:
     shuffle, ignore = data.get("shuffle", True), data.get("ignore_id")
     if not isinstance(shuffle, bool):
         raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
-    if ignore is not None and (
-        isinstance(ignore, bool) or not isinstance(ignore, int) or not 0 <= ignore < ids
-    ):
+    whole = isinstance(ignore, int) and not isinstance(ignore, bool)
+    if ignore is not None and not (whole and 0 <= ignore < ids):
         raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)

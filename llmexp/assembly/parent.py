@@ -85,10 +85,9 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         changed = differing(old, new)
         keys = [key for key in new if key in changed]
         given = ", ".join(f"{key}={new[key]} ({old.get(key)} there)" for key in keys) or "model"
-        raise ConfigError(
-            f"{given}: a fork has the model of its parent, and {error}; leave it out, or "
-            f"begin a new run with these weights where they fit: model.init_from={run}@{step}"
-        ) from None
+        text = f"a fork has the model of its parent, and {error}"
+        way = f"begin a new run with these weights where they fit: model.init_from={run}@{step}"
+        raise ConfigError(f"{given}: {text}; leave it out, or {way}") from None
     if config.fork.moments == "drop":
         return
     kinds = config.optimizer["_target_"], there.optimizer["_target_"]

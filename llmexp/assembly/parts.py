@@ -21,14 +21,9 @@ from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
 
-MODEL_COMMON = (
-    "init_from",
-    "init_grow",
-)  # knobs of every model about its first weights, not of the model
-RATE_RULE = (
-    "lr_rule",
-    "reference_batch",
-)  # knobs of every optimizer that `solve_rates` reads, not the optimizer
+# Knobs of every model about its first weights, and of every optimizer for `solve_rates`: no
+# arguments of their functions.
+MODEL_COMMON, RATE_RULE = ("init_from", "init_grow"), ("lr_rule", "reference_batch")
 
 
 def prepare_tasks(
@@ -45,11 +40,8 @@ def tasks_of(once: Callable[..., Any], config: Config, tokenizer: Tokenizer) -> 
     """Return the tasks of a run, read once for configs that share them. Raises ConfigError."""
     given = (config.train.tasks, config.train.tasks_folder)
     length = config.batch.sequence_length
-    found: list[Task] = once(
-        "tasks",
-        [*given, config.tokenizer, length],
-        lambda: prepare_tasks(*given, tokenizer, length),
-    )
+    deciding = [*given, config.tokenizer, length]
+    found: list[Task] = once("tasks", deciding, lambda: prepare_tasks(*given, tokenizer, length))
     return found
 
 
@@ -94,20 +86,18 @@ def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenize
     if data["_target_"] in ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens"):
         return []
     try:
-        other = (
-            build_tokenizer(filled(rundir.built_config(folder)))[0]
-            if rundir.is_run(folder)
-            else tokenizer_of(folder)
-        )
+        if rundir.is_run(folder):
+            other: Tokenizer | None = build_tokenizer(filled(rundir.built_config(folder)))[0]
+        else:
+            other = tokenizer_of(folder)
     except ValueError as error:
         return [f"the tokenizer of {folder} cannot be compared with the run's: {error}"]
     if other is not None and not same_ids(other, tokenizer):
         own = "take the section tokenizer of its config.yaml"
         text = own if rundir.is_run(folder) else f"use tokenizer=file tokenizer.path={folder}"
-        raise ConfigError(
-            f"{key}={folder}: its tokenizer ({other.name}) gives other ids than that of "
-            f"this run ({tokenizer.name}), for which the weights are not made; {text}"
-        )
+        ids = f"other ids than that of this run ({tokenizer.name})"
+        why = f"its tokenizer ({other.name}) gives {ids}, for which the weights are not made"
+        raise refuse(key, folder, f"{why}; {text}")
     return []
 
 
@@ -129,9 +119,8 @@ def build_model(
         text = f"returned {type(model).__name__}, not a torch.nn.Module"
         raise refuse("model._target_", dotted, f"{text}{place_of(section, 'model')}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise refuse(
-            "model._target_", dotted, f"has no parameters to train{place_of(section, 'model')}"
-        )
+        text = f"has no parameters to train{place_of(section, 'model')}"
+        raise refuse("model._target_", dotted, text)
     keep_inside_documents(model, dotted, end)
     model = model.to(precision.parameter_dtype(kind))
     on_meta = any(p.is_meta for p in model.parameters())
@@ -147,10 +136,8 @@ def keep_inside_documents(model: nn.Module, dotted: str, end: int | None) -> Non
     if end is None:
         return
     if not hasattr(model, "document_end"):
-        text = (
-            f"{dotted} knows nothing of documents; give it an attribute `document_end`, the "
-            "last id of each, which it has to keep attention inside of"
-        )
+        way = "the last id of each, which it has to keep attention inside of"
+        text = f"{dotted} knows nothing of documents; give it an attribute `document_end`, {way}"
         raise refuse("batch.document_mask", True, text, False)
     setattr(model, "document_end", end)  # noqa: B010
 
@@ -168,12 +155,8 @@ def label_of(model: dict[str, Any]) -> str:
     """Return the model section in a few words."""
     name = str(model["_target_"]).rpartition(".")[2]
     layers = "layer" if model.get("n_layers") == 1 else "layers"
-    sizes = [
-        f"{v} {k}"
-        for k, v in ((layers, model.get("n_layers")), ("wide", model.get("d_model")))
-        if v
-    ]
     width, inner = model.get("d_model"), model.get("d_ff")
+    sizes = [f"{v} {k}" for k, v in ((layers, model.get("n_layers")), ("wide", width)) if v]
     # a new width alone leaves the MLP as it was
     if isinstance(width, int) and isinstance(inner, int) and width:
         sizes.append(f"d_ff {inner:,} = {inner / width:.3g} x d_model")

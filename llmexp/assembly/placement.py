@@ -77,9 +77,8 @@ def _missing_to_compile(device: torch.device) -> str:
 def _device(kind: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise refuse("train.device", kind, "no CUDA device is visible", "cpu")
-    return torch.device(
-        "cuda" if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()) else "cpu"
-    )
+    on_cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
 def _layout(config: Config, device: torch.device) -> Layout:
@@ -89,19 +88,11 @@ def _layout(config: Config, device: torch.device) -> Layout:
     there = torch.cuda.device_count() if device.type == "cuda" else None
     ranks = wanted or (1 if kind == "single" else there) or 1
     if there is not None and ranks > there:
-        raise refuse(
-            "parallelism.nproc_per_node",
-            ranks,
-            f"there are {there} CUDA devices on this host",
-            there,
-        )
+        text = f"there are {there} CUDA devices on this host"
+        raise refuse("parallelism.nproc_per_node", ranks, text, there)
     if config.parallelism.backend == "nccl" and device.type != "cuda":
-        raise refuse(
-            "parallelism.backend",
-            "nccl",
-            f"needs CUDA devices; this run computes on {device.type}",
-            "gloo",
-        )
+        text = f"needs CUDA devices; this run computes on {device.type}"
+        raise refuse("parallelism.backend", "nccl", text, "gloo")
     layout = solve_layout(config.parallelism, ranks)
     if layout.nnodes == 1 and layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
         try:
@@ -122,9 +113,8 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     p, tp = config.parallelism, layout.tensor_parallel_size
     if p.activation_checkpointing != "none" and not blocks_of(loss.model):
         text = "computes blocks again, and the model has no list of them named `blocks`"
-        raise refuse(
-            "parallelism.activation_checkpointing", p.activation_checkpointing, text, "none"
-        )
+        key = "parallelism.activation_checkpointing"
+        raise refuse(key, p.activation_checkpointing, text, "none")
     if tp == 1:
         return
     check_split(config.model, tp)
@@ -136,8 +126,6 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
         raise refuse("parallelism", p.kind, text, "fsdp")
     target = str(config.optimizer.get("_target_"))
     if not target.startswith("llmexp."):
-        text = (
-            f"{target} is not known to take the mix of split and whole parameters of "
-            f"parallelism={p.kind}"
-        )
+        mix = f"the mix of split and whole parameters of parallelism={p.kind}"
+        text = f"{target} is not known to take {mix}"
         raise refuse("optimizer._target_", target, text, "llmexp.optim.adamw")

@@ -40,9 +40,8 @@ def try_model(
         try:
             wrong = _on_device(dotted, build, length, ids, wanted, device)
         finally:
-            if (
-                device.type == "cuda"
-            ):  # the process may live on beside the runs, as that which checks a sweep does
+            # the process may live on beside the runs, as that which checks a sweep does
+            if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
     if wrong is not None:
@@ -80,9 +79,8 @@ def _on_device(
     except (MemoryError, torch.OutOfMemoryError):
         return None  # the run itself says what would fit
     except Exception as error:
-        raise ConfigError(
-            f"model: {dotted} failed on tokens {_shape(tokens)}: {described(error)}"
-        ) from error
+        text = f"failed on tokens {_shape(tokens)}: {described(error)}"
+        raise ConfigError(f"model: {dotted} {text}") from error
 
 
 def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None:
@@ -95,10 +93,8 @@ def _run(model: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | None
     if not isinstance(hidden, Tensor) or hidden.shape != (*tokens.shape, head.shape[1]):
         what = _shape(hidden) if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         needed = f"({tokens.shape[0]}, {tokens.shape[1]}, {head.shape[1]})"
-        return (
-            f"features(tokens) returned {what}, where {needed} = (batch, time, width of "
-            "head_weight) is needed"
-        )
+        needed += " = (batch, time, width of head_weight) is needed"
+        return f"features(tokens) returned {what}, where {needed}"
     return None
 
 
@@ -106,26 +102,20 @@ def _wrong(found: Any, tokens: Tensor, ids: int, wanted: int | None) -> str | No
     """Return what is wrong with the output of a model, which should be logits; None where nothing
     is."""
     rows, length = tokens.shape
-    needed = (
-        f"a tensor of logits ({rows}, {length}, {wanted or ids}) = (batch, time, vocabulary) "
-        "is needed"
-    )
+    size = f"({rows}, {length}, {wanted or ids})"
+    needed = f"a tensor of logits {size} = (batch, time, vocabulary) is needed"
     if not isinstance(found, Tensor):
         hint = "; return its .logits" if isinstance(getattr(found, "logits", None), Tensor) else ""
-        what = f"a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple | list) else ''}"  # noqa: E501
-        return f"returned {what}, where {needed}{hint}"
+        several = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+        return f"returned a {type(found).__name__}{several}, where {needed}{hint}"
     if found.ndim != 3 or found.shape[:2] != tokens.shape:
         return f"returned a tensor {_shape(found)}, where {needed}"
     if found.shape[2] < ids or (wanted is not None and found.shape[2] != wanted):
-        return (
-            f"returned logits over {found.shape[2]:,} ids, where the vocabulary has "
-            f"{wanted or ids:,}: {needed}"
-        )
+        text = f"where the vocabulary has {wanted or ids:,}: {needed}"
+        return f"returned logits over {found.shape[2]:,} ids, {text}"
     if not found.dtype.is_floating_point:
-        return (
-            f"returned {str(found.dtype).removeprefix('torch.')} values, where floating-point "
-            "logits are needed"
-        )
+        kind = str(found.dtype).removeprefix("torch.")
+        return f"returned {kind} values, where floating-point logits are needed"
     if not found.requires_grad:
         return "its logits depend on no parameter; is the pass inside no_grad, or detached?"
     return None
