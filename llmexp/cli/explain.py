@@ -113,7 +113,9 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     found = {"key": key, "value": flat[key], "meaning": meaning(key, every), "history": history}
     found["affects"] = changes(key)
     if key in ACTS:
-        found["acts"] = where_it_acts(key)
+        acts = ACTS[key]
+        is_what = f"is {' or '.join(map(shown, acts.values))}" if acts.values else "is given"
+        found["acts"] = f"where {' or '.join(acts.keys)} {is_what}"
     if (swept := (cfg.hydra.sweeper.get("params") or {}).get(key)) is not None:
         found["swept"] = swept
     is_rate = re.fullmatch(r"optimizer\.(\w+_)?lr", key) is not None
@@ -213,13 +215,6 @@ def changes(key: str) -> str:
     if key.startswith("batch.") and affects(key) == "rounding":
         return "real_batch_size, and with it the result; at the same real_batch_size rounding only"
     return CHANGES[affects(key)]
-
-
-def where_it_acts(key: str) -> str:
-    """Return beside which values of other knobs a knob does anything."""
-    acts = ACTS[key]
-    is_what = f"is {' or '.join(map(shown, acts.values))}" if acts.values else "is given"
-    return f"where {' or '.join(acts.keys)} {is_what}"
 
 
 def written(found: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from llmexp.compose import app, command_line, environment, errors, origin
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError, nearest, plain, refuse
-from llmexp.convert import build
+from llmexp.convert import build, with_knobs
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.run.layout import solve_layout
@@ -82,8 +82,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         ranks = config.parallelism.nproc_per_node
         dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
         config = dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))
-    checkpoint = dataclasses.replace(config.checkpoint, resume="must")
-    config = dataclasses.replace(config, checkpoint=checkpoint)
+    config = with_knobs(config, checkpoint={"resume": "must"})
     request = {"config": plain(config), "folder": str(path), "fixed": True}
     request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
     return worker.Worker().run(request)[0]

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from llmexp import rundir
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
+from llmexp.convert import with_knobs
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
@@ -156,7 +157,6 @@ def recut(config: Config, overrides: Sequence[str]) -> Config:
     if config.fork.run is None or _keys(overrides).intersection(CUT):
         return config
     if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the parent's
-        batch = dataclasses.replace(config.batch, gradient_accumulation_steps=None)
-        return dataclasses.replace(config, batch=batch)
+        return with_knobs(config, batch={"gradient_accumulation_steps": None})
     dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
     return dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))

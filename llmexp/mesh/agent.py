@@ -8,6 +8,7 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -86,7 +87,9 @@ def launch_ranks(plan: Plan) -> Death | None:
             launch.logs_specs = logs_of_ranks(logs / name, plan.nproc_per_node)
             try:
                 with meeting(logs) if plan.nnodes == 1 else contextlib.nullcontext():
-                    attend(lambda: run_ranks(launch, plan.run_dir), watch)
+                    ranks = elastic_launch(launch, sys.executable)
+                    command = ("-P", "-u", "-m", "llmexp.train", str(plan.run_dir))
+                    attend(functools.partial(ranks, *command), watch)
             except ChildFailedError as error:
                 return first_death(error, watch)
             except (RendezvousError, DistError, TimeoutError) as error:
@@ -142,10 +145,6 @@ def logs_of_ranks(folder: Path, ranks: int) -> DefaultLogsSpecs:
     in train.log too."""
     redirects = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
     return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee={0: Std.ERR})
-
-
-def run_ranks(launch: LaunchConfig, run_dir: Path) -> None:
-    elastic_launch(launch, sys.executable)("-P", "-u", "-m", "llmexp.train", str(run_dir))
 
 
 def first_death(error: ChildFailedError, watch: Watch) -> Death:

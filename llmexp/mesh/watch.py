@@ -165,7 +165,10 @@ class Watch:
         SystemExit when there is none that a signal could stop.
         """
         now, there = time.monotonic(), children(os.getpid())
-        self._show_this_host(now)
+        if now > self.touched_at + TOUCH_S:
+            self.touched_at = now
+            with contextlib.suppress(OSError):
+                self.here.touch()
         new = [pid for pid in there if pid not in self.seen_at]
         started_again = bool(self.seen_at and new)
         self.seen_at |= dict.fromkeys(new, now)
@@ -177,7 +180,10 @@ class Watch:
             self._print_restart()
         self.failed_at = (self.failed_at or now) if state in FAILURES else None
         if self.failed_at is not None and now > self.failed_at + GRACE_S:
-            self._kill_those_of(there, self._failure_time(now, recorded_at))
+            # A stopped or hung process heeds no other signal, and torch's agent would wait for it
+            # for 30 s more.
+            failed = self._failure_time(now, recorded_at)
+            self._kill([pid for pid in there if self.seen_at[pid] < failed])
         if state == GIVEN_UP:
             self._kill(new)
         if there:
@@ -186,12 +192,6 @@ class Watch:
             raise SystemExit(128 + self.signals[0])
         if self._nobody_comes(state, now - self.alive_at):
             raise TimeoutError
-
-    def _show_this_host(self, now: float) -> None:
-        if now > self.touched_at + TOUCH_S:
-            self.touched_at = now
-            with contextlib.suppress(OSError):
-                self.here.touch()
 
     def _print_restart(self) -> None:
         if len(self.seen_at) % self.plan.nproc_per_node == 0:  # once for all of them
@@ -204,11 +204,6 @@ class Watch:
         if self.plan.nnodes == 1 and self.failed_at is not None:
             return self.failed_at
         return now - (time.time() - recorded_at)
-
-    def _kill_those_of(self, there: list[int], failed_at: float) -> None:
-        """Kill the ranks of the group that failed which are still there: a stopped or hung process
-        heeds no other signal, and torch's agent would wait for it for 30 s more."""
-        self._kill([pid for pid in there if self.seen_at[pid] < failed_at])
 
     def _kill(self, pids: list[int]) -> None:
         for pid in pids:

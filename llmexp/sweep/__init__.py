@@ -3,7 +3,7 @@
 main            from the points to the exit code
 settings        the section `sweep`: how points are run
 points          compose, check and name the points and their folders
-composing       compose each point; what points share once
+composing       compose each point; what points share once; a bar that counts them
 checker, check  assemble the points and make their folders, in another process
 ledger          sweep.json
 planning        the table of `plan -m`
@@ -18,5 +18,5 @@ ray             tasks of a Ray cluster
 search          points that Optuna chooses
 twins           the leading setting once more, for the floor of rounding
 answer          the answer of the sweep
-show, progress  the live table; a warning of losses that will not compare
+show            the live table; a warning of losses that will not compare
 """

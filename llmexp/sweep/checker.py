@@ -12,9 +12,9 @@ from typing import Any
 
 from llmexp.child import start
 from llmexp.config import ConfigError
+from llmexp.sweep.composing import counted
 from llmexp.sweep.ledger import Facts
 from llmexp.sweep.points import Point, Refused
-from llmexp.sweep.progress import counted
 
 
 class Checker:

@@ -1,15 +1,19 @@
-"""Compose the points of a sweep; points share what is equal in them."""
+"""Compose the points of a sweep; points share what is equal in them. Show how far a loop over them
+has come."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+T = TypeVar("T")
 
 
 class Composer:
@@ -81,3 +85,13 @@ class Composer:
         if key not in self._groups:
             self._groups[key] = self._loader.repository.group_exists(key)
         return self._groups[key]
+
+
+def counted(doing: str, points: Sequence[T]) -> Iterable[T]:
+    """Return the points; a bar on standard error counts them, none in a pipe."""
+    if not sys.stderr.isatty():
+        return points
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(points, f"{doing} points", console=Console(stderr=True), transient=True)

@@ -15,9 +15,9 @@ from llmexp.forecast.planned import Planned
 from llmexp.labels import plural
 from llmexp.metrics.console import format_duration, gib
 from llmexp.redact import redacted
+from llmexp.sweep.composing import counted
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
-from llmexp.sweep.progress import counted
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, table, warn, width_of
 

@@ -19,13 +19,13 @@ from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.convert import with_knobs
 from llmexp.redact import redacted
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
-from llmexp.sweep.composing import Composer
+from llmexp.sweep.composing import Composer, counted
 from llmexp.sweep.ledger import Facts, identity
-from llmexp.sweep.progress import counted
 from llmexp.sweep.settings import Sweep
 
 
@@ -83,9 +83,8 @@ class Point:
 
     def request(self) -> dict[str, Any]:
         """Return what a worker needs to make the run, or to go on with it."""
-        checkpoint = dataclasses.replace(self.config.checkpoint, resume="auto")
         return {
-            "config": plain(dataclasses.replace(self.config, checkpoint=checkpoint)),
+            "config": plain(with_knobs(self.config, checkpoint={"resume": "auto"})),
             "folder": str(self.path),
             "fixed": True,
             "overrides": visible(self.overrides),
@@ -198,7 +197,7 @@ def with_devices(config: Config, settings: Sweep) -> Config:
     if ranks > devices:
         text = f"sweep.devices_per_run={devices} gives each point fewer devices"
         raise refuse("parallelism.nproc_per_node", ranks, text, devices)
-    return dataclasses.replace(config, parallelism=dataclasses.replace(p, nproc_per_node=ranks))
+    return with_knobs(config, parallelism={"nproc_per_node": ranks})
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from llmexp import rundir
 from llmexp.child import REFUSED, say
 from llmexp.config import ConfigError
+from llmexp.convert import with_knobs
 from llmexp.labels import plural
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
-from llmexp.sweep.points import Point
 from llmexp.sweep.settings import Sweep
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
@@ -66,10 +66,7 @@ def best(
 ) -> list[Task]:
     """Return the points that go on after a rung, those with the lowest losses; the others are out
     at this share of their steps."""
-    folder, scores = current.ledger.path, {}
-    for task in racing:
-        name = task.entry.folder
-        scores[name] = score(folder / name, stops[name])
+    scores = {name: score(current.ledger.path / name, stop) for name, stop in stops.items()}
     arrived = [task for task in racing if scores[task.entry.folder] < math.inf]
     arrived.sort(key=lambda task: scores[task.entry.folder])
     count = max(1, math.ceil(len(arrived) * current.settings.halving_keep))
@@ -155,7 +152,12 @@ def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) 
 def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> list[Task]:
     """Make the folders of the points' runs; return the points where that succeeded."""
     ledger, queued = current.ledger, []
-    points = [with_stop(task.point, stops.get(task.entry.folder)) for task in tasks]
+    points = []
+    for task in tasks:
+        stop = {"stop_step": stops.get(task.entry.folder)}
+        points.append(
+            dataclasses.replace(task.point, config=with_knobs(task.point.config, train=stop))
+        )
     for task, refused in zip(tasks, current.checker.queue(points), strict=True):
         if not refused:
             ledger.update(task.entry, state="queued", error=None, exit_code=None)
@@ -167,11 +169,6 @@ def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> 
         current.reported.add(task.entry.folder)
         current.halted |= current.settings.stop_on_failure
     return queued
-
-
-def with_stop(point: Point, step: int | None) -> Point:
-    train = dataclasses.replace(point.config.train, stop_step=step)
-    return dataclasses.replace(point, config=dataclasses.replace(point.config, train=train))
 
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:

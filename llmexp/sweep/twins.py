@@ -3,11 +3,11 @@ comparison."""
 
 from __future__ import annotations
 
-import dataclasses
 from statistics import fmean
 
 from llmexp import rundir
 from llmexp.child import REFUSED, say
+from llmexp.convert import with_knobs
 from llmexp.labels import plural
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
@@ -88,8 +88,7 @@ def twins_of(current: Current, lead: Entry) -> list[Task]:
         entry = there.get(tuple(sorted(asked)))
         if entry is None:
             entry = ledger.add(f"{lead.label}+twin_{number}", asked)
-        train = dataclasses.replace(config.train, twin=number, stop_step=None)
-        twin = dataclasses.replace(config, train=train)
+        twin = with_knobs(config, train={"twin": number, "stop_step": None})
         path = ledger.path / entry.folder
         point = Point(entry.number, asked, swept, None, twin, entry.label, path, ledger.group)
         entry.identity = point.identity
