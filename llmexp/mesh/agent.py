@@ -43,7 +43,7 @@ from llmexp.mesh.watch import (
     forwarded_signals,
     rendezvous,
     who_came,
-)  # fmt: skip
+)
 
 STARTED = "LLMEXP_AGENT_STARTED"  # tells the ranks that an agent reports for them, and since when
 LOCK_HELD = "LLMEXP_LOCK_HELD"  # the agent holds the run folder's lock for its ranks

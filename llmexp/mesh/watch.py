@@ -136,7 +136,7 @@ def missing_hosts(there: list[str], nnodes: int) -> str:
     if nodes:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             command = ["scontrol", "show", "hostnames", nodes]
-            done = subprocess.run(command, stdout=subprocess.PIPE, timeout=10, check=True)
+            done = subprocess.run(command, capture_output=True, timeout=10, check=True)
             known = done.stdout.decode(errors="replace").split()
             if absent := sorted(set(known) - set(there)):
                 return ", ".join(absent)
