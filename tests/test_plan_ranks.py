@@ -7,22 +7,22 @@ import dataclasses
 
 import pytest
 
-from tests.benchmarks.plan_ranks import EVEN, Case, differences, processes
-
-FSDP = Case("fsdp", 128, 8, (1, 4), length=16, sizes=EVEN)
-CASES = {
-    "fsdp": FSDP,
-    "fsdp, once": dataclasses.replace(FSDP, once=True),
-    "fsdp, few ranks": dataclasses.replace(FSDP, nnodes=1),
-    "fsdp_tp": Case("fsdp_tp", 64, 2, (1,), tp=2, length=16, sizes=EVEN),
-}
-
 
 @pytest.mark.slow
 def test_a_rank_of_1024_does_what_the_formulas_say():
-    (found,) = processes("plan", (CASES, {}))
-    assert {name: differences(case, found[name]) for name, case in CASES.items()} == {
-        name: [] for name in CASES
+    # slow to import: not where other tests are collected
+    from tests.benchmarks.plan_ranks import EVEN, Case, differences, processes
+
+    fsdp = Case("fsdp", 128, 8, (1, 4), length=16, sizes=EVEN)
+    cases = {
+        "fsdp": fsdp,
+        "fsdp, once": dataclasses.replace(fsdp, once=True),
+        "fsdp, few ranks": dataclasses.replace(fsdp, nnodes=1),
+        "fsdp_tp": Case("fsdp_tp", 64, 2, (1,), tp=2, length=16, sizes=EVEN),
+    }
+    (found,) = processes("plan", (cases, {}))
+    assert {name: differences(case, found[name]) for name, case in cases.items()} == {
+        name: [] for name in cases
     }
     many, few = (found[name]["windows"][1] for name in ("fsdp", "fsdp, few ranks"))
     numbers = [

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import pytest
 import tiktoken
 
@@ -16,3 +19,9 @@ def bpe(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tiktoken.Encoding:
     return encoding(request.param, tmp_path_factory.getbasetemp() / "tiktoken")
+
+
+@pytest.fixture(scope="session")
+def datasets() -> ModuleType:
+    """The library of that name, which is slow to import."""
+    return importlib.import_module("datasets")

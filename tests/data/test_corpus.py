@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
 from tests.faults.helpers import small_disk
 
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 tokenizers = pytest.importorskip("tokenizers")
 
 LENGTH = 8
@@ -104,7 +105,7 @@ def test_sources_lie_one_after_the_other_each_document_with_its_end(files):
 
 @settings(max_examples=25)
 @given(st.lists(st.text(), min_size=1, max_size=30))
-def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, texts):
+def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, texts):
     from llmexp.data.tokenizer_files import from_file
     from llmexp.data.tokenizers import as_tokenizer
     from llmexp.data.train_tokenizer import train
@@ -129,7 +130,7 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, texts):
     assert written == expected
 
 
-def test_a_dataset_of_hugging_face_in_a_folder(files):
+def test_a_dataset_of_hugging_face_in_a_folder(files, datasets):
     table = datasets.Dataset.from_dict({"body": texts_of("web", 80)})
     datasets.DatasetDict({"train": table}).save_to_disk(str(files / "saved"))
     found = made(files, sources={"web": {"hf": f"{files}/saved", "text_key": "body"}})
@@ -458,7 +459,7 @@ def test_a_cache_that_cannot_be_read_now_is_not_taken_for_damaged(files, monkeyp
     assert tree(files / "cache" / "corpus") == before
 
 
-def test_a_split_of_a_dataset_that_is_not_there(files):
+def test_a_split_of_a_dataset_that_is_not_there(files, datasets):
     table = datasets.Dataset.from_dict({"text": texts_of("web", 80)})
     table.save_to_disk(str(files / "saved"))
     source = {"web": {"hf": f"{files}/saved"}}

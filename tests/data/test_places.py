@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,9 @@ from llmexp.data.stream import DataChanged
 
 from .test_corpus import ids_of, json_lines, made, texts_of
 
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
-datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
 

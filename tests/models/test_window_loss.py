@@ -9,6 +9,7 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmexp.models import chunked
@@ -219,15 +219,22 @@ def test_bf16_parameters_get_bf16_gradients() -> None:
     assert relative_error(weight.grad.float(), grad_weight) < 2**-8
 
 
-@pytest.mark.parametrize("n", [1024, 1030])
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def compile_counter() -> Any:
+    """A backend that runs a graph as it is, and counts them. torch's compiler takes more than a
+    second to import, also in processes that run other tests."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    return CompileCounter()
+
+
+@pytest.mark.parametrize(("kind", "n"), [("fp32", 1030), ("bf16", 1024)])
 def test_one_small_graph_serves_all_chunks(
     kind: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an accelerator that compiles: the last chunk too, evaluation too. The head's copy begins
     its rows at aligned places, and its gradient does not know of it."""
-    torch._dynamo.reset()
-    graphs = CompileCounter()
+    graphs = compile_counter()
     compiled = torch.compile(by_rows.local_softmax, dynamic=False, backend=graphs)
     monkeypatch.setattr(by_rows, "_compiled_softmax", lambda: compiled)
     monkeypatch.setattr(by_rows, "chunk_rows", lambda *_: 256)
@@ -677,8 +684,7 @@ def test_compiled_blocks_share_a_graph_and_leave_names_and_values(
 ) -> None:
     """Also for a model without blocks, whose trunk is compiled. Another length of text compiles
     nothing."""
-    torch._dynamo.reset()
-    graphs = CompileCounter()  # runs a graph as it is, so the same operations in the same order
+    graphs = compile_counter()  # the same operations in the same order
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
     torch.manual_seed(14)
     model = make()
@@ -701,15 +707,13 @@ def test_compiled_blocks_share_a_graph_and_leave_names_and_values(
     )
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("whole", "dropout"), [(False, 0.0), (True, 0.0), (True, 0.5)])
 def test_evaluation_compiles_nothing_of_its_own(
     whole: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the loss inside of the graph, as on an accelerator, and outside; where dropout makes
     evaluation another function it runs eagerly."""
-    torch._dynamo.reset()
-    graphs = CompileCounter()
+    graphs = compile_counter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
     monkeypatch.setattr(WindowLoss, "is_whole", lambda *_: whole)
     torch.manual_seed(15)

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from llmexp.models.chunked import chunked_cross_entropy_sum
 from llmexp.models.gpt2 import GPT2
@@ -61,6 +59,10 @@ def text_of(module: nn.Module) -> list[int]:
 
 def gloo_rank(rank: int, folder: str) -> None:
     """Save what one of two processes finds as `folder`/`rank`.pt."""
+    # slow to import: not by the tests that import this file
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import parallel as tp
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -111,8 +113,10 @@ def gloo_rank(rank: int, folder: str) -> None:
     for name in ("tied", "untied"):
         model, tokens, targets = split_model(name)
         # Rows of the table, which is a tied model's head, or rows of the head.
-        rows = RowwiseParallel(input_layouts=Replicate()) if name == "tied" else ColwiseParallel()
-        parallelize_module(model, mesh, {"token_embedding" if name == "tied" else "head": rows})
+        rows = tp.ColwiseParallel()
+        if name == "tied":
+            rows = tp.RowwiseParallel(input_layouts=Replicate())
+        tp.parallelize_module(model, mesh, {"token_embedding" if name == "tied" else "head": rows})
         window_loss = WindowLoss(model)
         window_loss.share_vocabulary(shard_of(50))
         nll = window_loss(tokens, targets)
