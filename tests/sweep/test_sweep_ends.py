@@ -158,7 +158,7 @@ def test_damaged_figures_of_a_point_do_not_end_its_sweep(tmp_path, capsys, wrong
         for entry in entries:
             if look:
                 ledger.look(entry, alive=True)
-            assert show.told(entry, ledger).startswith(f"{entry.number} ")
+            assert show.line_of(entry, ledger).startswith(f"{entry.number} ")
         assert "\n1 " in display.view()
         assert "\n1 " in show.results_table(ledger)
     display.tick()
