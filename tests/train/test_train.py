@@ -232,7 +232,8 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model, hook):
     sizes = [o for o in TINY if o.startswith(("model.n_layers", "batch", "tracker", "train"))]
     shape = ["model.n_heads=2", "model.d_model=16", "model.d_ff=24"]
     shape += ["model.n_kv_heads=1"] if model == "llama_100m" else []
-    settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "train.max_steps=null",
+    settings = [f"model={model}", *sizes, *shape, *SYNTHETIC, "precision=fp32",
+    "train.max_steps=null",
     "train.max_epochs=0.1", "--allow", hook, f"hooks=[{hook}.hook]",
                 "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]  # fmt: skip
     runs = []
