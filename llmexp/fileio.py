@@ -58,7 +58,7 @@ def tail(path: Path, most: int) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -259,27 +259,35 @@ def _guards(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def take_factor(optimizers: list[Optimizer]) -> bool:
-    """Return whether the kernels of their next update multiply the gradients by a factor."""
-    return all(_guards(o) and not isinstance(o, Muon) for o in optimizers)
+def takes_factor(optimizer: Optimizer) -> bool:
+    """Return whether the next update can multiply the gradients by the clip factor: torch's
+    kernels can, and nobody looks at the gradients before them."""
+    ours = type(optimizer) in (AdamW, SGD)
+    return ours and _guards(optimizer) and not optimizer._optimizer_step_pre_hooks
+
+
+def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:
+    """Return whether the next update is to clip gradients of this norm. On a CPU it is not: there a
+    factor of 1 costs nothing when it is looked at first."""
+    return norm.is_cuda and norm.dtype == torch.float32 and all(map(takes_factor, optimizers))
 
 
 def update(optimizers: list[Optimizer], skip: Tensor, factor: Tensor | None = None) -> None:
     """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true; with the
-    gradients times `factor` (0-dim, fp32), if they `take_factor`.
+    gradients times `factor` (0-dim, fp32), if all of them `takes_factor`.
 
     Kernels that support it decide on the device (parameters, moments and step counts then stay
     bit-identical), so the host does not wait; with any other optimizer in the list the host reads
     `skip` first.
     """
     guarded = all(_guards(o) for o in optimizers)
+    assert guarded or factor is None
     if not guarded and bool(skip):
         return
     found_inf = skip.to(torch.float32)
+    scale = None if factor is None else factor.reciprocal()  # which torch divides by
     for optimizer in optimizers:
         if guarded:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            # torch divides by it
-            scale = None if factor is None else factor.reciprocal()
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
         optimizer.step()

@@ -114,14 +114,6 @@ def autocast(kind: str, device: torch.device) -> contextlib.AbstractContextManag
     return contextlib.nullcontext()
 
 
-def cast_once(kind: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which parameters do not change, around several `autocast`: each is cast
-    once. (autocast keeps its copies until the outermost context ends.)"""
-    if kind in ("bf16", "fp16"):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
 class Scaler:
     """The loss scale of fp16 (Micikevicius et al. 2018), by GradScaler's rule and with its default
     factors; 1 for all other arithmetic. Its state stays on the device.

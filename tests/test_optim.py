@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
-from llmexp import optim
+from llmexp import mesh, optim
+from llmexp.assembly.assemble import assemble
+from llmexp.compose import app
 from llmexp.models.gpt2 import GPT2
+from llmexp.train.step import set_up, train_step
+from llmexp.train.windows import read_ahead
+from tests.conftest import TINY
 
 BUILDERS = {
     "adamw": lambda m: optim.adamw(m, lr=0.1),
@@ -78,7 +84,7 @@ def test_a_factor_on_the_update_is_one_on_the_gradients(name):
     for seed in range(4):
         give_gradients(model, seed)
         give_gradients(want, seed)
-        takes = optim.take_factor(optimizers)
+        takes = all(map(optim.takes_factor, optimizers))
         assert takes or (name == "sgd" and seed == 0)  # which makes its momentum first
         for p in [*want.parameters(), *([] if takes else model.parameters())]:
             p.grad.mul_(factor)
@@ -87,7 +93,36 @@ def test_a_factor_on_the_update_is_one_on_the_gradients(name):
         for p, w in zip(model.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(p.grad, w.grad, rtol=3 * 2**-24, atol=0)
             torch.testing.assert_close(p, w, rtol=4 * 2**-24, atol=4 * 6 * 0.1 * 2**-24)
-    assert not optim.take_factor(made("muon")[1])
+
+
+def test_what_looks_at_gradients_gets_them_clipped():
+    assert not any(map(optim.takes_factor, made("muon")[1][:1]))
+    [adamw] = made("adamw")[1]
+    assert optim.takes_factor(adamw)
+    adamw.register_step_pre_hook(lambda *_: None)
+    assert not optim.takes_factor(adamw)
+    model, _ = made("plain")
+    assert not optim.takes_factor(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def test_a_step_that_clips_in_its_update_is_one_that_clips_before(monkeypatch):
+    """Norms after steps at a limit that all of them exceed, on a CPU whose kernels take it too."""
+    overrides = [
+        *TINY, "data=synthetic", "data.n_tokens=4000", "clip.max_norm=0.1", "optimizer=sgd",
+        "optimizer.momentum=0", "~optimizer.nesterov", "optimizer.lr=1", "schedule=constant",
+        "batch.micro_batch_size=2", "batch.real_batch_size=4",
+    ]  # fmt: skip
+    with app.hydra_app(None) as hydra:
+        parts = assemble(app.typed(app.compose(hydra, overrides)[0]), write=False)
+    found = []
+    for within in (False, True):
+        monkeypatch.setattr(optim, "clips_in_update", lambda *_, within=within: within)
+        s = set_up(parts, mesh.join("cpu", "single", 1, 1, 1))
+        windows = read_ahead(s, 0)
+        seen = [train_step(s, next(windows), lambda: 0).verdict.read() for _ in range(3)]
+        assert all(step.clipped for step in seen)
+        found.append([(step.loss, step.grad_norm, step.grad_norm_post_clip) for step in seen])
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_decay_on_matrices_only_and_muon_on_hidden_ones():

@@ -141,9 +141,8 @@ def kinds_of_models() -> list[str]:
     for name in OPTIONS["model"]:
         knobs = option(f"model/{name}")
         kept = {k: v for k, v in knobs.items() if k not in (*SHRUNK, "head_dim")}
-        found.setdefault(
-            str({k: v if isinstance(v, str) else type(v) for k, v in kept.items()}), name
-        )
+        kind = {k: v if isinstance(v, str | bool) else type(v) for k, v in kept.items()}
+        found.setdefault(str(kind), name)
     return list(found.values())
 
 

@@ -70,8 +70,8 @@ def initial_weights(
 
 
 def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> list[str]:
-    """Return a text on the weights that a run begins with: those of the parent of a
-    fork, or those that its model section names. Raises ConfigError where they do not fit."""
+    """Return what a user should know of the weights that a run begins with: those of the parent of
+    a fork, or those that its model section names. Raises ConfigError where they do not fit."""
     if config.fork.run is not None:
         return _check_ids("fork.run", Path(config.fork.run), config.data, tokenizer)
     if (found := initial_weights(config.model, model, True)) is None:

@@ -55,7 +55,8 @@ def known_run(config: Config, shared: Shared) -> tuple[Config, Run] | None:
     saved, once = config, shared.once
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     config, tokenizer, kind = _kind(saved, once)
-    if (found := remembered(FACTS, kind)) is None:
+    found = remembered(FACTS, kind)
+    if found is None or found.keys() != {field.name for field in dataclasses.fields(Facts)}:
         return None
     batch = solve_batch(config.batch, 1)
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)

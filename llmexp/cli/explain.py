@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from llmexp.assembly.inputs import Shared
+from llmexp.assembly.solving import keep_facts, known_run
 from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
@@ -22,6 +24,7 @@ from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plai
 from llmexp.forecast.settings import Plan
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
+from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.settings import Sweep
 
@@ -129,25 +132,32 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
 def solved(config: Config, key: str) -> dict[str, Any]:
     """Return what the run makes of a number, or of a knob that was left open; nothing where it does
     not follow."""
-    from llmexp.assembly.assemble import assemble
-
-    name = key.rpartition(".")[2]
+    name, shared = key.rpartition(".")[2], Shared()
     try:
-        parts = assemble(config, write=False)
+        config, run = known_run(config, shared) or _asked(config, shared)
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
-    numbers = parts.run.as_dict()
+    numbers = run.as_dict()
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
         value, number = numbers.get(name), DERIVED[name]
         formula = filled(number.formula, numbers)
     else:
-        value = flatten(plain(parts.config)).get(key)
+        value = flatten(plain(config)).get(key)
         if not key.startswith("optimizer.") or not numbers["rates"]:
             open_still = value in (None, "auto")
             return {"value": value} if open_still else {"value": value, "derived": value}
         number, formula = DERIVED["rates"], numbers["rates"]
     return {"value": value, "derived": value, "formula": formula, "from": list(number.sources)}
+
+
+def _asked(config: Config, shared: Shared) -> tuple[Config, Run]:
+    """Return what `known_run` does, from torch, and remember what it says of the model."""
+    from llmexp.assembly.assemble import assemble
+
+    parts = assemble(config, write=False, shared=shared)
+    keep_facts(config, shared, parts.run.facts)
+    return parts.config, parts.run
 
 
 def filled(formula: str, numbers: dict[str, Any]) -> str:

@@ -257,8 +257,9 @@ def _is_whole(checkpoint: Path) -> bool:
         files = fileio.read_json(checkpoint / "manifest.json")["files"]
         paths = {checkpoint / name: about for name, about in files.items()}
         here = all(path.parent == checkpoint for path in paths)
-        # Before anything is read.
-        if not paths or not here or any(p.stat().st_size != a["size"] for p, a in paths.items()):
+        # Before anything is read, which a pipe would wait for.
+        whole = all(p.is_file() and p.stat().st_size == a["size"] for p, a in paths.items())
+        if not paths or not here or not whole:
             return False
         return all(fileio.sha256(path) == about["sha256"] for path, about in paths.items())
     except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):

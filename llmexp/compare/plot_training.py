@@ -135,8 +135,8 @@ def _evaluated(train: Curve, val: Curve | None) -> list[str]:
     """Return for each row the last evaluation at or before it: nothing is interpolated."""
     if val is None:
         return [""] * len(train.y[0])
-    at = np.searchsorted(val.x["steps"], train.x["steps"], side="right") - 1
-    return [f", val {val.mean[k]:.4f}" if k >= 0 else "" for k in at]
+    at, mean = np.searchsorted(val.x["steps"], train.x["steps"], side="right") - 1, val.mean
+    return [f", val {mean[k]:.4f}" if k >= 0 else "" for k in at]
 
 
 def _with_band(

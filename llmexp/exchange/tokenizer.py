@@ -39,7 +39,7 @@ def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str |
 
 
 def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
-    """Return a text on the files of a tokenizer."""
+    """Return what a user should know of the files of a tokenizer."""
     if not files:
         return [f"the tokenizer {tokenizer.name} is one of your own and is not written"]
     if SENTENCEPIECE in files:

@@ -10,8 +10,8 @@ from typing import Any
 ENOUGH = 32  # steps in the window before anything is judged, or all of a smaller window
 # A loss that stands still differs by rounding alone (some 2**-24 in fp32): that is no outlier.
 LEAST_DEVIATION = 1e-6
-SCALE = 2**60  # units in 1: a value of 1e-9 keeps nine digits
-LARGEST = 1e100  # what is beyond it counts as this
+SCALE = 2**200  # units in 1: the smallest numbers of fp32 keep their digits
+LARGEST = 1e80  # what is beyond it counts as this; its square in units is a float
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
 from llmexp.train.ema import Ema
 
-# What a window was; the update is applied after the first two.
+# Verdicts on a window; the update is applied after the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)
 
 
@@ -131,7 +131,7 @@ def train_step(
     norm = mesh.global_norm(setup.mesh, gradients)
     skip = unusable(loss, norm, count)
     clip = setup.clip
-    by_update = norm.is_cuda and dtype == torch.float32 and optim.take_factor(setup.optimizers)
+    by_update = optim.clips_in_update(setup.optimizers, norm)
     norm_after, clipped, factor = clipping.clip(
         setup.mesh, clip.kind, gradients, norm, clip.max_norm, clip.max_value, by_update
     )
@@ -139,7 +139,9 @@ def train_step(
     lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
     limits = setup.outliers.limits  # by the settled steps: all before this one
     if limits is not None and setup.parts.config.metrics.skip_outliers:
-        outside = (loss.clamp(*limits.loss) != loss) | (norm.clamp(*limits.norm) != norm)
+        loss_64, norm_64 = loss.double(), norm.double()  # as `judge` compares them
+        outside = loss_64.clamp(*limits.loss) != loss_64
+        outside |= norm_64.clamp(*limits.norm) != norm_64
         skip = mesh.maximum(setup.mesh, (skip | outside).int()) > 0  # the same on all ranks
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
@@ -155,19 +157,15 @@ def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
     """Add up the gradients of the micro-batches, times `weight`, over the ranks too; return the
     summed loss of this rank's targets."""
     device, kind, nll = setup.mesh.device, setup.parts.precision, torch.zeros_like(weight)
-    with precision.cast_once(kind, device):
-        for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
-            tokens_bt = tokens_bt.to(device, non_blocking=True)
-            targets_bt = targets_bt.to(device, non_blocking=True)
-            last = i == len(window.micro_batches)
-            with mesh.micro_step(setup.mesh, setup.module, last=last):
-                with precision.autocast(kind, device):
-                    micro_nll = setup.module(tokens_bt, targets_bt)
-                with setup.small.watching(
-                    window.step + 1, i, window.micro_batches, setup.parameters
-                ):
-                    (micro_nll * weight).backward()
-            nll += micro_nll.detach()
+    for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
+        tokens_bt = tokens_bt.to(device, non_blocking=True)
+        targets_bt = targets_bt.to(device, non_blocking=True)
+        with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
+            with precision.autocast(kind, device):
+                micro_nll = setup.module(tokens_bt, targets_bt)
+            with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
+                (micro_nll * weight).backward()
+        nll += micro_nll.detach()
     return nll
 
 

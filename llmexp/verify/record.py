@@ -73,7 +73,7 @@ def entered(event: str, context: Any) -> None:
 
 def read(run: Path) -> Records:
     """Return what the ranks of a run recorded."""
-    files = {int(p.stem[5:]): p for p in (run / "verify").glob("rank-*.jsonl")}
+    files = {int(p.stem.removeprefix("rank-")): p for p in (run / "verify").glob("rank-*.jsonl")}
     return {
         rank: {row["step"]: row for row in rundir.read_rows(path)} for rank, path in files.items()
     }
