@@ -250,7 +250,7 @@ def test_a_submodule_a_detached_head_and_many_names(tmp_path, monkeypatch, in_re
     assert len(one["untracked"]) == provenance.MAX_NAMES
 
 
-def test_the_image_of_the_container_where_it_is_told(monkeypatch):
+def test_the_image_of_the_container_where_it_is_named(monkeypatch):
     for name in (
         provenance.IMAGE,
         "APPTAINER_CONTAINER",

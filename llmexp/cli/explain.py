@@ -8,12 +8,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp.assembly.inputs import Shared
-from llmexp.assembly.solving import keep_facts, known_run
 from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
@@ -27,6 +25,9 @@ from llmexp.labels import ALIASES, shown
 from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.settings import Sweep
+
+if TYPE_CHECKING:
+    from llmexp.assembly.inputs import Shared
 
 WIDTH = 80
 CHANGES = {
@@ -132,6 +133,9 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
 def solved(config: Config, key: str) -> dict[str, Any]:
     """Return what the run makes of a number, or of a knob that was left open; nothing where it does
     not follow."""
+    from llmexp.assembly.inputs import Shared
+    from llmexp.assembly.solving import known_run
+
     name, shared = key.rpartition(".")[2], Shared()
     try:
         config, run = known_run(config, shared) or _asked(config, shared)
@@ -154,6 +158,7 @@ def solved(config: Config, key: str) -> dict[str, Any]:
 def _asked(config: Config, shared: Shared) -> tuple[Config, Run]:
     """Return what `known_run` does, from torch, and remember what it says of the model."""
     from llmexp.assembly.assemble import assemble
+    from llmexp.assembly.solving import keep_facts
 
     parts = assemble(config, write=False, shared=shared)
     keep_facts(config, shared, parts.run.facts)

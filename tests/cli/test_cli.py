@@ -152,7 +152,7 @@ def test_hydras_flags_answer_and_start_nothing(capsys, tmp_path, monkeypatch, co
 
 
 @pytest.mark.parametrize("arguments", [["--shell-completion"], ["-sc"], ["train", "-sc"]])
-def test_completion_without_a_word_says_what_it_takes(capsys, arguments):
+def test_completion_without_arguments_prints_what_it_takes(capsys, arguments):
     assert run(arguments) == 2
     assert "install=SHELL" in capsys.readouterr().err
 

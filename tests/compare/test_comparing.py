@@ -182,7 +182,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said_of(tmp_path, case):
+def test_what_is_reported_of(tmp_path, case):
     runs, swept, options, headline, expected, *said = CASES[case]
     if swept:
         make_sweep(tmp_path / "s", {str(i): run for i, run in enumerate(runs)}, swept)

@@ -175,7 +175,7 @@ def make_checkpoint(run, step):
     return where
 
 
-def test_only_old_checkpoints_of_finished_runs_go_and_only_when_told(sweep, tmp_path, capsys):
+def test_only_old_checkpoints_of_finished_runs_go_and_only_when_asked(sweep, tmp_path, capsys):
     failed = make_run(tmp_path / "failed", state="failed")
     run = sorted(sweep.iterdir())[0]
     for where in (run, failed):

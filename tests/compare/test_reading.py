@@ -98,7 +98,7 @@ def test_damaged_rows_are_passed_over(tmp_path, damage):
     "text",
     ["", "[1]", "{", "a: [", "\0\1", '{"state": 5, "summary": [1], "step": "x"}', "x: &a [*a]"],
 )
-def test_damaged_files_are_said_and_passed_over(tmp_path, name, text):
+def test_damaged_files_are_reported_and_passed_over(tmp_path, name, text):
     make_run(tmp_path / "good", max_norm=2.0)
     (make_run(tmp_path / "bad") / name).write_text(text)
     c = compare([tmp_path])
@@ -177,7 +177,7 @@ def test_time_is_the_sum_of_the_steps_it_took():
 
 
 @pytest.mark.parametrize("kept", [0, 4, 399])
-def test_a_run_whose_last_rows_are_lost_is_said_and_has_no_say(tmp_path, kept):
+def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kept):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", max_norm=2.0, offset=0.1)
     torn = make_run(tmp_path / "torn", max_norm=3.0, offset=-1.0)

@@ -163,7 +163,7 @@ def test_seeds_paired_and_unpaired_against_the_formulas():
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0, 2.0])
-def test_as_many_seeds_as_are_said_find_a_difference_four_times_in_five(size):
+def test_as_many_seeds_as_are_named_find_a_difference_four_times_in_five(size):
     n = seeds_needed(1.0, size)
     rng = np.random.default_rng(8)
     found = np.mean([paired_seeds(list(size + rng.standard_normal(n))).real for _ in range(1000)])

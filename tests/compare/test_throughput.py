@@ -60,7 +60,7 @@ def test_what_limits_a_device(launch, arithmetic, memory, micros, expected):
     assert verdicts(launch, arithmetic * LEAST, memory * LEAST, *micros) == expected
 
 
-def test_what_cannot_be_told_is_not_said():
+def test_what_is_not_known_is_not_printed():
     assert verdicts(0, LEAST, 10 * LEAST, 4, 8, peak=None) == [None, None]
     between = [planted(4, 1.0), planted(8, 2 / 1.3)]  # 1.3 times the rate, far from the peak
     assert [row.get("verdict") for row in rows_of(between)] == [None, None]

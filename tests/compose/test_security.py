@@ -248,7 +248,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize(("override", "says"), SECRETS, ids=[s[1][:40] for s in SECRETS])
-def test_a_secret_by_name_or_value_is_refused_without_being_told(
+def test_a_secret_by_name_or_value_is_refused_without_being_printed(
     home, monkeypatch, capsys, override, says
 ):
     monkeypatch.setenv("WANDB_API_KEY", KEY)

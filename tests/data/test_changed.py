@@ -104,7 +104,7 @@ def test_what_happened_to_a_file_is_printed(
         assert all(text.startswith(f"{path}: ") and re.search(told, text) for text in found), found
 
 
-def test_a_change_during_the_first_scan_is_told(
+def test_a_change_during_the_first_scan_is_reported(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state is taken when the files are opened, not when they have been read through."""

@@ -153,7 +153,7 @@ def test_bytes_stay_as_they_are_but_for_the_order_mark() -> None:
     assert bytes(_all(_text(val_ratio=0.0).train)) == raw + documents.BOM
 
 
-def test_empty_files_among_others_are_left_out_and_told() -> None:
+def test_empty_files_among_others_are_left_out_and_reported() -> None:
     Path("a.txt").write_text("a" * 30)
     Path("b.txt").write_text("")
     Path("c.txt").write_bytes(documents.BOM)

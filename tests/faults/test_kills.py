@@ -165,7 +165,7 @@ def test_killed_twenty_times(here, settings, whole):
     kill_in_a_row(here, [*settings, *more], whole, chosen(20, random.Random(seed)), seed)
 
 
-def test_told_to_stop_twice_while_it_saves(here, settings, whole):
+def test_asked_to_stop_twice_while_it_saves(here, settings, whole):
     """SIGTERM twice in a background save, SIGINT twice in a save that the step waits for: each time
     the checkpoint of the step it was at is saved, and the command that is printed goes on from
     there."""

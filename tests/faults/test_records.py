@@ -181,7 +181,7 @@ def test_a_lost_status_is_mended_when_nobody_can_be_at_work(whole, tmp_path, cap
     assert run.json("status.json") == {"state": "failed", "updated": 1e9, "error": ending.CUT}
 
 
-def test_a_failure_under_a_clock_that_jumped_back_is_told_by_its_rank(tmp_path):
+def test_a_failure_under_a_clock_that_jumped_back_is_reported_by_its_rank(tmp_path):
     """The agent began an hour after the time at which the rank says that it failed."""
     (tmp_path / "faulty.py").write_text(HOOKS + FAILING)
     two = [

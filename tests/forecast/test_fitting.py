@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_read_stops_no_run(tmp_path, monkeypatch):
     assert remembered.known_memory(config, "cpu") is None
 
 
-def test_what_decides_memory_is_told_apart(tmp_path, monkeypatch):
+def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMEXP_CACHE_DIR", str(tmp_path))
     kind = remembered.kind_of(composed(*SMALL), "cpu")
     remembered.remember("what", {"it": 1}, kind)

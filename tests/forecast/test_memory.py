@@ -131,7 +131,7 @@ LIMITED = [
 
 
 @pytest.mark.slow
-def test_what_would_fit_is_said_and_fits(scratch, capsys):
+def test_what_would_fit_is_reported_and_fits(scratch, capsys):
     cut = ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
     limited = [*LIMITED, "model.n_layers=3", "plan.memory_gib=0.002"]
     out = planned(capsys, *limited, *cut)
@@ -147,7 +147,7 @@ def test_what_would_fit_is_said_and_fits(scratch, capsys):
         assert "fits yes" in planned(capsys, *limited, *kept, *change.split())
 
 
-def test_the_largest_micro_batch_that_fits_is_said(monkeypatch):
+def test_the_largest_micro_batch_that_fits_is_reported(monkeypatch):
     parts = parts_of(*LIMITED, "batch.micro_batch_size=1", "batch.real_batch_size=4")
     cut = cut_of(parts)
     once = {n: rehearse(parts, memory.cut_to(cut, n), "fp32", None) for n in (1, 2, 4)}

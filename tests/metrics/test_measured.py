@@ -46,7 +46,7 @@ def whole(spiked, tmp_path_factory) -> Result:
     )
 
 
-def test_the_spikes_are_flagged_counted_and_said(whole):
+def test_the_spikes_are_flagged_counted_and_reported(whole):
     rows = whole.rows()
     assert [r["outlier_steps"] for r in rows] == [sum(s <= r["step"] for s in SPIKES) for r in rows]
     assert not any(r["skipped"] for r in rows)

@@ -112,5 +112,5 @@ def test_the_order_of_the_norms_changes_no_bit_of_the_table():
         )
 
 
-def test_nothing_counted_is_nothing_said():
+def test_nothing_counted_is_nothing_printed():
     assert Norms("norm", 1.0).summary() == {}

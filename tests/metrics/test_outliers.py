@@ -100,7 +100,7 @@ def test_off_is_off():
     assert fed(noisy(100), sigma=None).limits is None
 
 
-def test_it_is_said_with_figures():
+def test_it_is_reported_with_figures():
     text = describe(fed(noisy(64)).limits, 9.25, 1.0)
     assert text.startswith("loss 9.25, not within 2.")
     assert text.endswith("gradient norm 1")

@@ -79,7 +79,7 @@ SYNTHETIC = [
 GRID = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]
 
 
-def test_unequal_budgets_are_told_before_anything_is_spent(tmp_path):
+def test_unequal_budgets_are_reported_before_anything_is_spent(tmp_path):
     """The grid of `train --help`: the warning has a command that, pasted, has equal budgets."""
     plan = llmexp("plan", "-m", *SYNTHETIC, *GRID, cwd=tmp_path)
     assert plan.code == 0, plan.err

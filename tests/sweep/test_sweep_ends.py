@@ -229,7 +229,7 @@ def test_a_sweeps_folder_that_is_a_file(tmp_path):
         rundir.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
 
 
-def test_a_reason_is_told_once_and_shortly_at_the_end(tmp_path):
+def test_a_reason_is_reported_once_and_shortly_at_the_end(tmp_path):
     (tmp_path / "long.py").write_text(
         "def hook(event, context):\n    if context.optimizers[0].param_groups[0]['lr'] == 0.5:\n"
         "        raise RuntimeError('first ' + 'many words ' * 12 + 'the last one')\n"

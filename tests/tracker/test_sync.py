@@ -179,7 +179,7 @@ def test_a_partly_online_run_in_a_moved_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_history_that_differs_is_said_and_sent_anew(tmp_path: Path) -> None:
+def test_a_history_that_differs_is_reported_and_sent_anew(tmp_path: Path) -> None:
     """wandb takes rows at the end alone: neither a hole nor a row too many can be mended in
     place."""
     run = make_run(tmp_path / "0-seed=0", 20)
@@ -221,7 +221,7 @@ def test_a_server_that_limits_refuses_or_has_gone(tmp_path: Path) -> None:
         assert rows_of(server.run) == make_rows(20)
 
 
-def test_without_a_login_nothing_is_uploaded_and_how_to_is_said(tmp_path: Path) -> None:
+def test_without_a_login_nothing_is_uploaded_and_how_to_is_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "0-seed=0", 3)
     code, lines, error = llmexp(tmp_path, "sync", run)
     assert (code, lines) == (2, [])

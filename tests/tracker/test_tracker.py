@@ -496,7 +496,7 @@ def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None
     assert not upload_is_pending(run_dir)
 
 
-def test_a_server_that_refuses_rows_or_dies_is_said(tmp_path: Path) -> None:
+def test_a_server_that_refuses_rows_or_dies_is_reported(tmp_path: Path) -> None:
     """wandb's finish returns as if all were well when the server has refused the rows for good."""
     with FakeWandb("refuses rows") as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}

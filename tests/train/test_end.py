@@ -168,7 +168,7 @@ def test_of_several_ranks_one_alone_finishes_only_what_all_have_written(tmp_path
     ] == ([] if committing else [True])
 
 
-def test_a_save_that_fails_then_is_said(tmp_path):
+def test_a_save_that_fails_then_is_reported(tmp_path):
     said: list[str] = []
     loop = made(step=3, said=said)
     loop.saving = Saving(2, lambda: tmp_path)

@@ -153,7 +153,7 @@ def changed(proof: Result, tmp_path: Path, change) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_a_backward_pass_with_fewer_gradients_is_told(proof, tmp_path, kept):
+def test_a_backward_pass_with_fewer_gradients_is_reported(proof, tmp_path, kept):
     """As of a model that takes another path at random."""
     _, said = changed(
         proof, tmp_path, lambda by_step: by_step[2].update(gradients=by_step[2]["gradients"][:kept])
