@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,12 +22,8 @@ from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plai
 from llmexp.forecast.settings import Plan
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
-from llmexp.run import Run
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.settings import Sweep
-
-if TYPE_CHECKING:
-    from llmexp.assembly.inputs import Shared
 
 WIDTH = 80
 CHANGES = {
@@ -134,13 +130,19 @@ def solved(config: Config, key: str) -> dict[str, Any]:
     """Return what the run makes of a number, or of a knob that was left open; nothing where it does
     not follow."""
     from llmexp.assembly.inputs import Shared
-    from llmexp.assembly.solving import known_run
+    from llmexp.assembly.solving import keep_facts, known_run
 
     name, shared = key.rpartition(".")[2], Shared()
     try:
-        config, run = known_run(config, shared) or _asked(config, shared)
+        if (known := known_run(config, shared)) is None:
+            from llmexp.assembly.assemble import assemble
+
+            parts = assemble(config, write=False, shared=shared)
+            keep_facts(config, shared, parts.run.facts)
+            known = parts.config, parts.run
     except ConfigError as error:
         return {"value": None, "unsolved": str(error)}
+    config, run = known
     numbers = run.as_dict()
     of_the_run = key.partition(".")[0] in (key, "batch", "parallelism", "train")
     if name in DERIVED and of_the_run:
@@ -153,16 +155,6 @@ def solved(config: Config, key: str) -> dict[str, Any]:
             return {"value": value} if open_still else {"value": value, "derived": value}
         number, formula = DERIVED["rates"], numbers["rates"]
     return {"value": value, "derived": value, "formula": formula, "from": list(number.sources)}
-
-
-def _asked(config: Config, shared: Shared) -> tuple[Config, Run]:
-    """Return what `known_run` does, from torch, and remember what it says of the model."""
-    from llmexp.assembly.assemble import assemble
-    from llmexp.assembly.solving import keep_facts
-
-    parts = assemble(config, write=False, shared=shared)
-    keep_facts(config, shared, parts.run.facts)
-    return parts.config, parts.run
 
 
 def filled(formula: str, numbers: dict[str, Any]) -> str:
