@@ -23,6 +23,7 @@ NO_MATTER = (
     "max_steps", "max_epochs", "max_tokens", "tail", "seed", "twin", "log_every", "eval_every",
     "tasks_folder", "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
 )  # fmt: skip
+OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.optim.")  # which read no files
 VALUES = ("lr", "weight_decay", "beta1", "beta2")  # of the optimizer, likewise
 
 
@@ -46,7 +47,7 @@ def kind_of(config: Config, device_name: str) -> dict[str, Any]:
 
 
 _versions = functools.cache(provenance.versions)
-_own: dict[Path, dict[str, Any]] = {}  # of functions of the user's, which may be other ones later
+_own: dict[Path, dict[str, Any]] = {}  # of the user's own, which may be something else later
 
 
 def known_memory(config: Config, device_name: str) -> str | None:
@@ -64,8 +65,10 @@ def _file(what: str, deciding: Any) -> Path:
 
 
 def _is_ours(kind: dict[str, Any]) -> bool:
-    """Return whether the version of llmexp says what a run of this kind computes."""
-    return all(str(kind[k]["_target_"]).startswith("llmexp.") for k in ("model", "optimizer"))
+    """Return whether the version of llmexp says what a run of this kind computes, and no file and
+    no function of the user's."""
+    targets = [str(kind[k]["_target_"]) for k in ("model", "optimizer")]
+    return all(target.startswith(OURS) for target in targets) and not kind.get("hooks")
 
 
 def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | None:
@@ -80,8 +83,8 @@ def remembered(what: str, kind: dict[str, Any], *more: Any) -> dict[str, Any] | 
 
 
 def remember(what: str, found: dict[str, Any], kind: dict[str, Any], *more: Any) -> None:
-    """Keep what was found: in this process alone where the model or the optimizer is the user's. A
-    disk that does not take it is no error."""
+    """Keep what was found: in this process alone where it depends on files or functions of
+    the user's. A disk that does not take it is no error."""
     with contextlib.suppress(*FAULTS):
         path = _file(what, [kind, *more])
         if not _is_ours(kind):

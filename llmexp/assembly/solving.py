@@ -23,7 +23,7 @@ from llmexp.assembly.inputs import (
     filled,
     place_of,
 )
-from llmexp.assembly.remembered import known_memory, remember, remembered
+from llmexp.assembly.remembered import OURS, known_memory, remember, remembered
 from llmexp.assembly.targets import bind
 from llmexp.compare.throughput import single_rank_rate
 from llmexp.config import Config, ConfigError, Parallelism, plain, refuse
@@ -41,7 +41,6 @@ FACTS = "facts"  # of a model on a machine, a folder of the cache
 # Variables that llmexp, torch, its libraries and the loader of those read.
 PROCESSOR = re.compile(r"(?m)^(?:model name|flags|CPU \w+|Features)\s*:.*")
 VARIABLES = re.compile("(LLMEXP|OMP|GOMP|KMP|MKL|ATEN|ONEDNN|DNNL|TORCH|PYTORCH|CUDA|LD)_")
-OWN = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.optim.")  # which read no files
 GPUS = ("nvidia*", "nvhost*", "nvmap", "dxg", "kfd")  # files of drivers below /dev
 
 Once = Callable[..., Any]
@@ -83,7 +82,7 @@ def _may_be_known(config: Config) -> bool:
     dev = Path("/dev")
     return (
         (config.train.device == "cpu" or not any(any(dev.glob(name)) for name in GPUS))
-        and all(str(s["_target_"]).startswith(OWN) for s in (config.model, config.optimizer))
+        and all(str(s["_target_"]).startswith(OURS) for s in (config.model, config.optimizer))
         and config.model.get("init_from") is None
         and config.fork.run is None
         and config.parallelism.kind == "single"

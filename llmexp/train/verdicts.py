@@ -48,6 +48,10 @@ def settle(loop: Loop) -> int:
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
             raise TrainingFailed(words)
+        if seen.code != SKIPPED_OUTLIER:  # of which `note` prints more
+            how = "" if seen.code == EMPTY else " that overflowed fp16"
+            text = f"step {progress.step:,} has {WHAT[seen.code]}{how}; its update was skipped"
+            loop.out.console.line(text)
     return progress.updates
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -157,13 +156,16 @@ def test_what_decides_memory_is_kept_apart(tmp_path, monkeypatch):
     for more in ("optimizer.eps=1", "+user.layers=2", "hooks=[{_target_: llmexp.hooks.some}]"):
         other = remembered.kind_of(composed(*SMALL, more), "cpu")
         assert remembered.remembered("what", other) is None
-    # the code of a user's function may be another one in the next process
-    own = json.loads(json.dumps(kind))
-    own["model"]["_target_"] = "mine.model"
-    remembered.remember("what", {"it": 2}, own)
-    assert remembered.remembered("what", own) == {"it": 2}
-    remembered._own.clear()
-    assert remembered.remembered("what", own) is None
+    # the user's functions and files may be other ones in the next process
+    for own in (
+        kind | {"model": {"_target_": "mine.model"}},
+        kind | {"model": {"_target_": "llmexp.models.hf.pretrained", "path": "folder"}},
+        kind | {"hooks": [{"_target_": "mine.hook"}]},
+    ):
+        remembered.remember("what", {"it": 2}, own)
+        assert remembered.remembered("what", own) == {"it": 2}
+        remembered._own.clear()
+        assert remembered.remembered("what", own) is None
 
 
 def test_a_fork_may_have_its_size_found():

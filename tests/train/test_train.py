@@ -197,6 +197,7 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     assert (
         len({r["weight_norm"] for r in rows[: first + 1]}) == 2
     )  # of all skipped ones one, then the first update's
+    assert result.out.count("overflowed fp16; its update was skipped") == sum(skipped)
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])
     more = ["train.max_consecutive_skips=3", "hydra.run.dir=stopped"]
