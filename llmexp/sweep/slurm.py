@@ -292,8 +292,8 @@ class Slurm:
 
     def cancel_waiting(self) -> None:
         """Take those jobs out of the queue that have not started."""
-        left = {one: rundir.read_status(one.task.path).get("state") for one in self._left()}
-        waiting = [one for one, state in left.items() if state == "queued"]
+        left = [(one, rundir.read_status(one.task.path)) for one in self._left()]
+        waiting = [one for one, status in left if status.get("state") == "queued"]
         self._cancelled = [one.task.path for one in waiting]
         if waiting:
             with contextlib.suppress(OSError):
