@@ -272,12 +272,13 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
 @pytest.mark.parametrize(
     "more",
     [
-        ["precision=fp16", "precision.init_scale=3e5", "clip=value", "clip.max_value=0.01"],
+        ["precision=fp16", "precision.init_scale=3e5", "clip=value", "clip.max_value=0.01",
+        "optimizer=sgd"],
         ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
         "model.tied_head=false",
          "model.vocab_size=320"],
     ],
-    ids=["fp16 and value", "muon, llama"],
+    ids=["fp16, sgd and value", "muon, llama"],
 )  # fmt: skip
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see
