@@ -31,6 +31,21 @@ def lineage(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in found if row["step"] <= step]
 
 
+def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
+    """Raise ConfigError where `resume`, the value of checkpoint.resume, does not allow a run in the
+    folder that was chosen for it."""
+    if holds_run and resume == "never":
+        state = rundir.read_status(wanted).get("state", "unknown")
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
+            f"llmexp resume {wanted}"
+        )
+    if not holds_run and resume == "must":
+        raise ConfigError(
+            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
+        )
+
+
 def named_checkpoint(text: str) -> tuple[Path, int | None]:
     """Return (run folder, step) of RUN@STEP, and (run folder, None) of RUN, which means its newest
     checkpoint. Raises ConfigError where there is no such run, or no such checkpoint."""

@@ -34,9 +34,11 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
     path, step = Path(str(config.fork.run)), config.fork.step
     refuse_average(path)
     recorded, tree = rundir.read_run(path), rundir.built_config(path)
-    if step is None or step not in (kept := rundir.saved_steps(path)):
+    kept = rundir.saved_steps(path)
+    if step is None or step not in kept:
         text = f"{path} keeps no checkpoint of this step; it keeps those of "
-        raise refuse("fork.step", step, text + _listed(kept), kept[-1] if kept else None)
+        near = min(kept, key=lambda s: abs(s - (step or 0)), default=None)
+        raise refuse("fork.step", step, text + _listed(kept), near)
     try:
         folder = loading.of_step(path / rundir.CHECKPOINTS, step)
         loaded = loading.load(folder, loading.NONE, ("model",))

@@ -20,7 +20,8 @@ _PICTURES = {"html": ".html", "png": ".png"}
 
 
 def run(arguments: list[str]) -> int:
-    """Return exit code 0. Raises ConfigError, also where there is nothing to show."""
+    """Return exit code 0. Raises ConfigError, also where there is nothing to show, and OSError
+    for a file that could not be written."""
     args = _arguments(arguments)
     wanted = _targets(args)
     if hasattr(sys.stdout, "reconfigure"):
@@ -37,19 +38,30 @@ def run(arguments: list[str]) -> int:
     if not comparison.entries:
         raise ConfigError(NO_RUN)
     for name, target in wanted.items():
-        if name == "png":
-            from llmexp.compare.picture import write_png
-
-            write_png(comparison, Path(target))
-        elif target == "-":
+        if target == "-":
             print(_text(name, comparison), end="")
         else:
-            fileio.write_whole(Path(target), _text(name, comparison))
-        if target != "-":
+            _write(name, comparison, Path(target))
             print(f"llmexp: wrote {target}", file=sys.stderr)
     if "-" not in wanted.values():
         table.show(comparison, sys.stdout, width=table.columns(), why=args.why)
     return DONE
+
+
+def _write(name: str, comparison: Comparison, path: Path) -> None:
+    """Write a form of the comparison into a file. Raises OSError in words."""
+    try:
+        if name == "png":
+            from llmexp.compare.picture import write_png
+
+            write_png(comparison, path)
+        else:
+            fileio.write_whole(path, _text(name, comparison))
+    except OSError as error:
+        example = f"name a file elsewhere, for example --{name} /tmp/{path.name}"
+        raise OSError(
+            f"--{name} {path}: could not be written: {error.strerror or error}; {example}"
+        ) from error
 
 
 def _targets(args: argparse.Namespace) -> dict[str, str]:

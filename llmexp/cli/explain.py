@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
@@ -105,7 +105,9 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
         near = nearest_key(key, known)
         raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}")
     history = [
-        {"value": layer.values[key], "from": layer.source} for layer in every if key in layer.values
+        {"value": layer.values[key], "from": layer.source}
+        for layer in every
+        if layer.values.get(key, MISSING) != MISSING
     ]
     budgets = [o for o in given if budgets_in([o])] if key in BUDGETS else []
     if budgets and flat[key] is None and history and history[-1]["value"] is not None:

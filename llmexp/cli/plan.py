@@ -15,6 +15,7 @@ from llmexp.compose import app, command_line, origin
 from llmexp.compose.errors import user_errors
 from llmexp.config import Config, ConfigError
 from llmexp.forecast.settings import Plan, build_plan
+from llmexp.naming import refuse_folder
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def plan(arguments: list[str]) -> int:
         else:
             config, wanted = app.typed(cfg), app.chosen_folder(cfg, "hydra.run.dir")
             rundir.check_writable(wanted)
+            there = app.fixed_folder(args.overrides, "hydra.run.dir") and rundir.is_run(wanted)
+            if there:
+                rundir.check_plain(wanted)
+            refuse_folder(wanted, there, config.checkpoint.resume)
     planned = planner(chosen, args.measure)
     if multirun:
         from llmexp.sweep.planning import plan_sweep

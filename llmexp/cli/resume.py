@@ -14,6 +14,7 @@ from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build, with_knobs
+from llmexp.labels import plural
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.run.layout import solve_layout
@@ -67,8 +68,9 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     cut = [key for key in (micro, accum) if f"batch.{key}" in given]
     if cut:  # the real batch stays, and its cut is solved anew
         tree["batch"][micro if accum in cut else accum] = None
+    note = None
     if budget:
-        extend(tree, recorded.get("warmup_updates"), given)
+        note = extend(tree, recorded.get("warmup_updates"), given)
     change(tree, overrides, path, recorded.get("parallelism"))
     if budget and all(tree["train"][name] is None for name in NO_BUDGET):
         raise refuse(min(budget), None, "is no budget to train on to", 600)
@@ -85,19 +87,20 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     config = with_knobs(config, checkpoint={"resume": "must"})
     request = {"config": plain(config), "folder": str(path), "fixed": True}
     request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
+    request["note"] = note
     return worker.Worker().run(request)[0]
 
 
-def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> None:
+def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> str | None:
     """Make room for another budget in the config of a run, and keep the length of its warm-up,
-    which was a share of the old one."""
+    which was a share of the old one: return a line that says so."""
     tree["train"] |= NO_BUDGET
     schedule = tree["schedule"]
     relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
-    if "schedule.warmup_steps" not in given and relative:
-        if isinstance(warmup, int):
-            schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
-        child.say(f"the warm-up stays {warmup} updates: schedule.warmup_steps={warmup}")
+    if "schedule.warmup_steps" in given or not relative or not isinstance(warmup, int):
+        return None
+    schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
+    return f"the warm-up stays {plural(warmup, 'update')}: schedule.warmup_steps={warmup}"
 
 
 def refuse_past(first: int | None, path: Path, given: Sequence[str]) -> None:

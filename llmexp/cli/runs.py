@@ -162,7 +162,8 @@ def _show(lines: Sequence[Line]) -> None:
 
     console = Console(width=columns(), highlight=False, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    figures = 4 if console.width >= 80 else 2
+    wide = console.width >= 80
+    figures = 4 if wide else 2
     table.add_column("state", no_wrap=True)
     table.add_column("run", overflow="fold")
     for title in ("step", "loss", "age", "size")[:figures]:
@@ -178,10 +179,15 @@ def _show(lines: Sequence[Line]) -> None:
         head = f"{clean(group)}\n{counts}" if of_sweep else clean(group)
         table.add_row("sweep" if of_sweep else "", Text(head, style="bold"))
         for line in members:
-            name = "  " * of_sweep + line.name + (f"\n{line.error[:200]}" if line.error else "")
+            name = "  " * of_sweep + line.name
+            if line.error and wide:
+                name += f"\n{line.error[:200]}"
             state = Text(line.state, style=_STYLES.get(line.state, ""))
             table.add_row(state, Text(name), *_cells(line)[:figures])
     console.print(table)
+    for line in () if wide else lines:
+        if line.error:
+            console.print(f"\n{line.name}: {line.error[:200]}")
     total = readable_size(sum(line.size for line in lines))
     console.print(f"\n{plural(len(lines), 'run')}, {total}")
 

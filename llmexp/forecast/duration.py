@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp.config import Config
+from llmexp.labels import plural
 from llmexp.metrics.console import format_duration
 from llmexp.metrics.devices import Device
 from llmexp.run import Run
@@ -116,17 +117,19 @@ def cost_of(run: Run, config: Config, times: Times, gpus: int, price: float | No
 def sections(cost: Cost, basis: str) -> list[tuple[str, str]]:
     """Return (label, text) pairs of the banner. `basis`: where the times come from, in words."""
     times, often = cost.times, cost.counts
-    parts = [f"{often['step']:,} steps of {seconds(times.step_s)}"]
-    names = {"evaluation": "evaluations", "tasks": "scores of tasks", "sample": "texts"}
-    for kind, name in {**names, "save": "checkpoints"}.items():
+    parts = [f"{plural(often['step'], 'step')} of {seconds(times.step_s)}"]
+    names = {"evaluation": "evaluation", "tasks": "task score", "sample": "text"}
+    for kind, name in {**names, "save": "checkpoint"}.items():
         each = getattr(times, f"{kind}_s")
         if often[kind] and each:
-            parts.append(f"{often[kind]:,} {name} of {seconds(each)}")
+            parts.append(f"{plural(often[kind], name)} of {seconds(each)}")
     if times.timed_steps:
         parts.append(f"start {seconds(times.start_s + times.first_s)}, end {seconds(times.end_s)}")
+    brief = cost.duration_s < 0.05  # which would be 0.0s
+    length = "less than 0.1s" if brief else format_duration(cost.duration_s)
     rows = [
         ("speed", f"{cost.tokens_per_sec:,.0f} tokens/s, {basis}"),
-        ("time", f"{format_duration(cost.duration_s)}: {', '.join(parts)}"),
+        ("time", f"{length}: {', '.join(parts)}"),
     ]
     return [*rows, *([("cost", text)] if (text := spent(cost.gpu_hours, cost.money)) else [])]
 

@@ -209,7 +209,8 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
     """Return aligned `label  text` lines, the text wrapped to `width` columns (default: the
     terminal's, else 100).
 
-    Words longer than a line (paths) stay whole, so that they can be copied.
+    Words longer than a line (paths) stay whole, so that they can be copied, and so do lines of
+    tables: those with two spaces between words.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
     label_width = max((len(label) for label, _ in sections), default=0)
@@ -226,7 +227,8 @@ def banner(sections: list[tuple[str, str]], width: int | None = None) -> str:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-            lines += wrapped or [head]
+            in_columns = "  " in paragraph.strip()
+            lines += [head + paragraph] if in_columns else wrapped or [head]
             head = indent
     return "\n".join(line.rstrip() for line in lines)
 

@@ -24,7 +24,7 @@ from llmexp.config import ConfigError, flatten, plain
 from llmexp.exchange.average import refuse_average
 from llmexp.knobs import differing, may_change
 from llmexp.metrics import hardware
-from llmexp.naming import LINEAGE, lineage
+from llmexp.naming import LINEAGE, lineage, refuse_folder
 from llmexp.redact import as_recorded, concealed, marks
 from llmexp.run import Parent
 from llmexp.train import extending
@@ -66,21 +66,12 @@ def known(request: dict[str, Any]) -> dict[str, Any]:
 def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
     """Return the run's folder, made now, or found with a run to go on with: (path, is new). Raises
     ConfigError."""
-    wanted, mode = Path(request["folder"]), parts.config.checkpoint.resume
+    wanted = Path(request["folder"])
     there = request["fixed"] and rundir.is_run(wanted)
     if there:
         rundir.check_plain(wanted)
         refuse_average(wanted)
-    if there and mode == "never":
-        state = rundir.read_status(wanted).get("state", "unknown")
-        raise ConfigError(
-            f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
-            f"llmexp resume {wanted}"
-        )
-    if not there and mode == "must":
-        raise ConfigError(
-            f"hydra.run.dir={wanted}: checkpoint.resume=must, but there is no run to resume"
-        )
+    refuse_folder(wanted, there, parts.config.checkpoint.resume)
     if there:
         refuse_other_run(wanted, parts)
         path = wanted

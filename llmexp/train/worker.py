@@ -14,7 +14,7 @@ from typing import Any
 
 from llmexp import ending, mesh, provenance, rundir
 from llmexp.assembly.assemble import Parts, assemble
-from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP
+from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.convert import build
 from llmexp.mesh.agent import LOCK_HELD, STARTED
 from llmexp.train import failing, folder, group
@@ -65,6 +65,8 @@ def begin(argument: str, task: Task) -> int:
             if folder.is_finished(path, parts.run.max_steps):
                 return DONE
             task.before = folder.before_going_on(path)
+            if request.get("note"):
+                say(request["note"])
     else:
         task.path = path = Path(argument)
         if os.environ.get("RANK", "0") == "0":  # once is enough

@@ -86,6 +86,8 @@ def test_a_rate_under_a_rule_and_a_budget_that_was_replaced():
     assert (rate["value"], rate["derived"]) == (0.01, 0.02)
     assert rate["formula"].startswith("lr 0.01 x (real_batch_size 8 / reference_batch 4) = 0.02")
     assert "rates" in rate["used_by"]
+    assert [h["value"] for h in rate["history"]][-1] == 0.01
+    assert "???" not in (h["value"] for h in rate["history"])  # a file that leaves it to others
     assert budget["history"][-1] == {
         "value": None,
         "from": "the command line, by train.max_tokens=960",

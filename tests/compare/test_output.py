@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
+from llmexp import fileio
 from llmexp.__main__ import run as llmexp
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import shown
@@ -104,6 +106,18 @@ def test_files_are_written_and_a_path_after_an_option_is_no_file(
     assert (sweep / "sweep.json").read_bytes() == before
 
 
+def test_a_full_disk_under_the_page_is_named(sweep, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(fileio, "write_whole", full)
+    for name in ("page.html", "curves.png"):
+        option = f"--{name.partition('.')[2]}"
+        assert llmexp(["compare", str(sweep), option, str(sweep / name)]) == 1
+        said = f"{option} {sweep / name}: could not be written: No space left on device; name a"
+        assert capsys.readouterr().err.startswith(f"llmexp: {said}")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -152,7 +166,7 @@ def test_figures_are_readable():
     ]  # fmt: skip
 
 
-def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys):
+def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys, monkeypatch):
     cut = make_run(tmp_path / "lost", state="running")
     make_run(tmp_path / "bad", state="failed")
     assert llmexp(["runs", str(tmp_path)]) == 0
@@ -164,6 +178,11 @@ def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys):
     assert (row["name"], row["state"], row["step"]) == ("lost", "cut", 400)
     assert row["size"] >= (cut / "metrics.jsonl").stat().st_size
     assert llmexp(["runs", str(tmp_path), "--state", "done"]) == 2
+    capsys.readouterr()
+    make_run(tmp_path / "worse", state="failed", status={"error": "a long word and others " * 3})
+    monkeypatch.setenv("COLUMNS", "40")
+    assert llmexp(["runs", str(tmp_path)]) == 0
+    assert "\nworse: a long word and others a long \n" in capsys.readouterr().out
 
 
 def make_checkpoint(run, step):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llmexp.__main__ import run
 from llmexp.assembly import solving
 from llmexp.forecast import measuring, planning
-from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots
+from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots, sections
 from llmexp.metrics.devices import device_named
 from llmexp.train import calibration
 from llmexp.train.loop import due_after
@@ -70,6 +70,12 @@ def test_an_estimate_is_arithmetic():
     assert cost.gpu_hours == pytest.approx(8 * 2037 / 3600)
     assert cost.money == pytest.approx(2.5 * 8 * 2037 / 3600)
     assert cost.tokens_per_sec == 2**18
+    said = dict(sections(cost, ""))["time"]
+    assert said == "33m 57s: 1,000 steps of 2 s, 10 evaluations of 3 s"
+    config.train.eval_every = None
+    brief = cost_of(planned, config, Times(step_s=1e-5, evaluation_s=0.01), 8, 2.5)
+    said = dict(sections(brief, ""))["time"]
+    assert said == "less than 0.1s: 1,000 steps of 1e-05 s, 1 evaluation of 0.01 s"
 
 
 def test_points_start_as_slots_become_free():

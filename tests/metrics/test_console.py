@@ -255,6 +255,11 @@ def test_banner_aligns_and_wraps() -> None:
     ]
     assert banner([("a", "one\n\ntwo"), ("b", "")], 40) == "a  one\n\n   two\nb"
     assert banner([]) == ""
+    table = " limit  clipped  mean\n     1    50.0%   0.9  this run"
+    assert banner([("a", table)], 10).split("\n") == [
+        "a   limit  clipped  mean",
+        "        1    50.0%   0.9  this run",
+    ]
 
 
 def test_banner_default_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,8 +232,11 @@ def test_an_extended_run_is_the_longer_one(trunk):
     assert exact(longer) == exact(whole)
     same_state(longer.checkpoint(16), whole.checkpoint(16))
     wsd_run = ["data.train_files=[train.npy]", "schedule=wsd", "schedule.warmup_steps=2"]
-    cut = train_to(cwd, "cut", 8, *wsd_run, "train.max_steps=12")  # its decay begins after step 10
-    assert llmexp("resume", "cut", "train.max_tokens=1536", cwd=cwd).code == 0
+    share = [*wsd_run[:2], "schedule.warmup_ratio=0.17", "train.max_steps=12"]
+    cut = train_to(cwd, "cut", 8, *share)  # its decay begins after step 10
+    result = llmexp("resume", "cut", "train.max_tokens=1536", cwd=cwd)
+    assert result.code == 0, result.err
+    assert "the warm-up stays 2 updates: schedule.warmup_steps=2" in result.out
     whole = train(cwd, "whole16", *SETTINGS, *wsd_run, "train.max_tokens=1536")
     assert exact(cut) == exact(whole)
     same_state(cut.checkpoint(16), whole.checkpoint(16))
@@ -284,7 +287,7 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["fork.step=5"], ["fork.step=5: ", "keeps no checkpoint", "4, 8, 12", "fork.step=12"]),
+        (["fork.step=5"], ["fork.step=5: ", "keeps no checkpoint", "4, 8, 12", "fork.step=4"]),
         (["fork.run=nowhere"], ["fork.run=nowhere: is no run folder"]),
         (["model.n_layers=1"], ["model.n_layers=1 (2 there)", "model.init_from=trunk@12"]),
         (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
@@ -322,20 +325,26 @@ def test_the_plan_of_a_fork_is_of_its_own_part(trunk, monkeypatch, capsys):
     assert point["time"]["timed_steps"] == 1
 
 
-def test_a_fork_into_a_used_folder_leaves_it(trunk):
+def test_a_fork_into_a_used_folder_leaves_it(trunk, monkeypatch, capsys):
     cwd = trunk.folder.parent
     before = {path: path.stat().st_mtime_ns for path in cwd.rglob("*")}
     given = ["fork.run=trunk", "train.max_steps=20", "hydra.run.dir=trunk"]
     result = llmexp("train", *given, cwd=cwd)
     assert result.code == 2
-    assert "hydra.run.dir=trunk: holds a run already" in result.err
+    refusal = "hydra.run.dir=trunk: holds a run already"
+    assert refusal in result.err
+    monkeypatch.chdir(cwd)
+    assert run(["plan", *given]) == 2
+    assert refusal in capsys.readouterr().err
+    assert run(["plan", *given, "checkpoint.resume=auto"]) == 0
     assert {path: path.stat().st_mtime_ns for path in cwd.rglob("*")} == before
 
 
 def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
     made = copy(trunk, "short")
     config = made.folder / "config.yaml"
-    config.write_text(config.read_text().replace("schedule.constant", "schedule.linear"))
+    text = config.read_text().replace("schedule.constant", "schedule.linear")
+    config.write_text(text.replace("warmup_ratio: 0", "warmup_ratio: 0.1"))
     for name in made.folder.glob("checkpoints/*/manifest.json"):
         name.write_text(name.read_text().replace("schedule.constant", "schedule.linear"))
     result = llmexp("resume", "short", "train.max_steps=24", cwd=trunk.folder.parent)
@@ -343,6 +352,7 @@ def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
     assert "(linear, over 12 updates)" in result.err
     assert "no checkpoint from before that is kept" in result.err
     assert "fork.run=" not in result.err
+    assert "warm-up" not in result.out  # nothing goes on
 
 
 def test_a_cooldown_is_a_line_from_its_start_to_the_end_value():
