@@ -14,7 +14,7 @@ from llmexp.compare import budgets
 from llmexp.compare.evidence import FEW, Floor, Rival, Verdict
 from llmexp.compare.figures import half_width, with_interval
 from llmexp.compare.judging import SMALL, Findings
-from llmexp.compare.records import SEED
+from llmexp.compare.records import SEED, TWIN
 from llmexp.compare.statistics import seeds_needed
 from llmexp.labels import plural
 
@@ -36,7 +36,8 @@ def headline(f: Findings) -> str:
         second = f.ranked[1]
         return f"{_leads(f, 'has')}; next is {second.label}, {f.figure(second)}{_by_items(f)}."
     if f.verdicts == {Verdict.ROUNDING}:
-        return _one_computation(f)
+        twins = all(r.entry.values.get(TWIN) for r in f.ranked[1:])
+        return (_won(f) if twins else "") or _one_computation(f)
     if all(len(r.seeds) == 1 for r in f.ranked):
         return _one_seed(f)
     return _by_seeds(f)
@@ -69,18 +70,31 @@ def _by_items(f: Findings) -> str:
     return f"; the items {verb} these models apart, {size} between them"
 
 
-def _alone(f: Findings) -> str:
-    only = f.ranked[0]
+def _won(f: Findings) -> str:
+    """Name the setting that successive halving left in; empty where there was none."""
+    only, ranked = f.ranked[0], [r.entry for r in f.ranked]
     dropped = [e for e in f.c.entries if any(r.rung is not None for r in e.runs)]
-    if out := [e for e in dropped if e is not only.entry]:
-        verb = "won" if only.entry.state == "finished" else "is left in"
-        shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
-        when = " and ".join(f"{s:.3g}" for s in shares)
-        were = "was" if len(out) == 1 else "were"
-        return (
-            f"{only.label} {verb} the successive halving: {f.metric.title} {f.figure(only)}; "
-            f"{plural(len(out), 'other')} {were} left out after {when} % of the steps."
-        )
+    out = [e for e in dropped if e not in ranked]
+    if not out:
+        return ""
+    ended = all(r.state == "finished" for r in only.entry.runs if r.rung is None)
+    verb = "won" if ended else "is left in"
+    shares = sorted({100 * r.rung for e in out for r in e.runs if r.rung is not None})
+    when = " and ".join(f"{s:.3g}" for s in shares)
+    were = "was" if len(out) == 1 else "were"
+    rounding = ""
+    if f.floor and f.floor.size:
+        rounding = f" Rounding alone makes {f.floor.size:.2g}."
+    return (
+        f"{only.label} {verb} the successive halving: {f.metric.title} {f.figure(only)}; "
+        f"{plural(len(out), 'other')} {were} left out after {when} % of the steps.{rounding}"
+    )
+
+
+def _alone(f: Findings) -> str:
+    if won := _won(f):
+        return won
+    only = f.ranked[0]
     why = "with an evaluation there" if f.without else "that takes part"
     more = f", the only run {why}" if len(only.seeds) == 1 else ""
     return f"{only.label}: {_over_seeds(only, f)}{more}."

@@ -98,10 +98,7 @@ def compare_records(
         for group in groups
     ]
     metric = _metric(entries, sort, mixed)
-    family = [e for e in entries if not e.out]
-    if len(family) < 2:
-        family = [e for e in entries if e.out not in APART]
-    factors = settings.factors(family, differing)
+    factors = settings.factors([e for e in entries if e.out not in APART], differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
     columns = _columns(entries, metric, mixed, at, align)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]

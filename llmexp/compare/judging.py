@@ -24,6 +24,7 @@ from llmexp.compare.evidence import (
 )
 from llmexp.compare.figures import is_loss, shown, task
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
+from llmexp.compare.settings import varying
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
@@ -94,6 +95,7 @@ def find_out(
     first = leader(ranked, level, sign) if ranked else None
     ordered = sorted(ranked, key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
+    keys = varying([r.entry for r in rivals], c.factors)
     taking_part = [r for rival in ranked for r in rival.entry.taking_part]
     tasks = len({task(r, metric.key) for r in taking_part}) if loss else 1
     for group in budgets:  # those of one budget can be compared among themselves
@@ -112,7 +114,7 @@ def find_out(
         without=without,
         budgets=budgets,
         floor=floor_of(ranked, metric.key) if loss else None,
-        effects=effects(ranked, c.factors, negligible) if loss and tasks == 1 else [],
+        effects=effects(ranked, keys, negligible) if loss and tasks == 1 else [],
         negligible=negligible,
         mixed=mixed,
         tasks=tasks,

@@ -13,6 +13,7 @@ from llmexp.compare.figures import counts, evaluations, number, positions
 from llmexp.compare.judging import Findings
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import Record
+from llmexp.compare.settings import varying
 from llmexp.labels import plural, short_keys
 from llmexp.labels import shown as value
 from llmexp.rundir import how_to_resume
@@ -109,7 +110,8 @@ def _matters(e: Effect, f: Findings) -> bool:
 
 def _effect(e: Effect, f: Findings) -> str:
     short = short_keys(f.c.factors)
-    others = " and ".join(name for key, name in short.items() if key != e.key)
+    keys = varying([e for e in f.c.entries if not e.out], f.c.factors)
+    others = " and ".join(short[key] for key in keys if key != e.key)
     amount = f"{e.difference.text}, averaged over {others} ({e.difference.basis})"
     name = short[e.key]
     if not e.difference.real:

@@ -138,12 +138,34 @@ def _notes(r: Record) -> list[str]:
 
 
 def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return the differing keys less the seed, and less those that follow from others: the real
+    """Return the keys that name the entries: those that vary of themselves among the entries that
+    take part, and the swept ones that only entries that are left out have other values of."""
+    taking_part = [e for e in entries if not e.out]
+    if len(taking_part) < 2:
+        taking_part = list(entries)
+    swept = {TWIN, *(key for e in entries for r in e.runs for key in r.swept)}
+    beside = [
+        key
+        for key in _independent(entries, differing)
+        if key in swept or key.partition(".")[0] in swept
+    ]
+    found = {*_independent(taking_part, differing), *beside}
+    return tuple(sorted(found, key=lambda key: (key == TWIN, differing.index(key))))
+
+
+def varying(entries: Sequence[Entry], keys: Sequence[str]) -> list[str]:
+    """Return the keys that have several values among the entries that have a config."""
+    known = [e.values for e in entries if e.values]
+    return [key for key in keys if len({repr(values.get(key)) for values in known}) > 1]
+
+
+def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str]:
+    """Return the keys that vary less the seed, and less those that follow from others: the real
     batch from the accumulation, the rate from the batch by optimizer.lr_rule."""
     entries = [e for e in entries if e.values]
     runs = [r for e in entries for r in e.runs]
     swept = {key for r in runs for key in r.swept}
-    varied = [key for key in differing if len({repr(e.values.get(key)) for e in entries}) > 1]
+    varied = varying(entries, differing)
     keys = [key for key in varied if all(key in e.values for e in entries) and key != SEED]
     rules = all(r.config.get("optimizer.lr_rule") in ("linear", "sqrt") for r in runs)
     if rules or "optimizer.lr_rule" in swept:
@@ -157,7 +179,7 @@ def factors(entries: Sequence[Entry], differing: Sequence[str]) -> tuple[str, ..
     for key in sorted(keys, key=weight):
         if key in swept or not any(_decides(other, key, entries) for other in kept):
             kept.append(key)
-    return tuple(sorted(kept, key=lambda key: (key == TWIN, differing.index(key))))
+    return kept
 
 
 def _decides(other: str, key: str, entries: Sequence[Entry]) -> bool:

@@ -156,6 +156,42 @@ CASES = {
         ["optimizer"], {}, "",
         {"optimizer=adamw": "lowest", "optimizer=muon": "undecided"},
     ),
+    "a value at which all runs fail names its column": (
+        [dict(optimizer__lr=lr, optimizer__weight_decay=wd, offset=wd, state=state)
+         for lr, state in ((0.001, "finished"), (1e9, "failed")) for wd in (0.0, 0.1)],
+        ["optimizer.lr", "optimizer.weight_decay"], {},
+        "Undecided, one seed each: lr=0.001 wd=0.0 has the lowest",
+        {"lr=0.001 wd=0.0": "lowest", "lr=0.001 wd=0.1": "undecided",
+         "lr=1e+09 wd=0.0": "failed", "lr=1e+09 wd=0.1": "failed"},
+    ),
+    "a value at which all seeds fail, beside runs of an earlier budget": (
+        [*of(1.0, {1: 0.0}, steps=200, optimizer__lr=0.001),
+         *(run for lr, state in ((0.001, "finished"), (1e9, "failed"))
+           for run in of(1.0, {1: 0.0, 2: 0.1}, optimizer__lr=lr, state=state))],
+        ["optimizer.lr", "train.seed"], {}, "No ranking, the budgets differ.",
+        {"steps=400 lr=0.001": "lowest", "steps=200 lr=0.001": "other budget",
+         "steps=400 lr=1e+09": "failed"},
+    ),
+    "a group whose options all but one fail": (
+        [dict(optimizer___target_=f"llmexp.optim.{kind}", max_norm=limit, offset=limit, **more)
+         for kind, more in (("adamw", {"optimizer__betas": [0.9, 0.95]}),
+                            ("muon", {"optimizer__momentum": 0.95, "state": "failed"}))
+         for limit in (1.0, 2.0)],
+        ["optimizer", LIMIT], {}, "",
+        {"clip=1.0 optimizer=adamw": "lowest", "clip=2.0 optimizer=adamw": "undecided",
+         "clip=1.0 optimizer=muon": "failed", "clip=2.0 optimizer=muon": "failed"},
+    ),
+    "the twin of what won a halving does not hide its setting": (
+        [*of(1.0, train__twin=0), *of(1.0, {1: 0.004}, train__twin=1),
+         *of(1.0, {2: 0.1}, train__twin=0, steps=200, state="preempted", train__max_steps=400,
+             point={"rung": 0.5}),
+         *of(2.0, {1: 0.2, 2: 0.3}, steps=100, state="preempted", train__max_steps=400,
+             point={"rung": 0.25})],
+        [LIMIT, "train.seed"], {},
+        "clip=1.0 won the successive halving: val loss 2.6202; 1 other was left out after 25 % of "
+        "the steps. Rounding alone makes 0.004.",
+        {"clip=1.0": "lowest", "clip=1.0 twin=1": "same", "clip=2.0": "out at 25%"},
+    ),
     "neither more nor fewer steps are better": (
         [*of(1.0), *of(2.0)], [], {"sort": "steps"},
         "No ranking: neither a higher nor a lower figure of steps is better.",
@@ -595,6 +631,10 @@ def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):
     (lacking,) = [s for s in c.notes if "same seeds" in s]
     assert "clip=2.0 lacks 4" in lacking
     assert not any("same seeds" in s for s in compare([tmp_path / "s" / "*c_1.0*"]).notes)
+    points["left out"] = dict(accumulation=2, state="failed")
+    more = compare([make_sweep(tmp_path / "t", points, ["data.end", LIMIT, ACCUM])])
+    assert ACCUM in more.factors
+    assert [s for s in more.sentences if s.startswith("clip: ")] == [said]
 
 
 def test_the_answer_of_successive_halving(tmp_path):
