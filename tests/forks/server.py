@@ -73,7 +73,8 @@ def main(address: str) -> None:
 def look_after(child: int, connection: socket.socket) -> None:
     """Tells the stand-in how its worker ended; a stand-in that is killed takes the worker with
     it."""
-    connection.sendall(f"{child}\n".encode())
+    with contextlib.suppress(OSError):  # `watch` notices
+        connection.sendall(f"{child}\n".encode())
 
     def watch() -> None:
         try:
@@ -156,6 +157,8 @@ def enter_namespaces(pid: int) -> None:
     """A process of another host of the tests is a fork that has gone there."""
     for name in ("net", "uts", "mnt"):
         theirs = f"/proc/{pid}/ns/{name}"
+        if not os.path.exists(theirs):  # the stand-in was killed
+            os._exit(1)
         if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{name}"):
             continue
         with open(theirs) as file:
