@@ -100,14 +100,13 @@ def _kind(config: Config, once: Once) -> tuple[Config, Tokenizer, dict[str, Any]
         "tokenizer", [config.tokenizer, config.model], lambda: build_tokenizer(config)
     )
     config = dataclasses.replace(config, model=model)
-    tree, cpu = plain(config), Path("/proc/cpuinfo")
-    about = cpu.read_text(errors="replace") if cpu.exists() else platform.machine()
+    tree = plain(config)
     kind = {
         **{name: tree[name] for name in ("model", "optimizer", "precision", "parallelism")},
         "train": [tree["train"][name] for name in ("device", "compile", "deterministic")],
         "length": config.batch.sequence_length,
         "tokenizer": [tokenizer.n_vocab, document_end(config, tokenizer)],
-        "processor": [cpu_count(), sorted(set(PROCESSOR.findall(about)))],
+        "processor": [cpu_count(), _processor()],
         "variables": {k: v for k, v in os.environ.items() if VARIABLES.match(k)},
         "llmexp": _source_digest(),
     }
@@ -115,6 +114,14 @@ def _kind(config: Config, once: Once) -> tuple[Config, Tokenizer, dict[str, Any]
 
 
 _source_digest = functools.cache(provenance.source_digest)
+
+
+@functools.cache
+def _processor() -> list[str]:
+    """Return what decides which kernels run: names and units of the processors."""
+    path = Path("/proc/cpuinfo")
+    about = path.read_text(errors="replace") if path.exists() else platform.machine()
+    return sorted(set(PROCESSOR.findall(about)))
 
 
 def facts_of_data(config: Config, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
@@ -181,7 +188,7 @@ def rate_factor(section: dict[str, Any], max_steps: int) -> Callable[[int], floa
 
 
 def solved_parallelism(p: Parallelism, layout: Layout) -> Parallelism:
-    """With what was null and has a meaning written back."""
+    """Return the section with what was null and has a meaning written back."""
     return dataclasses.replace(
         p,
         nproc_per_node=layout.nproc_per_node,

@@ -1,4 +1,4 @@
-"""What is known of a run that is not started. Imports no torch."""
+"""Describe a run that is not started. Imports no torch."""
 
 from __future__ import annotations
 

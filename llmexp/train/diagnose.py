@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmexp import mesh, precision
 from llmexp.data.reader import Window
-from llmexp.train.step import Setup, seed_step
+from llmexp.train.step import Setup, seed_step, weigh
 
 NOTHING = (
     "a second pass over the step was finite: it does not come from the config and the data alone"
@@ -60,11 +60,8 @@ def first_bad(setup: Setup, window: Window) -> str:
 def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -> None:
     """Forward and backward of the step, as train_step has them: ranks must meet in the same
     places."""
-    kind, device, scale = setup.parts.precision, setup.mesh.device, setup.scaler.value
-    count = mesh.total(
-        setup.mesh, torch.tensor(float(window.target_count), dtype=torch.float64).to(device)
-    )
-    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(precision.parameter_dtype(kind))
+    kind, device = setup.parts.precision, setup.mesh.device
+    _, weight = weigh(setup, window)
     for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()
@@ -74,7 +71,7 @@ def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -
             with precision.autocast(kind, device):
                 nll = setup.module(tokens_bt.to(device), targets_bt.to(device))
             look(nll, f"the loss of micro-batch {i}, where every layer was finite")
-            (nll * weight * scale).backward()
+            (nll * weight).backward()
     for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")

@@ -115,11 +115,7 @@ def train_step(
     `gradients_ready` is called when the gradients are complete, reduced and of true scale: what it
     makes of them is measured, clipped and applied.
     """
-    device, dtype = setup.mesh.device, precision.parameter_dtype(setup.parts.precision)
-    own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
-    count = mesh.total(setup.mesh, own_count.to(device, non_blocking=True))
-    # x dp_size: DDP and FSDP average what is to be summed
-    weight = (setup.mesh.dp_size / count.clamp(min=1)).to(dtype) * setup.scaler.value
+    count, weight = weigh(setup, window)
     nll = accumulate(setup, window, weight)
     own_nll = nll.clone()
     loss = mesh.total(setup.mesh, nll) / count.clamp(min=1)
@@ -151,6 +147,16 @@ def train_step(
     clipped = clipped & ~skip
     verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
     return Step(count, clipped, own_nll, verdict, lr)
+
+
+def weigh(setup: Setup, window: Window) -> tuple[Tensor, Tensor]:
+    """Return the number of valid targets of a window on all ranks, and the factor on the loss of
+    each micro-batch; 0-dim, on the device."""
+    own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
+    count = mesh.total(setup.mesh, own_count.to(setup.mesh.device, non_blocking=True))
+    dtype = precision.parameter_dtype(setup.parts.precision)
+    # x dp_size: DDP and FSDP average what is to be summed
+    return count, (setup.mesh.dp_size / count.clamp(min=1)).to(dtype) * setup.scaler.value
 
 
 def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
