@@ -229,7 +229,7 @@ def _solved(
 def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
     """Return the run with its sources, its warnings, what is known of its memory, and the rate of a
     single rank. Raises ConfigError for a source that is walked too often."""
-    facts = run.facts
+    facts = dataclasses.replace(run.facts, warnings=(*run.facts.warnings, *corpus.warnings))
     sources = []
     if (mixed := corpus.mixed) is not None:
         shares = mixed.shares(run.total_sequences, run.sequence_length)

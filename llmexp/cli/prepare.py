@@ -56,6 +56,8 @@ def prepare(arguments: list[str]) -> int:
         f"train {len(corpus.train):,} tokens, validation "
         f"{len(corpus.val) if corpus.val is not None else 0:,} tokens"
     )
+    for text in corpus.warnings:
+        print(f"warning: {text}")
     return 0
 
 

@@ -10,6 +10,7 @@ mixture      which source sequence k of a mixture comes from
 source       one source of documents and its splits; datasets of Hugging Face
 readers      documents of text, JSON lines and Parquet, plain or compressed
 prepared     the token shards of a source in the cache
+overlap      documents of a validation set that are trained on
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
 places       files here, and addresses that fsspec reads

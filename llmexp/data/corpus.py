@@ -12,6 +12,7 @@ from typing import Any
 
 from llmexp.data.files import cache_folder
 from llmexp.data.mixture import Mixed
+from llmexp.data.overlap import warnings_of
 from llmexp.data.places import Answers, Unreachable
 from llmexp.data.prepared import Forgotten, Prepared, prepare
 from llmexp.data.readers import Counts
@@ -133,6 +134,7 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
         val_sets=val_sets,
         val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
+        warnings=warnings_of(ready, ready_val, answers),
     )
 
 

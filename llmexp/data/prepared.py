@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from llmexp.data.tokenizers import identified
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of
 
 MANIFEST = "manifest.json"
+DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Prepared:
     documents: dict[str, int]  # by split
     text_bytes: dict[str, int]
     key: Key
+    # By split, where there are no shards that have them.
+    digests: dict[str, bytearray] = field(default_factory=dict)
 
     @property
     def content(self) -> str:
@@ -129,7 +132,7 @@ def _counted(work: Work) -> Prepared:
     source = work.source
     progress = Progress(work.text, False)
     tokens, number, size = (dict.fromkeys(source.splits, 0) for _ in range(3))
-    counts = Counts()
+    counts, digests = Counts(), {split: bytearray() for split in source.splits}
     for unit in work.units:
         read = source.read(counts, work.skip_bad, unit)
         for job, (_, stops) in shards.encoded(read, counts, work.tokenizer):
@@ -139,11 +142,12 @@ def _counted(work: Work) -> Prepared:
                 tokens[split] += length
                 number[split] += part.ends
                 size[split] += part.n_bytes
+                digests[split] += part.digest * part.ends
                 progress.add(part.n_bytes)
     progress.end()
     _refuse_empty(source, counts)
     streams = {name: TokenStream.unprepared(count) for name, count in tokens.items()}
-    return Prepared(source, streams, counts, number, size, work.key)
+    return Prepared(source, streams, counts, number, size, work.key, digests)
 
 
 def _refuse_empty(source: Source, counts: Counts) -> None:
@@ -214,6 +218,16 @@ def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
         os.close(handle)
     state = found.st_ino, found.st_size, found.st_mtime_ns
     return Shard(path, np.frombuffer(mapped, dtype), mapped, found.st_size, state)
+
+
+def digests_beside(shard: Shard) -> np.ndarray:
+    """Return the digests of the documents of a shard. Raises OSError."""
+    return np.fromfile(Path(shard.name).with_suffix(".digests"), DIGEST)
+
+
+def ends_beside(shard: Shard) -> np.ndarray:
+    """Return where the documents of a shard end, in ids from its start. Raises OSError."""
+    return np.fromfile(Path(shard.name).with_suffix(".ends"), "<u8")
 
 
 def _open(work: Work) -> Prepared | None:

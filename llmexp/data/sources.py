@@ -180,8 +180,15 @@ def _text_corpus(
     if not val:
         seed = amount.seed if len(train) > 1 else None
         fingerprint |= {"val_ratio": amount.val_ratio, "seed": seed}
-    description += _overlap(paths)
-    return Corpus(streams["train"], streams["val"] or None, description, fingerprint, is_text=True)
+    both = _overlap(*({d.content: d.path for d in some} for some in (train, val)))
+    return Corpus(
+        train=streams["train"],
+        val=streams["val"] or None,
+        description=description,
+        fingerprint=fingerprint,
+        is_text=True,
+        warnings=both,
+    )
 
 
 def size_text(size: int) -> str:
@@ -237,9 +244,8 @@ def tokens(
         train, val = _split_stream(streams[0], amount)
     train_paths, val_paths = paths["data.train_files"], paths.get("data.val_files", [])
     if len(train) < sequence_length + 1:
-        text = (
-            f"{len(train):,} training tokens in {len(train_paths)} files do not fill one sequence"
-        )
+        text = f"{len(train):,} training tokens in {len(train_paths)} files"
+        text += " do not fill one sequence"
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
@@ -253,8 +259,9 @@ def tokens(
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
     share = {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
-    description += _overlap(paths)
-    return Corpus(train, val or None, description, fingerprint | share, unmarked=unmarked)
+    found = Corpus(train, val or None, description, fingerprint | share, unmarked=unmarked)
+    both = _overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths)))
+    return replace(found, warnings=both)
 
 
 def _check_all_ids(
@@ -316,10 +323,11 @@ def synthetic(
     return Corpus(train, val or None, description, fingerprint)
 
 
-def _overlap(paths: dict[str, list[Path]]) -> str:
-    """Return a warning of files that are in both train and validation."""
-    shared = set.intersection(*({p.resolve() for p in some} for some in paths.values()))
-    if not shared or len(paths) < 2:
-        return ""
-    names = ", ".join(sorted(map(str, shared))[:3])
-    return f"; WARNING: in both train and validation: {names} ({len(shared)} files)"
+def _overlap(train: dict[str, Path], val: dict[str, Path]) -> tuple[str, ...]:
+    """Return a warning where files (content -> path) are in both, whatever their names."""
+    shared = sorted(str(val[content]) for content in train.keys() & val.keys())
+    if not shared:
+        return ()
+    files = f"{_counted(len(shared), 'file')} of data.val_files, such as {shared[0]},"
+    verb = "are" if len(shared) > 1 else "is"
+    return (f"{files} {verb} in data.train_files too; leave what is in both out of one of them",)

@@ -208,6 +208,7 @@ class Corpus:
     # By set, what identifies its text, whatever the tokenizer.
     val_texts: dict[str, dict[str, str]] = field(default_factory=dict)
     table: list[dict[str, Any]] = field(default_factory=list)  # a row for each source, to print
+    warnings: tuple[str, ...] = ()
 
     def train_sequences(self, sequence_length: int) -> int:
         """Return how many sequences one epoch has."""

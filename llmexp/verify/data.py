@@ -21,6 +21,7 @@ from llmexp.config import Config, ConfigError
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import recorded
+from llmexp.data.prepared import DIGEST, digests_beside, ends_beside
 from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.readers import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
@@ -257,9 +258,6 @@ def other_window(order: Order, cut: Cut, step: int) -> str:
     return ""
 
 
-DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
-
-
 def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list[Check]:
     """Check that the documents fill their shards, and that none is in two sets, by the digest of
     its text. Copies inside a set are counted. Nothing for data without documents."""
@@ -279,12 +277,8 @@ def check_documents(corpus: Corpus, works: Callable[[], Sequence[Work]]) -> list
     return checks + [_apart(a, b, unique, sets, works) for a, b in combinations(unique, 2)]
 
 
-def _beside(shard: Shard, ending: str, kind: np.dtype | str) -> np.ndarray:
-    return np.fromfile(Path(shard.name).with_suffix(f".{ending}"), kind)
-
-
 def _digests(shards: Sequence[Shard]) -> np.ndarray:
-    return np.concatenate([np.empty(0, DIGEST), *(_beside(s, "digests", DIGEST) for s in shards)])
+    return np.concatenate([np.empty(0, DIGEST), *map(digests_beside, shards)])
 
 
 def _filled(what: str, shards: Sequence[Shard]) -> Check:
@@ -292,10 +286,10 @@ def _filled(what: str, shards: Sequence[Shard]) -> Check:
     each document has a digest."""
     wrong = ""
     for shard in shards:
-        ends = _beside(shard, "ends", "<u8")
+        ends = ends_beside(shard)
         begins = np.concatenate((np.zeros(1, "<u8"), ends[:-1]))
         whole = len(ends) > 0 and bool((begins < ends).all()) and int(ends[-1]) == len(shard.array)
-        if not whole or len(_beside(shard, "digests", DIGEST)) != len(ends):
+        if not whole or len(digests_beside(shard)) != len(ends):
             wrong = wrong or f"{shard.name}: its documents do not fill it"
     digests = _digests(shards)
     copies = len(digests) - len(np.unique(digests))
@@ -320,7 +314,7 @@ def _apart(
 
 def _place(digest: np.void, shards: Sequence[Shard], works: Callable[[], Sequence[Work]]) -> str:
     """Return where a document of a set was read: the files of its unit are read again."""
-    path = next(Path(s.name) for s in shards if digest in _beside(s, "digests", DIGEST))
+    path = next(Path(s.name) for s in shards if digest in digests_beside(s))
     work = next(work for work in works() if work.folder == path.parent)
     unit = int(path.name.split("-")[0])
     try:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -215,7 +216,7 @@ def test_parts_joined_are_the_whole(files, monkeypatch, of):
     }
     made(files, sources=sources, val=val, cache_dir=f"{files}/parts")
     assert len({path.name for path in written} - {"manifest.json"}) == len(
-        {path.name for path in (files / "whole").rglob("*-*.json")}
+        {path.name for path in (files / "whole" / "corpus").rglob("*-*.json")}
     )
     assert tree(files / "parts" / "corpus") == tree(files / "whole" / "corpus")
 
@@ -247,7 +248,7 @@ def test_what_was_killed_goes_on(files):
     command = [sys.executable, "-c", script, f"{files}/web.jsonl"]
     subprocess.run([*command, f"{files}/whole", f"{files}/val.jsonl"], env=env, check=True)
     cut = files / "cut" / "corpus"
-    last = len([*(files / "whole").rglob("*-*.json")]) - 2
+    last = len([*(files / "whole" / "corpus").rglob("*-*.json")]) - 2
     for chunks in (1, 4, 9, last):
         process = subprocess.Popen([*command, f"{files}/cut", f"{files}/val.jsonl"], env=env)
         while process.poll() is None and len([*cut.glob("*/*-*.json")]) < chunks:
@@ -294,6 +295,39 @@ def test_shards_are_refused_with_another_tokenizer(files):
     assert len(sources.tokens(**knobs, tokenizer=bytes_).train) > LENGTH
     with pytest.raises(ValueError, match=r"made by the tokenizer bytes .* and other .* is another"):
         sources.tokens(**knobs, tokenizer=other)
+
+
+def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):
+    """Counted once from the digests; of data that are counted only, too. Copies inside a source
+    are one document that is trained on."""
+    both = [texts_of("web", 80)[0], texts_of("web", 80)[7], texts_of("code", 40)[3]]
+    json_lines(files / "val.jsonl", [*texts_of("val", 10), *both, both[0]])
+    with open(files / "web.jsonl", "a") as file:
+        file.write(json.dumps({"text": both[0]}) + "\n" + json.dumps({"text": both[2]}) + "\n")
+    counted = made(files, write=False)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
+    val = {"near": {"share": 0.2}, "far": {"files": f"{files}/val.jsonl"}}
+    kept = made(files, val={"far": val["far"]})
+    (text,) = kept.warnings
+    assert text.startswith(
+        "the validation set far shares documents with training: 4 of its 14 are trained on, as "
+        "documents of web 4;"
+    )
+    assert counted.warnings == kept.warnings
+    for path in (files / "cache" / "corpus").glob("*/*.digests"):
+        path.unlink()  # they are read once
+    assert made(files, val={"far": val["far"]}).warnings == kept.warnings
+    shutil.rmtree(files / "cache")
+    split = made(files, val=val)
+    source = Source("", "", shares=(("near", 0.2),))
+    trained = [source.split_of(digest(text)) == "train" for text in [*both, both[0]]]
+    assert f"{sum(trained)} of its 14 are trained on" in split.warnings[0]
+    json_lines(files / "val.jsonl", texts_of("val", 10))
+    assert not made(files).warnings
+
+
+def digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def test_a_share_is_of_documents_and_none_moves(files):

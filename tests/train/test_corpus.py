@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 
+from llmexp.cli.prepare import prepare
 from llmexp.config import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import cut_after, exact, same_state
@@ -21,6 +22,7 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for name in ("web", "code", "far"):
         texts = [f"{name} {i} " + "many words " * (i % 4) for i in range(150)]
+        texts += ["web 0 "] if name == "far" else []
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
@@ -42,6 +44,16 @@ def settings(files: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def one(files, tmp_path_factory) -> Result:
     return train(tmp_path_factory.mktemp("one"), "run", *settings(files))
+
+
+def test_the_start_and_prepare_warn_of_documents_in_training_and_validation(one, files, capsys):
+    assert prepare([*TINY, *settings(files)]) == 0
+    for printed in (one.out, capsys.readouterr().out):
+        (text,) = re.findall(r"warning:? +(the validation set .*?;)", " ".join(printed.split()))
+        assert text == (
+            "the validation set far shares documents with training: 1 of its 151 are trained on, "
+            "as documents of web 1;"
+        )
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 1), (3, 2)])

@@ -1,0 +1,83 @@
+"""Count the documents of a validation set that are trained on, by the digests beside the shards.
+
+No text is read. The digests of at most MOST training documents are, once for a set: the counts are
+noted in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from llmexp.data.files import read_note, write_note
+from llmexp.data.places import Answers
+from llmexp.data.prepared import DIGEST, Prepared, digests_beside
+from llmexp.data.source import TRAIN
+
+MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds
+
+
+def warnings_of(
+    training: Mapping[str, Prepared], held_out: Mapping[str, Prepared], answers: Answers
+) -> tuple[str, ...]:
+    """Return a warning for each validation set that shares documents with training. Shares of the
+    sources never do: a document's text decides its split."""
+    found = []
+    for name, one in held_out.items():
+        counts = _noted(training, one, answers)
+        if both := sum(counts.values()):
+            there = ", ".join(f"{source} {count:,}" for source, count in counts.items() if count)
+            found.append(
+                f"the validation set {name} shares documents with training: {both:,} of its "
+                f"{one.documents[TRAIN]:,} are trained on, as documents of {there}; its losses are "
+                "too low: leave these out of one of the two (llmexp verify data names the first)"
+            )
+    return tuple(found)
+
+
+def _noted(training: Mapping[str, Prepared], val: Prepared, answers: Answers) -> dict[str, int]:
+    """Return by source how many documents of `val` are trained on, from the cache where it is
+    known."""
+    known = [[name, one.content] for name, one in training.items()]
+    key = hashlib.sha256(json.dumps([MOST, known, val.content]).encode()).hexdigest()
+    note = answers.cache / "notes" / f"overlap-{key[:32]}.json"
+    counts: dict[str, int] | None = read_note(note).get("counts")
+    if counts is None:
+        try:
+            counts = shared(training, val)
+        except OSError:  # a file of digests is gone: `verify data` names it
+            return {}
+        if answers.write:
+            write_note(note, {"counts": counts})
+    return counts
+
+
+def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
+    """Return by source how many documents of the set `val` are trained on; one that is in several
+    sources counts for the first. Raises OSError."""
+    mine = np.concatenate([np.empty(0, DIGEST), *digests_of(val)])
+    mine = mine[np.argsort(mine["first"])]
+    left = np.ones(len(mine), np.bool_)
+    every = 1 + sum(one.documents[TRAIN] for one in training.values()) // MOST
+    counts = {}
+    for name, one in training.items():
+        before = int(left.sum())
+        for block in digests_of(one, every):
+            at = np.searchsorted(mine["first"], block["first"])
+            at[at == len(mine)] = 0
+            some = block[mine["first"][at] == block["first"]] if len(mine) else block[:0]
+            if len(some):
+                left &= ~np.isin(mine, some)
+        counts[name] = before - int(left.sum())
+    return counts
+
+
+def digests_of(one: Prepared, every: int = 1) -> Iterator[np.ndarray]:
+    """Yield the digests of the training documents of a source, of one in `every` of its shards."""
+    if one.digests:  # it was counted, and has no shards
+        yield np.frombuffer(one.digests[TRAIN], DIGEST)
+    for shard in one.streams[TRAIN].shards[::every]:
+        yield digests_beside(shard)
