@@ -1,11 +1,14 @@
-"""Names on a command line: RUN@STEP of a checkpoint, its weights, a new folder; rows; the order of
-runs by their names. No torch."""
+"""Find runs and checkpoints by their names on a command line; read the rows that led to one. No
+torch."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,55 @@ from llmexp.config import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
+LEDGER = "sweep.json"  # in a sweep's folder
+FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
+DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 
 
 def by_number(path: Path) -> list[tuple[str, int]]:
     """Return a key that orders folders by the numbers in their names: 10 after 9."""
     parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
     return [(text, int(number or 0)) for text, number in parts]
+
+
+def runs_meant(given: str | Path) -> tuple[list[Path], str]:
+    """Return the runs that a path or a glob means, and why there are none."""
+    names = [given] if os.path.lexists(given) else sorted(glob.glob(str(given), recursive=True))
+    runs = [run for name in map(Path, names) for run in runs_under(_folder(name))]
+    if runs:
+        return runs, ""
+    if not names:
+        return [], "there is nothing of that name; a run looks like outputs/default/..."
+    return [], f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+
+
+def runs_under(path: Path, depth: int = DEPTH) -> list[Path]:
+    """Return the folder itself where it is a run, else the runs below it; a sweep's points by their
+    number."""
+    if looks_like_run(path):
+        return [path]
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for inner in sorted(path.iterdir() if depth else (), key=by_number):
+            hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
+            followed = depth == DEPTH or not inner.is_symlink()
+            if inner.is_dir() and followed and not hidden:
+                found += runs_under(inner, depth - 1)
+    return found
+
+
+def looks_like_run(path: Path) -> bool:
+    """Look for a config or rows and a record beside them: any program may write a config.yaml."""
+    there = {name for name in FILES if (path / name).is_file()}
+    beside = {rundir.STATUS, rundir.RUN}
+    if rundir.CONFIG in there:
+        return bool(there & {*beside, rundir.METRICS})
+    return rundir.METRICS in there and bool(there & beside)
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder that is meant: of a file of a run, the run."""
+    return path.parent if path.name in FILES and path.is_file() else path
 
 
 def lineage(path: Path, step: int) -> list[dict[str, Any]]:
@@ -78,4 +124,10 @@ def check_new(folder: Path, key: str) -> None:
     """Raise ConfigError where something is there already, or no folder can be made."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already; name a new folder")
-    rundir.check_writable(folder, key)
+    existing = rundir.check_writable(folder, key)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".llmexp-", dir=existing):
+            pass  # a read-only file system, or a full one, is found out by trying
+    except OSError as error:
+        text = f"{key} {folder}: {existing} cannot be written: {error.strerror}"
+        raise ConfigError(f"{text}; for example {key} /tmp/new") from None

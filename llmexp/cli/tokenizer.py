@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
 from llmexp.config import ConfigError
 from llmexp.fileio import write_whole
+from llmexp.naming import check_new
 
 USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
@@ -51,8 +51,7 @@ def tokenizer(arguments: list[str]) -> int:
     if args.pattern not in PATTERNS:
         raise ConfigError(f"--pattern {args.pattern}: must be {' or '.join(PATTERNS)}")
     folder = Path(args.out or f"tokenizers/bpe-{args.vocab_size}")
-    if re.search(r"[\x00-\x1f]", str(folder)) or folder.exists():
-        raise ConfigError(f"--out {folder}: is there already; name a new folder")
+    check_new(folder, "--out")
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
     from llmexp.assembly.inputs import training_documents
@@ -61,7 +60,7 @@ def tokenizer(arguments: list[str]) -> int:
         found = train(training_documents(config), args.vocab_size, args.pattern)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)
     write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)
     print(

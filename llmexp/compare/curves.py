@@ -1,5 +1,5 @@
-"""Prepare what page and picture draw: one quantity over training, smoothed and thinned; the axis of
-a swept key."""
+"""Prepare what page and picture draw: one quantity over training, thinned; the axis of a swept
+key."""
 
 from __future__ import annotations
 
@@ -69,19 +69,6 @@ def lineage(entry: Entry, key: str) -> Curve | None:
         return None
     x = {a: np.append(found.x[a], own.x[a][0]) for a in found.x.keys() & own.x.keys()}
     return Curve(x, np.append(found.mean, own.y[:, 0].mean())[None])
-
-
-def smooth(y: np.ndarray, share: float) -> np.ndarray:
-    """Return the centred means over that share of the rows: without lag, and of fewer rows near the
-    ends."""
-    rows = y.shape[-1]
-    reach = int(share * rows) // 2
-    if not reach:
-        return y
-    first = np.maximum(np.arange(rows) - reach, 0)
-    last = np.minimum(np.arange(rows) + reach + 1, rows)
-    sums = np.cumsum(np.insert(y, 0, 0.0, axis=-1), axis=-1)
-    return np.asarray((sums[..., last] - sums[..., first]) / (last - first))
 
 
 def downsample(y: np.ndarray, limit: int) -> np.ndarray:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage, smooth
+from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 from llmexp.compare.rows import named_sets
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
+from llmexp.metrics.plot import running_mean
 
 POINTS = 600  # of a curve at most: about one per pixel
 # of one quantity over all entries, so that 200 runs stay a page that can be mailed
@@ -115,7 +116,8 @@ def _lines(c: Comparison, entry: Entry, look: Look) -> list[Line]:
             **front, "mode": "lines", "line": look.line(2.4, 1.3),
             "customdata": _evaluated(drawn, val), "hovertemplate": "train %{y:.4f}%{customdata}",
         }  # fmt: skip
-        levels = [smooth(train.y, share)[:, kept] for share in SMOOTHING]
+        reaches = [int(share * train.y.shape[-1]) // 2 for share in SMOOTHING]
+        levels = [running_mean(train.y, reach)[:, kept] for reach in reaches]
         lines += _with_band(drawn, levels, trace, behind, look)
     if val is not None:
         drawn = val.thinned(POINTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import json
 import multiprocessing
 import os
@@ -27,14 +26,12 @@ from llmexp.compare.records import Record, as_dict
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
 from llmexp.knobs import default_of
-from llmexp.naming import LINEAGE, by_number
+from llmexp.naming import LEDGER, LINEAGE, runs_meant
 from llmexp.redact import clean
 from llmexp.rundir import ends_early
 
-LEDGER, LEDGER_FORMAT = "sweep.json", 1
+LEDGER_FORMAT = 1
 STATES = ("queued", "running", "finished", "failed", "preempted")
-DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
-_FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
 _LARGE = 200 * 2**20  # bytes of rows from which a second process is worth its start
 _KEYS = 5000  # of a config at most
@@ -56,15 +53,6 @@ def clean_name(path: Path) -> str:
     return clean(path.name) or clean(path.resolve().name) or "run"
 
 
-def looks_like_run(path: Path) -> bool:
-    """Look for a config or rows and a record beside them: any program may write a config.yaml."""
-    there = {name for name in _FILES if (path / name).is_file()}
-    beside = {rundir.STATUS, rundir.RUN}
-    if rundir.CONFIG in there:
-        return bool(there & {*beside, rundir.METRICS})
-    return rundir.METRICS in there and bool(there & beside)
-
-
 def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[str]]:
     """Return the run folders under paths and globs, each once, in the order given; and a line for
     what held none."""
@@ -72,14 +60,8 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[st
     problems: list[str] = []
     sweeps: dict[Path, Sweep] = {}
     for given in paths:
-        there = os.path.lexists(given)
-        names = [given] if there else sorted(glob.glob(str(given), recursive=True))
-        runs = [run for name in map(Path, names) for run in _under(_folder(name), DEPTH)]
-        if not names:
-            why = "there is nothing of that name; a run looks like outputs/default/..."
-            problems.append(f"{clean(given)}: {why}")
-        elif not runs:
-            why = f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+        runs, why = runs_meant(given)
+        if not runs:
             problems.append(f"{clean(given) or '.'}: {why}")
         for run in runs:
             try:
@@ -92,26 +74,6 @@ def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[st
                 sweeps[parent] = _sweep(run.parent, problems)
             found.setdefault(run.resolve(), (run, sweeps[parent]))
     return list(found.values()), problems
-
-
-def _folder(path: Path) -> Path:
-    """Return the folder that is meant: of a file of a run, the run."""
-    return path.parent if path.name in _FILES and path.is_file() else path
-
-
-def _under(path: Path, depth: int) -> list[Path]:
-    """Return the folder itself where it is a run, else the runs below it; a sweep's points by their
-    number."""
-    if looks_like_run(path):
-        return [path]
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
-        for inner in sorted(path.iterdir() if depth else (), key=by_number):
-            hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
-            followed = depth == DEPTH or not inner.is_symlink()
-            if inner.is_dir() and followed and not hidden:
-                found += _under(inner, depth - 1)
-    return found
 
 
 def _sweep(path: Path, problems: list[str]) -> Sweep:

@@ -92,7 +92,7 @@ def _room(parts: Parts, limit: float | None) -> memory.Room:
     if parts.device.type == "cuda":
         there = hardware.memory_bytes(parts.device) or 0
         name = parts.run.facts.device_name
-        device = device_called(name) or Device(name, name, 0)
+        device = device_called(name, there / memory.GIB) or Device(name, name, 0)
         device = dataclasses.replace(device, gib=there / memory.GIB)
     room = memory.room_of(parts, device, limit)
     if room is None:

@@ -20,7 +20,8 @@ from llmexp.forecast.fitting import cut, known
 from llmexp.forecast.measuring import Died, measured
 from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned, described
 from llmexp.forecast.settings import Plan
-from llmexp.metrics.devices import Device, device_called, device_named
+from llmexp.metrics import hardware
+from llmexp.metrics.devices import Device, device_named
 from llmexp.run.banner import banner_sections
 from llmexp.train.calibration import MOST
 from llmexp.values import AUTO
@@ -136,7 +137,7 @@ class Planner:
 
     def _measured(self, parts: Parts, folder: str) -> tuple[Times, str]:
         facts = parts.run.facts
-        there = device_called(facts.device_name) if facts.device == "cuda" else None
+        there = hardware.accelerator(parts.device) if facts.device == "cuda" else None
         if self._plan.device is not None and there != self._device:
             text = f"--measure times the device that is there, {facts.device_name}"
             raise refuse("plan.device", self._plan.device, f"{text}; leave one of them out")

@@ -17,7 +17,7 @@ class Device:
     bf16: bool = True  # whether it computes bf16
 
 
-# The first whose `part` is in a device's own name is that device.
+# Of those whose `part` is in a device's own name, the first ones of one `part` are meant.
 DEVICES = (
     Device("b200", "B200", 178.0, {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
     Device(
@@ -58,16 +58,19 @@ def device_named(name: str) -> Device | None:
     return found[name]
 
 
-def device_called(cuda_name: str) -> Device | None:
-    """Return the accelerator that CUDA gives this name; None where it is not known for sure."""
+def device_called(cuda_name: str, gib: float) -> Device | None:
+    """Return the accelerator that CUDA gives this name and about this memory; None where it is not
+    known for sure."""
     words = cuda_name.split()
     if "MIG" in words:  # a slice of the chip
         return None
-    for device in DEVICES:
-        wanted = device.part.split()
-        if any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words))):
-            return device
-    return None
+    named = [device for device in DEVICES if _names(words, device.part.split())]
+    sizes = [device for device in named if device.part == named[0].part]
+    return min(sizes, key=lambda device: abs(device.gib - gib), default=None)
+
+
+def _names(words: list[str], wanted: list[str]) -> bool:
+    return any(_same(words[i : i + len(wanted)], wanted) for i in range(len(words)))
 
 
 def _same(words: list[str], wanted: list[str]) -> bool:

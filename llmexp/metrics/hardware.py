@@ -14,16 +14,23 @@ from typing import Any
 
 import torch
 
-from llmexp.metrics.devices import device_called
+from llmexp.metrics.devices import Device, device_called
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of one device in this arithmetic, or None where it is not known for sure."""
     if device.type != "cuda":
         return None
-    known = device_called(torch.cuda.get_device_name(device))
+    known = accelerator(device)
     rates = {} if known is None else known.tflops
     return rates[precision] * 1e12 if precision in rates else None
+
+
+def accelerator(device: torch.device) -> Device | None:
+    """Return what is known of a CUDA device from data sheets; None where it is not known for
+    sure."""
+    gib = (memory_bytes(device) or 0) / 2**30
+    return device_called(torch.cuda.get_device_name(device), gib)
 
 
 def device_name(device: torch.device) -> str:

@@ -51,7 +51,8 @@ def plot_losses(rows: list[dict[str, Any]], title: str) -> bytes:
         window = max(5, len(train_x) // 40) | 1
         top.plot(train_x, train_y, color=TRAIN, linewidth=0.6, alpha=0.45)
         label = f"train (mean of {window} rows)"
-        top.plot(train_x, _running_mean(train_y, window), color=TRAIN, linewidth=1.6, label=label)
+        smoothed = running_mean(train_y, window // 2)
+        top.plot(train_x, smoothed, color=TRAIN, linewidth=1.6, label=label)
     elif len(train_x):
         marker = "." if len(train_x) <= 20 else None
         top.plot(train_x, train_y, color=TRAIN, linewidth=1.2, marker=marker, label="train")
@@ -125,12 +126,13 @@ def _validation(rows: list[dict[str, Any]]) -> dict[str, Series]:
     return {name: series for name, series in found.items() if len(series[0])}
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over `window` (odd) values, over what there is at the ends: it lags neither
-    way."""
-    half = window // 2
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+    """Return the mean of each value and `reach` values on both sides of it, along the last axis;
+    fewer near the ends."""
+    total = np.cumsum(np.insert(values, 0, 0.0, axis=-1), axis=-1)
+    rows = values.shape[-1]
+    index = np.arange(rows)
     # The same number on both sides, or a steep start would be pulled down.
-    reach = np.minimum(np.minimum(index, len(values) - 1 - index), half)
-    return np.asarray((total[index + reach + 1] - total[index - reach]) / (2 * reach + 1))
+    reaches = np.minimum(np.minimum(index, rows - 1 - index), reach)
+    sums = total[..., index + reaches + 1] - total[..., index - reaches]
+    return np.asarray(sums / (2 * reaches + 1))

@@ -44,23 +44,27 @@ class Local:
     def __init__(self, current: Current, tasks: Sequence[Task]) -> None:
         self._current, self._settings = current, current.settings
         self._free = visible_devices(max((t.facts.devices for t in tasks), default=0))
-        self.slots = self._settings.max_parallel or len(self._free) or 1
+        self._most = self._settings.max_parallel or len(self._free) or 1
+        self.slots = self._settings.at_once(len(self._free), [self._need(t) for t in tasks])
         self._active: list[Active] = []
 
     def start(self, waiting: list[Task]) -> None:
         """Start tasks in their order."""
-        while waiting and not self._current.over and len(self._active) < self.slots:
+        while waiting and not self._current.over and len(self._active) < self._most:
             task = waiting[0]
-            need = (self._settings.devices_per_run or task.facts.ranks) if task.cuda else 0
+            need = self._need(task)
             if need > len(self._free):
                 return
             devices, self._free = self._free[:need], self._free[need:]
             self._begin(waiting.pop(0), devices)
 
+    def _need(self, task: Task) -> int:
+        return self._settings.devices_of(task.facts.ranks, task.cuda)
+
     def _begin(self, task: Task, devices: list[str]) -> None:
         self._current.began(task.entry)
         try:
-            process = start(task, devices, self.slots)
+            process = start(task, devices, self._most)
         except (ConfigError, OSError) as error:  # something is in the place of its files
             record_end(task.path, "failed", REFUSED, str(error))
             self._free += devices

@@ -117,9 +117,9 @@ def totals(planned: Sequence[Planned], settings: Sweep) -> dict[str, Any]:
     costs = [one.cost for one in planned if one.cost is not None]
     if not costs or len(costs) < len(planned):
         return found
-    slots = settings.max_parallel or max(
-        1, *(one.gpus_here // (settings.devices_per_run or one.run.world_size) for one in planned)
-    )
+    devices = max(one.gpus_here for one in planned)
+    needs = [settings.devices_of(one.run.world_size, one.gpus_here > 0) for one in planned]
+    slots = settings.at_once(devices, needs)
     # the points are checked by a process that starts as each of them does
     check_s = max(cost.times.start_s for cost in costs)
     found["slots"] = slots

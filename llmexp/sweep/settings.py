@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,18 @@ class Sweep:
         "nats of loss below which a difference is called negligible", 0.002, at_least=0
     )
     report: str = choice("the table at the end", "runs | throughput")
+
+    def devices_of(self, ranks: int, cuda: bool) -> int:
+        """Return the CUDA devices that a point of so many ranks takes."""
+        return (self.devices_per_run or ranks) if cuda else 0
+
+    def at_once(self, devices: int, needs: Sequence[int]) -> int:
+        """Return how many points run at the same time on CUDA devices; `needs`: those that each
+        point takes."""
+        most = self.max_parallel or devices or 1
+        if not any(needs):
+            return most
+        return max(1, min(most, devices * len(needs) // sum(needs)))
 
 
 def build_sweep(mapping: Mapping[str, Any]) -> Sweep:

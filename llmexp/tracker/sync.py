@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import glob
 import math
 import os
 import shlex
@@ -16,7 +15,7 @@ from typing import Any
 from llmexp import fileio, rundir
 from llmexp.config import ConfigError
 from llmexp.metrics.keys import figures_in
-from llmexp.naming import by_number
+from llmexp.naming import runs_meant, runs_under
 from llmexp.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
@@ -97,7 +96,7 @@ def upload_all(runs: Sequence[Path], anew: bool, to: str = "wandb") -> int:
 def upload_command(path: Path) -> str | None:
     """Return the command that uploads a run or a sweep, or None where nothing is known to be left
     to upload."""
-    if not any(upload_is_pending(run) for run in runs_in(path)):
+    if not any(upload_is_pending(run) for run in runs_under(path)):
         return None
     return f"llmexp sync {shlex.quote(str(path))}"
 
@@ -107,31 +106,14 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     none."""
     found: dict[Path, Path] = {}
     for text in paths:
-        matches = [text] if Path(text).exists() else sorted(glob.glob(text))
-        try:
-            runs = [run for match in matches for run in runs_in(Path(match))]
-        except OSError as error:
-            raise ConfigError(f"{text}: cannot be read: {error.strerror}") from None
+        runs, why = runs_meant(text)
         if not runs:
-            why = "is neither a run nor a sweep" if matches else "there is no such folder"
             raise ConfigError(
                 f"{text}: {why}; for example llmexp sync outputs/default/2030-01-01_12-00-00"
             )
         for run in runs:
             found.setdefault(run.resolve(), run)
     return list(found.values())
-
-
-def runs_in(path: Path, depth: int = 2) -> list[Path]:
-    """Return the run itself, the runs of a sweep by their numbers, or the runs and those of the
-    sweeps in a folder."""
-    if rundir.is_run(path):
-        return [path]
-    if not depth or not path.is_dir():
-        return []
-    inner = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
-    inner.sort(key=by_number)
-    return [run for p in inner for run in runs_in(p, depth - 1)]
 
 
 class LeftOut(Exception):

@@ -17,6 +17,7 @@ import pytest
 
 from llmexp.__main__ import run
 from llmexp.child import start_worker
+from llmexp.data import train_tokenizer
 from llmexp.sweep.points import as_given
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 from tests.tools import all_gone, session, wait_for
@@ -575,7 +576,21 @@ def test_a_tokenizer_is_trained_and_used(tmp_path, capsys, monkeypatch):
         (["--vocab-size=100", "data=corpus", source], "--vocab-size: 100 is too small"),
         (["--vocab-size=300", "data=synthetic"], "has no documents of text"),
         (["--vocab-size=300", "--pattern=x", "data=corpus", source], "--pattern x: must be gpt2"),
-        (["--vocab-size=270", "data=corpus", source], "--out tokenizers/bpe-270: is there already"),
+        (["--vocab-size=270", "data=corpus", source], "tokenizers/bpe-270: is there already"),
     ):
         assert run(["tokenizer", *arguments]) == 2
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [("/proc/new", "/proc cannot be written"), ("file/new", "file is not a folder")],
+)
+def test_a_tokenizer_that_could_not_be_written_is_not_trained(
+    tmp_path, capsys, monkeypatch, out, reason
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(train_tokenizer, "train", lambda *_: pytest.fail("it was trained"))
+    assert run(["tokenizer", "--vocab-size=270", "--out", out, "data=stdlib"]) == 2
+    assert reason in capsys.readouterr().err

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmexp.compare.curves import AXES, scale, smooth
+from llmexp.compare.curves import AXES, scale
 from llmexp.compare.figures import shown, with_interval
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
 from llmexp.labels import label
+from llmexp.metrics.plot import running_mean
 from tests.compare.made import comparison, entry, grid
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"
@@ -209,8 +210,8 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     assert array(smoothed["y"]) == pytest.approx(array(levels[USUAL][0]["y"][0]))
     at = int(np.flatnonzero(columns["step"] == steps[300])[0])
     for share, level in zip(SMOOTHING, levels, strict=True):
-        reach = int(share * 10_000) // 2
-        around = columns["train/loss"][max(0, at - reach) : at + reach + 1]
+        reach = min(int(share * 10_000) // 2, at, 9_999 - at)  # the same on both sides
+        around = columns["train/loss"][at - reach : at + reach + 1]
         assert array(level[0]["y"][0])[300] == pytest.approx(around.mean(), rel=1e-6)
     evaluated = np.flatnonzero(np.isfinite(columns["val/loss"]))
     kept = np.isin(columns["step"][evaluated], array(places[1][2]))
@@ -218,12 +219,14 @@ def test_curves_keep_their_spikes_and_their_evaluations():
     assert array(val["y"]) == pytest.approx(columns["val/loss"][evaluated][kept], rel=2**-23)
 
 
-def test_smoothing_neither_lags_nor_invents():
-    line = np.arange(100.0)[None]
-    assert smooth(line, 0.1)[0, 10:90] == pytest.approx(line[0, 10:90])
-    noise = np.random.default_rng(0).standard_normal((2, 50))
-    assert smooth(noise, 0.0) == pytest.approx(noise)
-    assert smooth(noise, 0.4).max() <= noise.max()
+def test_a_ramp_is_drawn_as_it_is_at_every_level_of_smoothing():
+    made = comparison(grid(n=100, **{CLIP: [0.5, 1.0]}))
+    ramp = 10.0 - 0.1 * np.arange(100)
+    for one in made.entries:
+        one.runs[0].columns["train/loss"] = ramp
+    for level in figures(page(made))["losses"]["choices"]["smoothing"]:
+        for drawn in level[0]["y"]:
+            assert array(drawn) == pytest.approx(ramp, rel=2**-23)  # float32
 
 
 def test_a_band_spans_the_seeds():
@@ -507,12 +510,12 @@ def test_slider_axis_and_range_change_what_is_drawn(show):
     assert drawn(tab)[1]["y"] == pytest.approx(columns["train/loss"].tolist(), rel=1e-6)
     tab.keyboard.press("End")
     assert drawn(tab)[1]["y"] == pytest.approx(
-        smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6
+        running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist(), rel=1e-6
     )
     tab.select_option("[name=axis]", label="Steps")
     assert drawn(tab)[0]["x"] == columns["step"].tolist()
     assert drawn(tab)[1]["y"] == pytest.approx(
-        smooth(columns["train/loss"], SMOOTHING[-1]).tolist(), rel=1e-6
+        running_mean(columns["train/loss"], int(SMOOTHING[-1] * 200) // 2).tolist(), rel=1e-6
     )
     top = f"document.querySelector('{PLOT}')._fullLayout.yaxis.range[1]"
     assert tab.evaluate(top) < columns["train/loss"].max() - 0.5

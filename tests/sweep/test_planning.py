@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
+from argparse import Namespace
 
 import pytest
 from hypothesis import given
@@ -13,8 +15,15 @@ from llmexp.__main__ import run
 from llmexp.compare import budgets
 from llmexp.compose import app
 from llmexp.sweep.composing import Composer
+from llmexp.sweep.local import Local
 from llmexp.sweep.points import expand
+from llmexp.sweep.settings import Sweep
 from tests.conftest import TINY, llmexp
+
+DEFAULTS = Sweep(
+    resume=None, max_parallel=None, devices_per_run=None, on_infeasible="refuse", max_retries=0,
+    stop_on_failure=False, silence_s=None, halving=None, twins=0, negligible=0.0, report="runs",
+)  # fmt: skip
 
 # Plain values, and each way in which an override does more than put one value in the place of
 # another one.
@@ -157,3 +166,27 @@ def test_a_plan_fits_a_terminal(count, capsys, tmp_path, monkeypatch):
     assert len(lines) == 1 + 16 * count + 1
     assert lines[-1].startswith(f"{16 * count} runs; all with ")
     assert "muon" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "needs", "expected"),
+    [
+        ({}, 8, [4, 4, 4], 2),
+        ({"devices_per_run": 2}, 8, [2, 2], 4),
+        ({"max_parallel": 4}, 8, [4] * 6, 2),
+        ({"max_parallel": 1}, 8, [4] * 6, 1),
+        ({}, 8, [1, 7], 2),
+        ({}, 2, [4], 1),
+        ({}, 0, [0, 0], 1),
+        ({"max_parallel": 3}, 0, [0, 0], 3),
+    ],
+)
+def test_points_at_once_follow_from_the_devices_that_each_takes(given, devices, needs, expected):
+    assert dataclasses.replace(DEFAULTS, **given).at_once(devices, needs) == expected
+
+
+def test_the_forecast_of_a_sweep_counts_the_devices_of_each_point(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    facts = Namespace(devices=8, ranks=4)
+    tasks = [Namespace(facts=facts, cuda=True)] * 8
+    assert Local(Namespace(settings=DEFAULTS), tasks).slots == 2

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from llmexp import fileio, rundir
+from llmexp.compare.reading import find
 from llmexp.tracker.fields import Position, read_position, write_position
-from llmexp.tracker.sync import figures, find_runs, runs_in, sync, upload_command
+from llmexp.tracker.sync import figures, find_runs, sync, upload_command
 from tests.conftest import llmexp as run_llmexp
 from tests.tracker.fake_wandb import FakeRun, FakeWandb
 
@@ -107,7 +108,7 @@ def test_a_sweep_arrives_complete_and_once(tmp_path: Path) -> None:
     ]
     with open(runs[2] / "metrics.jsonl", "a") as f:
         f.write('{"step": 26, "tok')  # cut by the kill
-    assert [run.name for run in runs_in(sweep)] == [run.name for run in runs]
+    assert [run.name for run in find_runs([str(sweep)])] == [run.name for run in runs]
     with FakeWandb() as server, rundir.locked(runs[4]):
         code, lines, errors = llmexp(tmp_path, "sync", sweep, server=server.url)
         assert (code, errors) == (0, "")
@@ -247,9 +248,14 @@ def test_each_run_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_runs_and_sweeps_gives_all_of_them(tmp_path: Path) -> None:
-    alone = make_run(tmp_path / "gpt" / "3-alone", 1)
-    points = [make_run(tmp_path / "gpt" / "sweep" / f"{n}-seed={n}", 1) for n in (2, 10)]
-    assert find_runs([str(tmp_path / "gpt")]) == [alone, *points]
+    """Compare and sync find the same ones, as deep as outputs/<name>/<stamp>/<point>."""
+    outputs = tmp_path / "outputs"
+    alone = make_run(outputs / "gpt" / "3-alone", 1)
+    points = [make_run(outputs / "gpt" / "sweep" / f"{n}-seed={n}", 1) for n in (2, 10)]
+    assert find_runs([str(outputs)]) == find_runs([str(outputs / "gpt")]) == [alone, *points]
+    assert [run for run, _ in find([outputs])[0]] == [alone, *points]
+    code, lines, _ = llmexp(tmp_path, "sync", "--dry-run", outputs)
+    assert (code, len(lines)) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from llmexp.metrics import hardware
+from llmexp.metrics.devices import device_named
 from tests.conftest import ROOT, TINY, environment, llmexp, train
 
 SYNTHETIC = [
@@ -276,8 +278,28 @@ def test_compile_computes_the_same_without_recompiling(tmp_path, model, hook):
 )
 def test_unknown_gpus_have_no_peak(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: 80 << 30)
     peak = hardware.peak_flops(torch.device("cuda"), precision)
     assert peak == (None if tflops is None else tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "device"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", 39.6, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100-16"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32"),
+        ("NVIDIA H200 NVL", 139.8, "h200-nvl"),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_and_its_memory(monkeypatch, name, gib, device):
+    """`plan --measure plan.device=a100-40` asks for the very device that is there."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    properties = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert hardware.accelerator(torch.device("cuda")) == device_named(device)
 
 
 def test_the_run_can_be_repeated_from_its_folder_alone(tmp_path):
