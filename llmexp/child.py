@@ -3,6 +3,7 @@ its parent, exit codes. Standard library only."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import io
@@ -205,6 +206,16 @@ def die_with_parent() -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
 
+def _as_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return what a stream prints for characters that it cannot show: `+-` for ±, else `?`."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join("+-" if character == "±" else "?" for character in text), error.end
+
+
+codecs.register_error("llmexp", _as_ascii)
+
+
 def never_fail_to_print() -> None:
     """Make both output streams replace the characters that they cannot show: an ASCII terminal ends
     no run."""
@@ -213,7 +224,7 @@ def never_fail_to_print() -> None:
             utf8 = stream.encoding.lower().replace("-", "") == "utf8"
             # surrogateescape gives the bytes of any file name back
             if not (utf8 and stream.errors == "surrogateescape"):
-                stream.reconfigure(errors="replace")
+                stream.reconfigure(errors="llmexp")
 
 
 def leave(code: int) -> None:

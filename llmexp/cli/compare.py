@@ -24,8 +24,6 @@ def run(arguments: list[str]) -> int:
     for a file that could not be written."""
     args = _arguments(arguments)
     wanted = _targets(args)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no ±
     comparison = compare(
         args.paths or ["outputs"],
         align=args.align,

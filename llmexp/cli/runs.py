@@ -23,7 +23,7 @@ from llmexp.child import DONE, REFUSED
 from llmexp.compare.figures import number
 from llmexp.compare.reading import Sweep, clean_name, find, read_file, state_of
 from llmexp.compare.records import as_dict
-from llmexp.compare.rows import last_row
+from llmexp.compare.rows import last_with
 from llmexp.compare.table import columns
 from llmexp.config import ConfigError
 from llmexp.labels import plural
@@ -31,7 +31,6 @@ from llmexp.redact import clean
 
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
 INCOMPLETE = 1
-_TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last row
 _STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow"}
 _STYLES |= dict.fromkeys(("failed", "cut"), "red")
 
@@ -46,7 +45,8 @@ class Line:
     state: str
     step: int | None
     max_steps: int | None
-    loss: float | None  # the last val loss, else train loss
+    loss: float | None
+    loss_key: str | None  # which loss it is: val/loss as it was last measured, else train/loss
     age_s: float | None  # since its status or its rows last changed
     size: int  # bytes on disk
     error: str
@@ -61,8 +61,6 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--state {args.state}: {text}")
     if args.yes and not args.remove_checkpoints:
         raise ConfigError("--yes: belongs to --remove-checkpoints")
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     found, problems = find(args.folders or ["outputs"])
     for problem in problems:
         print(f"llmexp: {problem}", file=sys.stderr)
@@ -88,9 +86,8 @@ def _line(path: Path, sweep: Sweep) -> Line:
     if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
         ending.mend_status(path)
         status = read_file(path / rundir.STATUS)
-    row = last_row(fileio.tail(path / rundir.METRICS, _TAIL))
-    final = as_dict(status.get("summary")).get("final val/loss")
-    losses = map(number, (final, row.get("val/loss"), row.get("train/loss")))
+    row = last_with(path / rundir.METRICS)
+    key, loss = _loss(path, row, as_dict(status.get("summary")))
     times = [number(status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
@@ -102,11 +99,26 @@ def _line(path: Path, sweep: Sweep) -> Line:
         state=state_of(path, status),
         step=_whole(row.get("step")),
         max_steps=_whole(facts.get("max_steps")),
-        loss=next((loss for loss in losses if loss is not None), None),
+        loss=loss,
+        loss_key=key,
         age_s=None if changed is None else max(0.0, time.time() - changed),
         size=disk_size(path),
         error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
     )
+
+
+def _loss(
+    path: Path, row: dict[str, Any], summary: dict[str, Any]
+) -> tuple[str | None, float | None]:
+    """Return the validation loss that was measured last, else the train loss of the last row, each
+    with its key; None where there is neither."""
+    key = "val/loss"
+    measured = last_with(path / rundir.METRICS, key).get(key)
+    for loss in map(number, (measured, summary.get(f"final {key}"), summary.get(f"latest {key}"))):
+        if loss is not None:
+            return key, loss
+    loss = number(row.get("train/loss"))
+    return (None, None) if loss is None else ("train/loss", loss)
 
 
 def described(folder: Path) -> list[dict[str, Any]]:
@@ -139,8 +151,10 @@ def _plain(line: Line) -> dict[str, Any]:
 
 def readable_size(size: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 10 else f"{size:.1f} {unit}"
+        if round(size) < 1024:
+            # what rounds to 10.0 has no decimal
+            digits = 0 if unit == "B" or round(size, 1) >= 10 else 1
+            return f"{size:.{digits}f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
 
@@ -148,10 +162,10 @@ def readable_size(size: float) -> str:
 def readable_age(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
+    for length, most, unit in ((1, 60, "s"), (60, 60, "min"), (3600, 24, "h")):
+        if round(seconds / length) < most:
             return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds / 86400:.0f} d"
 
 
 def _show(lines: Sequence[Line]) -> None:
@@ -197,6 +211,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     if step and line.max_steps:
         step += f"/{line.max_steps:,}"
     loss = "" if line.loss is None else f"{line.loss:#.5g}"
+    loss += " train" if line.loss_key == "train/loss" else ""
     return step, loss, readable_age(line.age_s), readable_size(line.size)
 
 

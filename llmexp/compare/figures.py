@@ -46,13 +46,14 @@ COLUMNS = (
     Column("line_time", "time with parent (s)", "lower"),
     _column("tokens_per_sec"),
     _column("peak_memory_gib"),
-    Column("clip_share", "steps clipped", "", 3),
+    Column("clipped_share", "steps clipped", "", 3),
     _column("noise_scale"),
     _column("skipped_steps"),
     _column("outlier_steps"),
 )
 # Figures whose name in the summary, or in a row, is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
+_BEFORE = {"clipped_share": "clip_share"}  # in the summaries of older runs
 _IN_ROWS = {"steps": "step"}
 TASK = re.compile(r"task/[\w-]+/acc(_norm)?")
 
@@ -84,7 +85,9 @@ def rounded(number: float) -> str:
 def shown(value: float, digits: int) -> str:
     """Return a number with so many significant digits; large ones whole, with separators."""
     huge = abs(value) >= 1e15
-    if not huge and (value == int(value) or abs(value) >= 10 ** (digits - 1)):
+    # what rounds up to one digit more is whole, too
+    whole = value == int(value) or abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1)
+    if not huge and whole:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}" if huge or abs(value) < 1e-3 else f"{value:#.{digits}g}"
 
@@ -271,6 +274,8 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         found |= _losses(columns, record.before, rows, bool(reached))
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
+        if value is None:
+            value = number(record.summary.get(_BEFORE.get(key, key)))
         if value is None:
             value = number(record.last.get(_IN_ROWS.get(key, key)))
         found[key] = value

@@ -195,7 +195,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], about: str, kind:
 
 def cell(text: str, value: Any = None) -> str:
     """Return a cell; `value` is what the column is sorted by."""
-    kind = "words" if len(text) > 40 else "value" if number(value) is None else "number"
+    kind = "number"
+    if len(text) > 40:
+        kind = "words"
+    elif number(value) is None:  # a short word never breaks
+        kind = "word" if len(text) <= 16 else "value"
     data = "" if value is None else f' data-value="{escape(str(value))}"'
     return f'<td class="{kind}"{data}>{escape(text)}</td>'
 

@@ -3,9 +3,11 @@ it is asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ _ROW = re.compile(
 )
 # The losses of the validation, and of each named set.
 _VAL = re.compile(rb'"(val/(?:[\w-]+/)?(?:loss|bits_per_byte))":' + _NUMBER + rb"[,}]")
+_BLOCK = 1 << 16  # bytes that are read at a time from the end
 QUICK = ("step", "tokens_seen", "train/loss", "val/loss", "val/bits_per_byte")
 
 
@@ -132,6 +135,35 @@ def _quick(text: bytes) -> dict[str, np.ndarray] | None:
 def last_row(text: bytes) -> dict[str, Any]:
     """Return the last finished row; empty where that is none."""
     return _row([b"", *text.rsplit(b"\n", 2)][-2]) or {}
+
+
+def last_with(path: Path, key: str = "step") -> dict[str, Any]:
+    """Return the last finished row of a file that has the key; empty where none has."""
+    wanted = json.dumps(key).encode()
+    with contextlib.suppress(OSError):
+        for line in _backwards(path):
+            if wanted in line and (row := _row(line)) is not None and row.get(key) is not None:
+                return row
+    return {}
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """Yield the finished lines of a file, the last one first."""
+    with open(path, "rb") as f:
+        end, rest = f.seek(0, os.SEEK_END), b""
+        torn = True
+        while end:
+            begin = max(0, end - _BLOCK)
+            f.seek(begin)
+            first, *lines = (f.read(end - begin) + rest).split(b"\n")
+            if torn and lines:  # what follows the last newline
+                lines.pop()
+                torn = False
+            elif torn:
+                first = b""
+            yield from reversed(lines)
+            end, rest = begin, first
+        yield rest
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -159,7 +159,7 @@ The config of the run:
 
 def _last(rows: list[dict[str, float]], key: str) -> tuple[int, float] | None:
     """Return (step, value) of the last row with the key."""
-    found = next((row for row in reversed(rows) if key in row), None)
+    found = next((row for row in reversed(rows) if row.get(key) is not None), None)
     return None if found is None else (int(found["step"]), found[key])
 
 

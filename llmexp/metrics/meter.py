@@ -12,25 +12,19 @@ from torch import Tensor
 
 
 class Meter:
-    """Counts target tokens and clipped steps, and times training steps; evaluation and saving are
-    not timed."""
+    """Counts target tokens, and times training steps; evaluation and saving are not timed."""
 
-    def __init__(self, device: torch.device, tokens_seen: int, clipped: int, steps: int) -> None:
+    def __init__(self, device: torch.device, tokens_seen: int) -> None:
         # exact to 2**53
         self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)
-        self._clipped = torch.tensor(float(clipped), device=device)
-        # since the last row, as are the clipped ones; a resume may lie in between
-        self._steps = steps
         self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
         self._since: float | None = None  # the last row, or the first step
 
-    def add(self, target_tokens: Tensor, clipped: Tensor) -> None:
+    def add(self, target_tokens: Tensor) -> None:
         """Count one step, without a host wait."""
         self._tokens += target_tokens
-        self._clipped += clipped
-        self._steps += 1
         self._timed_steps += 1
 
     @contextmanager
@@ -48,10 +42,9 @@ class Meter:
         yield
         self._data_time += time.perf_counter() - start
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return (tokens seen in all, steps clipped since the last row, steps since the last row);
-        the host waits."""
-        return round(float(self._tokens)), round(float(self._clipped)), self._steps
+    def tokens_seen(self) -> int:
+        """Return the target tokens seen in all; the host waits."""
+        return round(float(self._tokens))
 
     def step_time(self) -> float | None:
         """Return mean seconds of the steps of this attempt since the last row; None where there
@@ -59,21 +52,19 @@ class Meter:
         return self._step_time / self._timed_steps if self._timed_steps else None
 
     def take(self, ranks: int) -> dict[str, float]:
-        """Return the counts and rates since the last row, and starts over. The host waits."""
-        tokens_seen, clipped, steps = self.counts()
+        """Return the rates since the last row, and start over. The host waits."""
+        tokens_seen = self.tokens_seen()
         rate = (tokens_seen - self._timed_from) / self._step_time
         now = time.perf_counter()
         wall = now - (now if self._since is None else self._since)
         found = {
-            "clipped_share": clipped / steps,
             "step_time": self._step_time / self._timed_steps,
             "data_time": self._data_time / self._timed_steps,
             "outside_share": max(0.0, 1 - self._step_time / wall) if wall else 0.0,
             "tokens_per_sec": rate,
             "tokens_per_sec_per_rank": rate / ranks,
         }
-        self._clipped.zero_()
-        self._steps = self._timed_steps = 0
+        self._timed_steps = 0
         self._step_time = self._data_time = 0.0
         self._timed_from, self._since = tokens_seen, now
         return found

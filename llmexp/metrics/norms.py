@@ -25,7 +25,8 @@ class Norms:
         self.by_value = kind == "value"
         self.steps = self.clipped = 0
         self._coefficients = 0.0
-        self._taken = [0, 0.0]  # steps and the sum of their coefficients at the last row
+        # at the last row: steps, the sum of their coefficients, and how many were clipped
+        self._taken = [0, 0.0, 0]
         # by number: how many, and the sum of 1 / (norm + EPSILON)
         self._bins: dict[int, list[float]] = {}
 
@@ -41,14 +42,17 @@ class Norms:
         self._coefficients += 1.0 if self.limit is None else min(1.0, self.limit / padded)
 
     def take(self) -> dict[str, float]:
-        """Return the mean factor on the gradient since the last row, and starts over; absent where
-        there is none."""
-        steps, total = self.steps - self._taken[0], self._coefficients - self._taken[1]
-        self._taken = [self.steps, self._coefficients]
-        if self.by_value or not steps:
+        """Return the share of the updates since the last row that were clipped and the mean factor
+        on their gradients, and start over; absent where there is none."""
+        now = [self.steps, self._coefficients, self.clipped]
+        steps, total, clipped = (new - old for new, old in zip(now, self._taken, strict=True))
+        self._taken = now
+        if not steps:
             return {}
-        # a difference of sums may round past 1
-        return {"clip_coefficient": min(1.0, total / steps)}
+        found = {"clipped_share": clipped / steps}
+        if not self.by_value:  # a difference of sums may round past 1
+            found["clip_coefficient"] = min(1.0, total / steps)
+        return found
 
     def quantile(self, percent: float) -> float:
         """Return the upper edge of the bin that this quantile of the norm lies in. Needs at least
@@ -103,6 +107,8 @@ class Norms:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.clipped, self._coefficients = state["sums"]
         self._taken = list(state["taken"])
+        if len(self._taken) == 2:  # an older checkpoint: its next row begins there
+            self._taken = [self.steps, self._coefficients, self.clipped]
         self._bins = {number: [count, inverses] for number, count, inverses in state["bins"]}
 
 

@@ -139,7 +139,7 @@ def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress
                 part.load_state_dict(loaded.state[name])
         progress, meter = (
             Progress(**loaded.state["progress"]),
-            Meter(setup.mesh.device, **loaded.state["meter"]),
+            Meter(setup.mesh.device, loaded.state["meter"]["tokens_seen"]),
         )
         if forked:
             progress.best_val_loss = None
@@ -162,7 +162,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
     setup = set_up(parts, joined, fresh=loaded is None)
-    fresh = Progress(), Meter(joined.device, 0, 0, 0), measuring(setup)
+    fresh = Progress(), Meter(joined.device, 0), measuring(setup)
     progress, meter, measured = resume(setup, loaded, forked) if loaded else fresh
     if loaded:
         source = loaded.path if forked else loaded.path.name

@@ -27,7 +27,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
         return
     refuse_changed_data(loop)
     loop.saved_at = time.monotonic()
-    tokens_seen, clipped, steps = loop.meter.counts()
+    tokens_seen = loop.meter.tokens_seen()
     run, root, keep = loop.run, out.path / rundir.CHECKPOINTS, loop.config.checkpoint.keep
     if out.rows is not None:
         out.rows.sync()
@@ -41,7 +41,7 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
     }
     state = {
         "progress": dataclasses.asdict(progress),
-        "meter": {"tokens_seen": tokens_seen, "clipped": clipped, "steps": steps},
+        "meter": {"tokens_seen": tokens_seen},
         "norms": loop.measured.norms.state_dict(),
         "noise": loop.measured.noise.state_dict(),
         "outliers": setup.outliers.state_dict(),

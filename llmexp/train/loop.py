@@ -138,7 +138,7 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         step = train_step(loop.setup, window, lambda: settle(loop), gradients_ready)
         progress.step += 1
         loop.pending = step
-        meter.add(step.target_tokens, step.clipped)
+        meter.add(step.target_tokens)
         if due.verdict:
             settle(loop)
     return window, step
@@ -171,7 +171,7 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
 def measure(loop: Loop, step: Step, window: Window) -> Measures:
     """Return what is measured of all ranks for a row, and start the counts of the next one."""
     setup, device, digest = loop.setup, loop.mesh.device, None
-    tokens_seen = loop.meter.counts()[0]
+    tokens_seen = loop.meter.tokens_seen()
     weights = [parameter.detach() for parameter in setup.parameters]
     weight_norm = float(mesh.global_norm(loop.mesh, weights))
     if loop.config.train.data_digest:

@@ -55,7 +55,6 @@ class Step:
     the host wait."""
 
     target_tokens: Tensor
-    clipped: Tensor
     own_nll: Tensor  # this rank's part of the loss, summed
     verdict: Verdict
     lr: float
@@ -146,7 +145,7 @@ def train_step(
     torch._foreach_zero_(held)
     clipped = clipped & ~skip
     verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
-    return Step(count, clipped, own_nll, verdict, lr)
+    return Step(count, own_nll, verdict, lr)
 
 
 def weigh(setup: Setup, window: Window) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
     tokens_seen, parent = None, loop.run.facts.parent
     before = parent.tokens_seen if parent else 0
     with contextlib.suppress(RuntimeError):  # a device that is lost counts no more
-        tokens_seen = loop.meter.counts()[0]
+        tokens_seen = loop.meter.tokens_seen()
     if loop.progress.step and tokens_seen is not None:
         found["tokens_seen"] = tokens_seen
         if parent:
@@ -49,7 +49,7 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["skipped_steps"] = loop.progress.skipped_steps
     norms = loop.measured.norms
     if norms.steps:
-        found["clip_share"] = norms.clipped / norms.steps
+        found["clipped_share"] = norms.clipped / norms.steps
     if loop.setup.outliers.sigma is not None:
         found["outlier_steps"] = loop.progress.outlier_count
     return found | loop.measured.noise.figures()

@@ -151,7 +151,8 @@ def _few(checks: list[Check], others: str) -> list[Check]:
     if len(checks) <= SHOWN:
         return checks
     failed = [c for c in checks if not c.passed]
-    return [*failed, Check(others, True, len(checks) - len(failed))]
+    passed = len(checks) - len(failed)
+    return [*failed, Check(others, True, passed)] if passed else failed
 
 
 def check_order(parts: Parts) -> list[Check]:

@@ -18,7 +18,7 @@ COLUMNS = (
     Column("train_time", "Time (s)", "lower", 3),
     Column("mean tokens_per_sec", "Tokens/s", "higher", 4),
     Column("peak_memory_gib", "Peak memory (GiB)", "lower", 3),
-    Column("clip_share", "Clipped", "", 2),
+    Column("clipped_share", "Clipped", "", 2),
 )
 
 
@@ -110,7 +110,7 @@ def entry(
         "final val/loss": final, "best val/loss": final - 0.001,
         "tokens_seen": float(runs[0].columns["tokens_seen"][-1]),
         "train_time": 512.3 + 7 * number, "mean tokens_per_sec": 183_201.3 - 911 * number,
-        "clip_share": 0.31,
+        "clipped_share": 0.31,
         "peak_memory_gib": 11.25 + 0.5 * (number % 4),
     }  # fmt: skip
     if state == "failed":

@@ -7,6 +7,7 @@ import csv
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from rich.cells import cell_len
 
 from llmexp import fileio
 from llmexp.__main__ import run as llmexp
+from llmexp.cli.runs import readable_age, readable_size
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import shown
 from llmexp.compare.table import show, to_json
@@ -145,7 +147,10 @@ def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(
     assert "clip=0.5" in captured.out
 
 
-def test_no_terminal_and_an_ascii_one(sweep):
+def test_no_terminal_and_an_ascii_one(tmp_path):
+    sweep = tmp_path / "s"
+    for norm, seed in itertools.product((0.5, 1.0), (1, 2, 3)):
+        make_run(sweep / f"{norm}-{seed}", max_norm=norm, seed=seed, offset=0.01 * norm)
     env = {
         **os.environ,
         "PYTHONIOENCODING": "ascii",
@@ -158,12 +163,47 @@ def test_no_terminal_and_an_ascii_one(sweep):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert max(map(len, done.stdout.splitlines())) <= 60
+    assert " +- " in done.stdout
+    assert "?" not in done.stdout
 
 
 def test_figures_are_readable():
-    assert [shown(v, 4) for v in (0.0, 3.14159, 20480.0, 12345.6, 1e-7, 0.25, 1e20)] == [
-        "0", "3.142", "20,480", "12,346", "1e-07", "0.2500", "1e+20",
+    figures = (0.0, 3.14159, 20480.0, 12345.6, 1e-7, 0.25, 1e20, 999.96, 999.94)
+    assert [shown(v, 4) for v in figures] == [
+        "0", "3.142", "20,480", "12,346", "1e-07", "0.2500", "1e+20", "1,000", "999.9",
     ]  # fmt: skip
+    sizes = (1023, 1024, 9.96 * 1024, 1023.4 * 1024, 1024**2 - 1, 3 * 1024**4)
+    assert [readable_size(size) for size in sizes] == [
+        "1023 B", "1.0 KiB", "10 KiB", "1023 KiB", "1.0 MiB", "3.0 TiB",
+    ]  # fmt: skip
+    ages = (0, 59.4, 59.6, 3569, 3599, 82_800, 86_399, 200_000)
+    assert [readable_age(age) for age in ages] == [
+        "0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 d", "2 d",
+    ]  # fmt: skip
+
+
+def test_the_list_of_runs_names_its_loss(tmp_path, capsys):
+    """The last val loss that was measured, however far back; a train loss only where there is none,
+    and marked."""
+    evaluated, never = make_run(tmp_path / "evaluated", steps=2000), make_run(tmp_path / "never")
+    for run, kept in ((evaluated, 400), (never, 0)):
+        (run / "status.json").write_text('{"state": "preempted"}')
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [r if r["step"] <= kept else {**r, "val/loss": None, "pad": "x" * 200} for r in rows]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (run / "metrics.jsonl").write_text(f'{text}{{"step": 9999, "val/loss": 7')  # a torn line
+    rows = [
+        json.loads(line) for line in (evaluated / "metrics.jsonl").read_text().splitlines()[:-1]
+    ]
+    val, train = rows[399]["val/loss"], rows[399]["train/loss"]
+    assert llmexp(["runs", str(tmp_path), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["loss_key"], first["loss"], first["step"]) == ("val/loss", val, 2000)
+    assert (second["loss_key"], second["loss"]) == ("train/loss", train)
+    assert llmexp(["runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f" {val:#.5g} " in out
+    assert f" {train:#.5g} train " in out
 
 
 def test_the_list_of_runs_with_states_and_sizes(sweep, tmp_path, capsys, monkeypatch):
@@ -245,8 +285,8 @@ def test_all_runs_have_the_same_keys_in_json(tmp_path):
     runs = json.loads(to_json(compare([tmp_path])))["runs"]
     assert len(runs) == 2
     assert list(runs[0]) == list(runs[1])
-    assert (runs[1]["name"], runs[1]["val/loss"], runs[1]["clip_share"]) == ("c", None, None)
-    assert runs[0]["clip_share"] == 0.25
+    assert (runs[1]["name"], runs[1]["val/loss"], runs[1]["clipped_share"]) == ("c", None, None)
+    assert runs[0]["clipped_share"] == 0.25
 
 
 def test_names_that_are_no_text_can_be_compared_and_written(tmp_path, capsys):

@@ -56,7 +56,7 @@ def test_the_spikes_are_flagged_counted_and_reported(whole):
     status = whole.json("status.json")
     assert status["summary"]["outlier_steps"] == len(SPIKES)
     clipped = [r["clipped_share"] for r in rows]
-    assert status["summary"]["clip_share"] == status["clip"]["share"] == sum(clipped) / 30
+    assert status["summary"]["clipped_share"] == status["clip"]["share"] == sum(clipped) / 30
     assert {"limit": 1.0, "share": sum(clipped) / 30} == {
         k: v
         for row in status["clip"]["table"]

@@ -54,6 +54,21 @@ def test_quantiles_lie_in_their_bin(norms, percent):
     assert wanted * (1 - 1e-12) <= found <= wanted * 2 ** (1 / PER_OCTAVE) * (1 + 1e-12)
 
 
+def test_a_row_has_the_share_of_the_updates_since_the_last_one():
+    """A skipped step is no update and never gets here; an older checkpoint begins a row anew."""
+    found = counted([0.1, 0.5, 0.9, 2.0], limit=0.3)
+    assert found.take()["clipped_share"] == 0.75
+    assert found.take() == {}
+    found.add(0.2, False)
+    resumed, older = (Norms("norm", 0.3) for _ in range(2))
+    resumed.load_state_dict(found.state_dict())
+    assert resumed.take() == {"clipped_share": 0.0, "clip_coefficient": 1.0}
+    state = found.state_dict()
+    older.load_state_dict({**state, "taken": state["taken"][:2]})
+    older.add(0.6, True)
+    assert older.take()["clipped_share"] == 1.0
+
+
 def test_the_runs_own_limit_is_its_own_count():
     norms = [0.1, 0.5, 0.9, 2.0, 4.0]
     found = counted(norms, limit=0.3)
@@ -83,9 +98,9 @@ def test_a_row_has_the_mean_coefficient_since_the_last_one():
     assert found.take()["clip_coefficient"] == pytest.approx(1 / (2 + EPSILON), rel=1e-14)
     for kind, limit in (("none", None), ("norm", None), ("none", 1.0)):
         unlimited = counted([3.0], kind, limit)
-        assert unlimited.take() == {"clip_coefficient": 1.0}
+        assert unlimited.take()["clip_coefficient"] == 1.0
         assert unlimited.at(1.0)[0] == 1.0  # measured all the same
-    assert counted([3.0], "value", 1.0).take() == {}
+    assert counted([3.0], "value", 1.0).take() == {"clipped_share": 1.0}
 
 
 @given(NORMS, NORMS)

@@ -60,7 +60,7 @@ def made(
             SimpleNamespace(), SimpleNamespace(rows=rows or []),  # type: ignore[arg-type]
         ),
         progress=progress,
-        meter=Meter(torch.device("cpu"), 96 * progress.step, 0, 0),
+        meter=Meter(torch.device("cpu"), 96 * progress.step),
         measured=Measured(Norms("none", None), NoiseScale(12)),
         byte_lengths=torch.ones(1), fixed={}, peak_flops=None,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def step_of(loop: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((10.0, 10.0 + seconds))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with loop.meter.stepping():
-        loop.meter.add(torch.tensor(96), torch.tensor(False))
+        loop.meter.add(torch.tensor(96))
     monkeypatch.undo()
     loop.progress.step += 1
 
@@ -192,7 +192,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
         if (name, broken) == ("rows", "disk"):
             raise OSError("no room")
 
-    def counts() -> Any:
+    def tokens_seen() -> Any:
         raise lost
 
     parts = {"rows": SimpleNamespace(rows=[row(2)], close=lambda: close("rows"))}
@@ -200,7 +200,7 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     parts["console"] = SimpleNamespace(close=lambda: close("console"))
     loop.out = dataclasses.replace(loop.out, path=tmp_path, **parts)
     if broken == "device":
-        loop.meter.counts = counts
+        loop.meter.tokens_seen = tokens_seen
         found = worker.finish(loop, "failed", 3)
         assert found["steps"] == 3
         assert "tokens_seen" not in found

@@ -247,6 +247,8 @@ def test_of_many_files_those_that_fail_are_named(here: Path) -> None:
     found = verify(*overrides)  # behind a note that all is fine
     assert failures(found) == [f"token ids of {here / 'train07.npy'} in range"]
     assert found[1]["token ids of all others in range"]["found"] == 29
+    bad = [proof.Check(f"file {i}", False, i) for i in range(30)]
+    assert proof._few(bad, "all others") == bad  # and no line that none of them passes
 
 
 # FAIL: the order
