@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +98,74 @@ def test_the_model_of_each_step_and_its_text(there, capsys):
         single.sample(tokens=0)
 
 
+def test_completion_offers_what_the_docs_list():
+    text = (ROOT / "docs/python.md").read_text()
+    assert dir(llmexp) == sorted(dir(llmexp)) == list(llmexp.__all__)
+    assert all(f"llmexp.{name}" in text or f"`{name}`" in text for name in dir(llmexp))
+    assert set(re.findall(r"\bllmexp\.(\w+)\(", text)) <= set(dir(llmexp))
+    assert all(getattr(llmexp, name) is not None for name in dir(llmexp))
+
+
+def printed_by(capsys, *words: str) -> str:
+    capsys.readouterr()
+    assert command(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_plans_are_those_of_the_command(there, capsys):
+    words = [*SHORT, "hydra.run.dir=new"]
+    plan = llmexp.plan(words)
+    assert f"{plan}\n" == printed_by(capsys, "plan", *words)
+    whole = json.loads(json.dumps(plan.whole))
+    assert whole == json.loads(printed_by(capsys, "plan", "--json", *words))
+    assert plan.run.max_steps == 4
+    sweep = llmexp.plan([*SHORT, "-m", "train.max_steps=4,5"])
+    assert [one.run.max_steps for one in sweep] == [4, 5]
+    with pytest.raises(llmexp.ConfigError, match=r"train\.max_steps=0"):
+        llmexp.plan([*SHORT, "-m", "train.max_steps=4,0"])
+    with pytest.raises(TypeError, match="a list is needed"):
+        llmexp.plan("train.max_steps=1")
+
+
+def test_evaluate_and_average_are_those_of_the_commands(there, capsys):
+    single, _ = there
+    found = llmexp.evaluate(single, tokens="all")
+    words = ["evaluate", "one", "--tokens", "all"]
+    assert found.data == json.loads(printed_by(capsys, *words, "--json"))
+    assert f"{found}\n" == printed_by(capsys, *words)
+    assert list(found.sets) == ["val"]
+    assert found.sets["val"]["loss"] == found.data["sets"][0]["loss"]
+    scores = llmexp.evaluate("one@2", tasks=["tiny_facts"])
+    assert scores.data["step"] == 2
+    assert list(scores.tasks) == ["tiny_facts"]
+    with pytest.raises(llmexp.ConfigError, match="--by"):
+        llmexp.evaluate(single, by="year")
+    mean = llmexp.average(single, last=2, out="mean")
+    assert (mean.path, mean.steps) == (Path("mean"), [2, 4])
+    assert mean.parameters == sum(p.numel() for p in single.model().parameters())
+    assert llmexp.load("one").model(4) is not None
+    with pytest.raises(llmexp.ConfigError, match="mean: is there already"):
+        llmexp.average(single, last=2, out="mean")
+
+
+def test_prepare_tokenizer_and_export(there, tmp_path, monkeypatch):
+    single, _ = there
+    Path(tmp_path / "a.txt").write_text("One and two and three. " * 200)
+    words = ["data=text", f"data.train_files=[{tmp_path}/a.txt]", "tokenizer=bytes"]
+    found = llmexp.prepare(words)
+    assert found.train_tokens + found.val_tokens == pytest.approx(200 * 23, abs=2)
+    assert f"train {found.train_tokens:,} tokens" in str(found)
+    with pytest.raises(llmexp.ConfigError, match="leave out -m"):
+        llmexp.prepare([*words, "-m"])
+    pytest.importorskip("tokenizers")
+    made = llmexp.tokenizer(words, 260, out=tmp_path / "bpe")
+    assert (made.path, made.n_vocab) == (tmp_path / "bpe", 260)
+    assert (made.path / "tokenizer.json").is_file()
+    done = llmexp.export(single, tmp_path / "hf")
+    assert done.parameters > 0
+    assert (tmp_path / "hf/config.json").is_file()
+
+
 def numbers(values) -> list[float]:
     """What a trace draws, in either of Plotly's forms."""
     if isinstance(values, dict):
@@ -121,6 +191,9 @@ def test_an_answer_is_what_the_command_prints(there, capsys):
     assert list(frame.columns) == list(table[0])
     assert frame["val/loss"].tolist() == [float(row["val/loss"]) for row in table]
     assert frame["name"].tolist() == [row["name"] for row in table]
+    switched = dataclasses.replace(answer.comparison.entries[0], values={"optimizer.lr": False})
+    changed = dataclasses.replace(answer.comparison, entries=(switched,))
+    assert llmexp.Answer(changed).frame()["optimizer.lr"].tolist() == [False]
     losses = answer.figures["losses"]
     drawn = [numbers(trace.y) for trace in losses.data]
     last = {float(np.float32(run.rows("train/loss")[-1])) for run in grid}

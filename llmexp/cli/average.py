@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmexp import rundir
 from llmexp.compose import command_line
 from llmexp.config import ConfigError
 from llmexp.naming import add_weights, check_new, named_checkpoint
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """The mean of checkpoints in `path`, a folder that other commands take as they take a run."""
+
+    path: Path
+    weights: str  # model or ema
+    steps: list[int]  # of the checkpoints
+    parameters: int
 
 
 def average(arguments: list[str]) -> int:
@@ -30,31 +42,38 @@ def average(arguments: list[str]) -> int:
         "--out", type=Path, metavar="FOLDER", help="a new folder (default, of one run: in it)"
     )
     args = parser.parse_args(command_line.take_allowed(arguments))
-    found = chosen(args.runs, args.last)
-    if len(found) < 2 and args.weights == "model":
-        raise ConfigError(f"{args.runs[0]}: is one checkpoint; for example --last 5")
-    folder = args.out or default_folder(found, args.weights)
+    done = averaged(args.runs, args.last, args.weights, args.out)
+    steps = ", ".join(f"{step:,}" for step in done.steps)
+    kind = "ema" if done.weights == "ema" else "weights"
+    print(f"{done.path}: mean of the {kind} of steps {steps}; {done.parameters:,} parameters")
+    print(f"use it: llmexp evaluate {done.path}")
+    return 0
+
+
+def averaged(names: Sequence[str], last: int | None, weights: str, out: Path | None) -> Averaged:
+    """Write the mean of the named checkpoints into `out`, or into the run where that is null.
+    Raises ConfigError."""
+    found = chosen(names, last)
+    if len(found) < 2 and weights == "model":
+        raise ConfigError(f"{names[0]}: is one checkpoint; for example --last 5")
+    folder = out or default_folder(found, weights)
     check_new(folder, "--out")
     from llmexp.exchange import average as exchange
     from llmexp.exchange.reading import open_checkpoint
 
     try:
         opened = [
-            open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), args.weights)
+            open_checkpoint(path, step, lambda text: print(text, file=sys.stderr), weights)
             for path, step in found
         ]
-        exchange.average(opened, args.weights, folder)
+        exchange.average(opened, weights, folder)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    steps = ", ".join(f"{one.step:,}" for one in opened)
     size = sum(math.prod(pieces[0].shape) for pieces in opened[0].model.values())
-    kind = "ema" if args.weights == "ema" else "weights"
-    print(f"{folder}: mean of the {kind} of steps {steps}; {size:,} parameters")
-    print(f"use it: llmexp evaluate {folder}")
-    return 0
+    return Averaged(folder, weights, [one.step for one in opened], size)
 
 
-def chosen(names: list[str], last: int | None) -> list[tuple[Path, int]]:
+def chosen(names: Sequence[str], last: int | None) -> list[tuple[Path, int]]:
     """Return the run and the step of each checkpoint. Raises ConfigError."""
     found: list[tuple[Path, int]] = []
     if last is not None and last < 1:

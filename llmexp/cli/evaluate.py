@@ -25,7 +25,15 @@ BY = ("set", "document", "item")
 
 def evaluate(arguments: list[str]) -> int:
     """`llmexp evaluate RUN[@STEP]`: losses of a checkpoint, or scores of tasks."""
-    args = _parsed(command_line.take_allowed(arguments))
+    args = parsed_words(command_line.take_allowed(arguments))
+    found = evaluated(args)
+    print(json.dumps(found, indent=1, allow_nan=False) if args.json else redacted(text_of(found)))
+    return 0
+
+
+def evaluated(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what `llmexp evaluate --json` prints, from a command line that was parsed. Raises
+    ConfigError."""
     path, step = named_checkpoint(args.run)
     config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
@@ -40,19 +48,20 @@ def evaluate(arguments: list[str]) -> int:
         found["tasks"] = figures(scored)
     else:
         found |= _own(args, path, step, config, tokens, names)
-    if args.json:
-        print(json.dumps(found, indent=1, allow_nan=False))
-    else:
-        lines = [
-            f"run     {found['run']}, step {found['step']:,}{', ema' * (args.weights == 'ema')}",
-            *([f"mean of {found['mean_of']}"] if "mean_of" in found else []),
-            *([f"data    {found['data']}"] if "data" in found else []),
-            f"device  {found['device']}, {found['precision']}",
-            "",
-            *(_of_tasks(found["tasks"]) if names else _of_sets(found["sets"])),
-        ]
-        print(redacted("\n".join(lines)))
-    return 0
+    return found
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """Return the figures of `evaluated` as tables."""
+    lines = [
+        f"run     {found['run']}, step {found['step']:,}{', ema' * (found['weights'] == 'ema')}",
+        *([f"mean of {found['mean_of']}"] if "mean_of" in found else []),
+        *([f"data    {found['data']}"] if "data" in found else []),
+        f"device  {found['device']}, {found['precision']}",
+        "",
+        *(_of_tasks(found["tasks"]) if "tasks" in found else _of_sets(found["sets"])),
+    ]
+    return "\n".join(lines)
 
 
 def _own(
@@ -81,7 +90,8 @@ def _own(
     return {"step": judge.opened.step} | found
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the command line of `llmexp evaluate`, after --allow was taken out."""
     parser = command_line.parser_of(
         "evaluate",
         "Evaluate a checkpoint on the validation sets of its run, or on other data: loss, "

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmexp.compose import command_line
 from llmexp.naming import add_weights, check_new, named_checkpoint
+
+if TYPE_CHECKING:
+    from llmexp.exchange.export import Exported
 
 
 def export(arguments: list[str]) -> int:
@@ -22,12 +26,7 @@ def export(arguments: list[str]) -> int:
     )
     add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
-    path, step = named_checkpoint(args.run)
-    check_new(args.folder, "FOLDER")
-    from llmexp.assembly.opening import export_run
-
-    warn = functools.partial(print, file=sys.stderr)
-    done = export_run((path, step, args.weights), args.folder, args.dtype, warn)
+    done = exported(args.run, args.folder, args.dtype, args.weights)
     for text in done.notes:
         print(f"note: {text}", file=sys.stderr)
     print(
@@ -36,3 +35,14 @@ def export(arguments: list[str]) -> int:
     )
     print(f"use it: transformers.AutoModelForCausalLM.from_pretrained({str(args.folder)!r})")
     return 0
+
+
+def exported(run: str, folder: Path, dtype: str | None, weights: str) -> Exported:
+    """Write the checkpoint that `run` names as RUN[@STEP]; `dtype`: null for as trained. Raises
+    ConfigError."""
+    path, step = named_checkpoint(run)
+    check_new(folder, "FOLDER")
+    from llmexp.assembly.opening import export_run
+
+    warn = functools.partial(print, file=sys.stderr)
+    return export_run((path, step, weights), folder, dtype, warn)

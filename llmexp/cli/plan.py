@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,12 +14,11 @@ from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.compose.errors import user_errors
 from llmexp.config import Config, ConfigError
+from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import Plan, build_plan
 from llmexp.naming import refuse_folder
+from llmexp.sweep.planning import PlannedSweep, plan_points, print_sweep
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
-
-if TYPE_CHECKING:
-    from llmexp.forecast.planned import Planned
 
 
 def plan(arguments: list[str]) -> int:
@@ -27,6 +26,16 @@ def plan(arguments: list[str]) -> int:
     args = command_line.parse("plan", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
+    found = planned(args)
+    if isinstance(found, PlannedSweep):
+        return print_sweep(found, arguments, args.json)
+    print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else found)
+    return 0
+
+
+def planned(args: Any) -> Planned | PlannedSweep:
+    """Return the plan of the run or the sweep (-m) of a command line that was parsed. Raises
+    ConfigError for what train would refuse."""
     with app.hydra_app(args.config_dir, args.overrides) as hydra:
         cfg, multirun = app.compose(hydra, args.overrides, args.multirun)
         kept = [o for o in args.overrides if not o.lstrip("+").startswith("plan.")]
@@ -51,16 +60,10 @@ def plan(arguments: list[str]) -> int:
             if there:
                 rundir.check_plain(wanted)
             refuse_folder(wanted, there, config.checkpoint.resume)
-    planned = planner(chosen, args.measure)
+    plan_of = planner(chosen, args.measure)
     if multirun:
-        from llmexp.sweep.planning import plan_sweep
-
-        return plan_sweep(points, [*refused, *same], settings, arguments, planned, args.json)
-    from llmexp.metrics.console import banner
-
-    found = planned(config, str(wanted))
-    print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else banner(found.rows))
-    return 0
+        return plan_points(points, [*refused, *same], settings, plan_of)
+    return plan_of(config, str(wanted))
 
 
 def planner(chosen: Plan, measure: bool) -> Callable[[Config, str], Planned]:

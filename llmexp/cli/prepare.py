@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +14,27 @@ from llmexp.compose import app, command_line
 from llmexp.compose.errors import user_errors
 from llmexp.config import Config, ConfigError
 from llmexp.sweep import ray, show
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Hold what `llmexp prepare` made ready: counts of tokens, and a row for each source of
+    data=corpus (its keys are those of HEADS, `bytes_per_token` in bytes)."""
+
+    description: str
+    tokenizer: str
+    train_tokens: int
+    val_tokens: int
+    sources: Sequence[dict[str, Any]]
+    warnings: Sequence[str]
+
+    def __str__(self) -> str:
+        table = [show.table([HEADS, *map(_cells, self.sources)], left=2)] if self.sources else []
+        counts = f"train {self.train_tokens:,} tokens, validation {self.val_tokens:,} tokens"
+        warnings = [f"warning: {text}" for text in self.warnings]
+        head = f"{self.description}; tokenizer {self.tokenizer}"
+        return "\n".join([head, *table, counts, *warnings])
+
 
 HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empty", "bad")
 
@@ -28,6 +51,20 @@ def prepare(arguments: list[str]) -> int:
     args = command_line.parse("prepare", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
+    found = prepared(args)
+    if isinstance(found, Prepared):
+        print(found)
+    else:
+        print(
+            f"part {found} is prepared; once all parts are, `llmexp prepare` without "
+            "prepare.part joins them"
+        )
+    return 0
+
+
+def prepared(args: Any) -> Prepared | str:
+    """Prepare the data of a command line that was parsed; return what was made, or with
+    prepare.part the part. Raises ConfigError."""
     if args.multirun:
         raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
     with app.hydra_app(args.config_dir, args.overrides) as hydra:
@@ -42,23 +79,12 @@ def prepare(arguments: list[str]) -> int:
     if settings.part is not None or settings.on == "ray":
         prepare_apart(settings, config, tokenizer)
     if settings.part is not None:
-        print(
-            f"part {settings.part} is prepared; once all parts are, `llmexp prepare` without "
-            "prepare.part joins them"
-        )
-        return 0
+        return settings.part
     ids = model_config.get("vocab_size") or tokenizer.n_vocab
     corpus = build_corpus(config, tokenizer, ids, write=True, ask_again=True)
-    print(f"{corpus.description}; tokenizer {tokenizer.name}")
-    if corpus.table:
-        print(show.table([HEADS, *map(_cells, corpus.table)], left=2))
-    print(
-        f"train {len(corpus.train):,} tokens, validation "
-        f"{len(corpus.val) if corpus.val is not None else 0:,} tokens"
-    )
-    for text in corpus.warnings:
-        print(f"warning: {text}")
-    return 0
+    held_out = 0 if corpus.val is None else len(corpus.val)
+    counts = (len(corpus.train), held_out)
+    return Prepared(corpus.description, tokenizer.name, *counts, corpus.table, corpus.warnings)
 
 
 def prepare_settings(cfg: DictConfig) -> Prepare:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
@@ -25,6 +27,16 @@ Then: llmexp train tokenizer=file tokenizer.path=tokenizers/bpe-N ...
 """
 
 
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer in `path`, the folder for tokenizer.path; counts are of its training text."""
+
+    path: Path
+    n_vocab: int
+    documents: int
+    bytes_per_token: float  # on a sample of the documents
+
+
 def tokenizer(arguments: list[str]) -> int:
     """Train a byte-level BPE tokenizer and write it as tokenizer.json and as a .tiktoken file."""
     if {"-h", "--help"} & set(arguments):
@@ -33,6 +45,19 @@ def tokenizer(arguments: list[str]) -> int:
     args = command_line.parse("tokenizer", arguments)
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
+    found = trained(args)
+    print(
+        f"{found.n_vocab:,} ids from {found.documents:,} training documents (validation left out), "
+        f"{found.bytes_per_token:.2f} bytes per token on a sample of them"
+    )
+    if found.n_vocab < args.vocab_size:
+        print(f"fewer than {args.vocab_size:,}: the text has no more pairs to merge")
+    print(f"use it: llmexp train tokenizer=file tokenizer.path={found.path} ...")
+    return 0
+
+
+def trained(args: Any) -> TrainedTokenizer:
+    """Train the tokenizer of a command line that was parsed and write it. Raises ConfigError."""
     if args.multirun:
         raise ConfigError(
             "-m: llmexp tokenizer trains one tokenizer; leave out -m, and compare several with "
@@ -63,11 +88,4 @@ def tokenizer(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "tokenizer.json", found.tokenizer_json)
     write_whole(folder / f"{folder.name}.tiktoken", found.tiktoken)
-    print(
-        f"{found.n_vocab:,} ids from {found.documents:,} training documents (validation left out), "
-        f"{found.bytes_per_token:.2f} bytes per token on a sample of them"
-    )
-    if found.n_vocab < args.vocab_size:
-        print(f"fewer than {args.vocab_size:,}: the text has no more pairs to merge")
-    print(f"use it: llmexp train tokenizer=file tokenizer.path={folder} ...")
-    return 0
+    return TrainedTokenizer(folder, found.n_vocab, found.documents, found.bytes_per_token)

@@ -181,24 +181,37 @@ def _strict(value: Any) -> Any:
     return [_strict(v) for v in value] if isinstance(value, list) else value
 
 
-def to_csv(c: Comparison) -> str:
-    """Return a row an entry, figures in full; the ends of intervals follow their figure where there
-    are some."""
+def columns_in_full(c: Comparison) -> dict[str, list[Any]]:
+    """Return the figures of the entries in full, a list a column, values in their own types; the
+    ends of intervals follow their figure where there are some."""
     keys: list[str] = []
     for key in (column.key for column in c.columns):
         keys.append(key)
         if any(key in e.intervals for e in c.entries):
             keys += [f"{key} low", f"{key} high"]
-    out = io.StringIO()
-    heads = ["name", "path", "state", *c.differing, *keys, "note"]
-    writer = csv.DictWriter(out, heads, "", "ignore", lineterminator="\n")
-    writer.writeheader()
+    rows: list[dict[str, Any]] = []
     for e in c.entries:
-        row = {k: str(v) if type(v) is float else setting(v) for k, v in e.values.items()}
-        row |= {"name": e.name, "path": str(e.runs[0].path), "state": e.state, "note": e.note}
+        row = dict(e.values) | {"name": e.name, "path": str(e.runs[0].path), "state": e.state}
         for key, (low, high) in e.intervals.items():
-            row |= {f"{key} low": str(low), f"{key} high": str(high)}
-        writer.writerow(row | e.figures)
+            row |= {f"{key} low": low, f"{key} high": high}
+        rows.append(row | {"note": e.note} | e.figures)
+    heads = ("name", "path", "state", *c.differing, *keys, "note")
+    return {head: [row.get(head) for row in rows] for head in heads}
+
+
+def to_csv(c: Comparison) -> str:
+    """Return `columns_in_full` as CSV; settings are spelled as overrides are."""
+    found = columns_in_full(c)
+    for key in set(found) & set(c.differing):
+        there = [key in entry.values for entry in c.entries]
+        pairs = zip(found[key], there, strict=True)
+        found[key] = [
+            ("" if not known else str(v) if type(v) is float else setting(v)) for v, known in pairs
+        ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(found)
+    writer.writerows(zip(*found.values(), strict=True))
     return out.getvalue()
 
 

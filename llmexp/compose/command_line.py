@@ -22,10 +22,17 @@ from llmexp.config import ConfigError
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuse a command line as everything else is refused, in place of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
 def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     """Return the parser of a command that opens a run; `take_allowed` reads --allow before."""
     epilog = "--allow PACKAGE allows the run's own parts from your package."
-    return argparse.ArgumentParser(prog=f"llmexp {command}", description=description, epilog=epilog)
+    return Parser(prog=f"llmexp {command}", description=description, epilog=epilog)
 
 
 def allow(packages: Sequence[str]) -> None:

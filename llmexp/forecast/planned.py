@@ -37,6 +37,11 @@ class Planned:
     cost: Cost | None
     gpus_here: int
 
+    def __str__(self) -> str:
+        from llmexp.metrics.console import banner
+
+        return banner(self.rows)
+
 
 def described(config: Config, run: Run, folder: str) -> Planned:
     """Return the plan of a solved run whose memory and time nobody asked for."""

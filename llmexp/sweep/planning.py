@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llmexp.compare import budgets
@@ -42,16 +43,24 @@ COLUMNS = {
 }
 
 
-def plan_sweep(
+@dataclass(frozen=True)
+class PlannedSweep:
+    """Hold the plan of each point that can be trained, what they take together, and the others."""
+
+    points: list[Point]
+    plans: list[Planned]
+    refused: list[Refused]
+    settings: Sweep
+    total: dict[str, Any]
+
+
+def plan_points(
     points: list[Point],
     refused: list[Refused],
     settings: Sweep,
-    arguments: Sequence[str],
     plan: Callable[[Config, str], Planned],
-    as_json: bool = False,
-) -> int:
-    """Print a row a point, or JSON with all figures of each; a point that would be refused has its
-    reason instead. Exit code 2 if there is one."""
+) -> PlannedSweep:
+    """Plan the points; those that train would refuse join `refused`."""
     found: dict[str, Planned] = {}
     for point in counted("planning", points):
         try:
@@ -61,21 +70,24 @@ def plan_sweep(
     able = [point for point in points if point.name in found]
     able, same = split_duplicates(able, lambda p: identity(plain(found[p.name].config)))
     refused += same
-    planned = [found[point.name] for point in able]
-    whole = totals(planned, settings)
+    plans = [found[point.name] for point in able]
+    return PlannedSweep(able, plans, refused, settings, totals(plans, settings))
+
+
+def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = False) -> int:
+    """Print a row a point, or JSON with all figures of each; a point that would be refused has its
+    reason instead. Exit code 2 if there is one."""
+    able, refused, settings = sweep.points, sweep.refused, sweep.settings
+    pairs = list(zip(able, sweep.plans, strict=True))
     if as_json:
-        rows = [
-            {"name": point.name, "values": point.values, **one.whole}
-            for point, one in zip(able, planned, strict=True)
-        ]
-        answer = {"points": rows, "total": whole, "refused": reasons(refused)}
+        rows = [{"name": point.name, "values": point.values, **one.whole} for point, one in pairs]
+        answer = {"points": rows, "total": sweep.total, "refused": reasons(refused)}
         print(json.dumps(answer, indent=2, allow_nan=False))
         return 2 if refused else 0
     if able:
-        print_points(able, [cells(one) for one in planned], settings.twins)
-        if total := in_all(whole, settings):
+        print_points(able, [cells(one) for one in sweep.plans], settings.twins)
+        if total := in_all(sweep.total, settings):
             print(fitted(total), flush=True)
-        pairs = zip(able, planned, strict=True)
         spends = [
             budgets.Spent(p.values, one.run.max_tokens, one.run.max_steps) for p, one in pairs
         ]

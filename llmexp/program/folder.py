@@ -1,0 +1,147 @@
+"""A run in its folder, read as far as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmexp import rundir
+from llmexp.config import Config, ConfigError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from llmexp.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in its folder. Nothing is kept in memory: a run that is training is read as far as it
+    is."""
+
+    path: Path
+
+    @property
+    def config(self) -> Config:
+        """Return config.yaml, typed: run.config.train.max_steps, run.config.model["d_model"]."""
+        return rundir.built_config(self.path)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return run.json: every derived number."""
+        return rundir.read_run(self.path)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Return status.json: state, exit code, error, summary."""
+        return rundir.read_status(self.path)
+
+    @property
+    def state(self) -> str:
+        """Return queued, running, finished, failed, preempted or cut, as `llmexp runs` does."""
+        from llmexp.compare.reading import state_of
+
+        return state_of(self.path, self.status)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Return the figures that the run ended with; empty before."""
+        return dict(self.status.get("summary") or {})
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints, the newest last."""
+        return rundir.saved_steps(self.path)
+
+    def rows(self, *keys: str) -> Any:
+        """Return the values of the rows that have all of the keys: a numpy array, or for several
+        keys a list of arrays of one length. Without a key return the rows, as dicts. Raises
+        ConfigError for a key of no row."""
+        import numpy as np
+
+        rows = rundir.read_rows(self.path / rundir.METRICS)
+        if not keys:
+            return rows
+        known = {key for row in rows for key in row}
+        for key in keys:
+            if rows and key not in known:
+                raise ConfigError(f"{key}: no row of {self.path} has it.{nearest(key, known)}")
+        found = [row for row in rows if all(key in row for key in keys)]
+        columns: list[np.ndarray] = [np.array([row[key] for row in found]) for key in keys]
+        return columns if len(keys) > 1 else columns[0]
+
+    def frame(self) -> Any:
+        """Return the rows as a data frame, a column for each key: of pandas, else of polars."""
+        return framed(self.rows())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that the run was trained with."""
+        from llmexp.assembly.inputs import build_tokenizer, filled
+
+        return build_tokenizer(filled(self.config))[0]
+
+    def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
+        """Return the model with the weights of a checkpoint (None: the newest whole one), on the
+        CPU, in evaluation mode. `weights="ema"`: their average."""
+        from llmexp.assembly.opening import open_run
+        from llmexp.naming import named_checkpoint
+
+        return open_run(*named_checkpoint(self._at(step)), warn, weights).model.eval()
+
+    def sample(self, prompt: str = "", tokens: int = 200, *, step: int | None = None,
+               temperature: float = 0.8, top_k: int = 50, seed: int = 0,
+               weights: str = "model") -> str:  # fmt: skip
+        """Return a text as `llmexp sample` does."""
+        from llmexp.cli.sample import text_of
+
+        return text_of(self._at(step), prompt, tokens, temperature, top_k, seed, weights)
+
+    def _at(self, step: int | None) -> str:
+        return str(self.path) if step is None else f"{self.path}@{step}"
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """Return the run of a folder. Raises ConfigError where there is none."""
+    run = Run(Path(path))
+    rundir.check_plain(run.path)
+    rundir.read_config(run.path)
+    return run
+
+
+def named(run: Run | str | os.PathLike[str]) -> str:
+    """Return a run as the command line names it."""
+    return str(run.path if isinstance(run, Run) else run)
+
+
+def warn(text: str) -> None:
+    print(f"llmexp: {text}", file=sys.stderr)
+
+
+def framed(columns: Any) -> Any:
+    """Return a data frame of pandas, else of polars. Raises ImportError without both."""
+    for name, more in (("pandas", {}), ("polars", {"strict": False})):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name).DataFrame(columns, **more)
+    raise ImportError("a data frame needs pandas or polars: pip install pandas")
+
+
+def words_of(overrides: Sequence[str], **flags: Any) -> list[str]:
+    """Return a command's words: the overrides, and flags by name as the command line has them."""
+    if isinstance(overrides, str):
+        raise TypeError(f"a list is needed: [{overrides!r}]")
+    given = {name: value for name, value in flags.items() if value not in (None, False, ())}
+    words: list[str] = list(overrides)
+    for name, value in given.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(",".join(value) if isinstance(value, (list, tuple)) else str(value))
+    return words

@@ -1,0 +1,126 @@
+"""Compare runs and evaluate checkpoints, as the commands do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmexp.config import ConfigError
+from llmexp.program.folder import Run, framed, named, words_of
+
+if TYPE_CHECKING:
+    from llmexp.compare.records import Comparison
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a comparison: what `llmexp compare` prints, as data."""
+
+    comparison: Comparison
+
+    def __str__(self) -> str:
+        from llmexp.compare import table
+
+        return "\n".join(table.lines(self.comparison, table.columns()))
+
+    @property
+    def headline(self) -> str:
+        """Return the result in one line."""
+        return self.comparison.headline
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what could not be read, in words."""
+        return self.comparison.problems
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Return what `llmexp compare --json` prints."""
+        from llmexp.compare import table
+
+        return dict(json.loads(table.to_json(self.comparison)))
+
+    def frame(self) -> Any:
+        """Return what `llmexp compare --csv` prints as a data frame: a row a setting, values in
+        their own types."""
+        from llmexp.compare import table
+
+        return framed(table.columns_in_full(self.comparison))
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of the page by name (losses, others, and one for each swept key), as
+        plotly.graph_objects.Figure."""
+        import plotly.graph_objects as go
+
+        from llmexp.compare.plot_settings import maps, over_keys
+        from llmexp.compare.plot_training import losses, others
+
+        c, found = self.comparison, {}
+        for plot in (losses(c), *over_keys(c), *maps(c), others(c)):
+            if plot is None:
+                continue
+            figure = go.Figure(list(plot.traces)).update_layout(dict(plot.layout))
+            for choice in plot.choices.values():
+                figure.plotly_update(*choice.options[choice.chosen][1])
+            found[plot.name] = figure.update_layout(title=plot.title)
+        return found
+
+
+def compare(*paths: Any, align: str = "tokens",
+            sort: str | None = None, negligible: float | None = None) -> Answer:  # fmt: skip
+    """Compare runs, sweeps, folders of them and globs, as `llmexp compare` does. Raises ConfigError
+    for what the command refuses, as paths without a run."""
+    from llmexp.compare import comparing
+
+    found: list[Path] = []
+    for path in paths or ("outputs",):
+        each = path if isinstance(path, (list, tuple)) else [path]
+        found += [one.path if isinstance(one, Run) else Path(one) for one in each]
+    comparison = comparing.compare(found, align=align, sort=sort, negligible=negligible)
+    if not comparison.entries:
+        raise ConfigError("\n".join((*comparison.problems, comparing.NO_RUN)))
+    return Answer(comparison)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses of a checkpoint, or its scores in tasks. `data` is what `llmexp evaluate --json`
+    prints."""
+
+    data: dict[str, Any]
+
+    def __str__(self) -> str:
+        from llmexp.cli.evaluate import text_of
+
+        return text_of(self.data)
+
+    @property
+    def sets(self) -> dict[str, dict[str, Any]]:
+        """Return the figures of each validation set by its name: loss in nats, ppl, bits_per_byte
+        where it is known, each with `_stderr`, and tokens."""
+        return {one["set"]: one for one in self.data.get("sets", ())}
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """Return the figures of each task by its name: acc, acc_norm (shares), each with
+        `_stderr`, and items."""
+        return {one["task"]: one for one in self.data.get("tasks", ())}
+
+
+def evaluate(run: Run | str | os.PathLike[str], overrides: Sequence[str] = (), *,
+             tokens: int | str | None = None, by: str = "set", tasks: Sequence[str] = (),
+             tasks_folder: str | os.PathLike[str] | None = None,
+             weights: str = "model") -> Evaluation:  # fmt: skip
+    """Evaluate RUN[@STEP] as `llmexp evaluate` does: on its validation sets, on the data of the
+    overrides, or in tasks. `tokens`: of each set, or "all". Raises ConfigError."""
+    from llmexp.cli.evaluate import evaluated, parsed_words
+
+    more = {"tasks_folder": tasks_folder, "weights": weights, "tasks": tasks}
+    words = words_of([named(run), *overrides], tokens=tokens, by=by, **more)
+    return Evaluation(evaluated(parsed_words(words)))
