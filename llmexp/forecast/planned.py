@@ -7,6 +7,7 @@ from typing import Any
 
 from llmexp.config import Config
 from llmexp.forecast.duration import Cost
+from llmexp.metrics.console import banner
 from llmexp.run import Run
 from llmexp.run.banner import banner_sections
 
@@ -38,8 +39,6 @@ class Planned:
     gpus_here: int
 
     def __str__(self) -> str:
-        from llmexp.metrics.console import banner
-
         return banner(self.rows)
 
 
