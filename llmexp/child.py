@@ -216,6 +216,11 @@ def _as_ascii(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("llmexp", _as_ascii)
 
 
+def printable(text: str, encoding: str) -> str:
+    """Return what a stream of this encoding prints for a text, whose width then is known."""
+    return text.encode(encoding, "llmexp").decode(encoding)
+
+
 def never_fail_to_print() -> None:
     """Make both output streams replace the characters that they cannot show: an ASCII terminal ends
     no run."""

@@ -7,8 +7,9 @@ import io
 import json
 import math
 import shutil
+import sys
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llmexp import child
 from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import TWIN, Comparison, Entry
 from llmexp.labels import short_keys
@@ -72,14 +74,14 @@ def columns_of(c: Comparison) -> dict[str, Shown]:
 def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool = False) -> None:
     """Print the result in a line, the table and the notes, at any width; with `why`, what they rest
     on."""
-    c = comparison
+    c, encoding = comparison, getattr(to, "encoding", None) or sys.stdout.encoding or "utf-8"
     console = Console(file=to, width=width, highlight=False, markup=False, emoji=False)
     if c.headline:
-        console.print(Text(c.headline, style="bold"))
+        console.print(Text(child.printable(c.headline, encoding), style="bold"))
     table = Table(
         box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), collapse_padding=True
     )
-    columns = _fitting(c, console.width)
+    columns = _fitting(c, console.width, encoding)
     for column in columns:
         numbers = column.title and any(ch.isdigit() for cell in column.cells for ch in cell)
         head = Text("\n".join(textwrap.wrap(column.title, 14)), style="dim")
@@ -90,7 +92,7 @@ def show(comparison: Comparison, to: TextIO, width: int | None = None, why: bool
         table.add_row(*(Text(k.cells[i], style="" if k.title else style) for k in columns))
     console.print(table)
     for line in (*c.notes, *(c.why if why else ())):
-        console.print(Text(line))
+        console.print(Text(child.printable(line, encoding)))
     for entry in c.entries if why else ():
         if entry.note:
             console.print(Text(f"{entry.label or entry.name}: {entry.note}", style="dim"))
@@ -103,9 +105,12 @@ def lines(comparison: Comparison, width: int) -> list[str]:
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def _fitting(c: Comparison, width: int) -> list[Shown]:
+def _fitting(c: Comparison, width: int, encoding: str) -> list[Shown]:
     """Return the columns that fit: settings, mark and metric always, then the others."""
-    found = columns_of(c)
+    found = {
+        key: replace(column, cells=[child.printable(cell, encoding) for cell in column.cells])
+        for key, column in columns_of(c).items()
+    }
     mark = Shown("", found["mark"].cells)
     metric = [found[c.metric]] if c.metric in found else []
     names = _names(c)

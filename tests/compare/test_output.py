@@ -163,7 +163,9 @@ def test_no_terminal_and_an_ascii_one(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert max(map(len, done.stdout.splitlines())) <= 60
-    assert " +- " in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "  " in line]
+    assert " +- " in rows[1]
+    assert len({row.rstrip().rindex("+-") for row in rows[1:]}) == 1  # columns stay aligned
     assert "?" not in done.stdout
 
 
