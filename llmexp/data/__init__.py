@@ -8,9 +8,13 @@ corpus       data=corpus: named sources, mixed, with named validation sets
 sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
 source       one source of documents and its splits; datasets of Hugging Face
-readers      documents of text, JSON lines and Parquet, plain or compressed
+readers      documents of text and JSON, plain or compressed
+tables       documents of Parquet and Arrow
+records      documents, records that are none, and counts of both
 prepared     the token shards of a source in the cache
 overlap      documents of a validation set that are trained on
+beside       the files beside a shard of documents
+text_bytes   bytes of text that ids stand for
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
 places       files here, and addresses that fsspec reads

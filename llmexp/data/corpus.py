@@ -15,7 +15,7 @@ from llmexp.data.mixture import Mixed
 from llmexp.data.overlap import warnings_of
 from llmexp.data.places import Answers, Unreachable
 from llmexp.data.prepared import Forgotten, Prepared, prepare
-from llmexp.data.readers import Counts
+from llmexp.data.records import Counts
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
 from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream

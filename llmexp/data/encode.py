@@ -20,7 +20,13 @@ import numpy as np
 from llmexp.data.documents import Document, blocks
 from llmexp.data.files import cpu_count
 from llmexp.data.tokenizer_files import PATTERNS, HuggingFace
-from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
+from llmexp.data.tokenizers import (
+    Own,
+    Tokenizer,
+    end_of_text_id,
+    is_byte_level,
+    token_byte_lengths,
+)
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
@@ -106,6 +112,10 @@ def encode_documents(
         for _, (tokens, n_bytes) in encoded:
             if left <= 0:
                 return
+            if len(tokens) > left:  # a part of the text, by the lengths of its ids
+                lengths = token_byte_lengths(encoding)
+                kept, every = int(lengths[tokens[:left]].sum()), int(lengths[tokens].sum())
+                n_bytes = max(1, round(n_bytes * kept / max(1, every)))
             count_bytes(n_bytes)
             yield tokens[:left]
             left -= len(tokens)

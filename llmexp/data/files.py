@@ -26,24 +26,28 @@ MOST_LINE = 1 << 24  # bytes of a first line that is looked at
 BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
 PARQUET = b"PAR1"
 READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
-# First bytes of files that hold text, but not as it is; and expressions for those of files that
-# hold several documents in one piece, or none: what they are, and what to do with them.
+XZ, BZIP2 = b"\xfd7zXZ\x00", tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
+JSON_ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")
+# First bytes of files that data=corpus reads and that are no plain text; and expressions for those
+# of files that nothing here reads: what they are, and what to do with them.
 PACKED = {
     b"\x1f\x8b": "compressed by gzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    XZ: "compressed by xz",
+    **dict.fromkeys(BZIP2, "compressed by bzip2"),
     PARQUET: "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream",
 }
+UTF_16 = "convert it first: iconv -f {kind} -t UTF-8 {{path}} > FILE"
 OTHERS = {
-    rb"BZh[1-9]1AY&SY": ("compressed by bzip2", "unpack it first: bunzip2 {path}"),
-    rb"\xfd7zXZ\x00": ("compressed by xz", "unpack it first: unxz {path}"),
-    rb"PK\x03\x04": ("a zip archive", "unpack it first: unzip {path}"),
-    rb"[\s\S]{257}ustar": ("a tar archive", "unpack it first: tar -xf {path}"),
-    rb"\x93NUMPY": ("an array of NumPy", "for token ids use data=tokens"),
-    rb"ARROW1|\xff{4}": ("an Arrow file", "give its dataset: data.sources.NAME.hf=FOLDER"),
-    rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]": (
-        "one JSON array", "write a record a line: jq -c '.[]' {path} > FILE.jsonl",
-    ),
-}  # fmt: skip
+    rb"PK\x03\x04": ("a zip archive, not text", "unpack it first: unzip {path}"),
+    rb"[\s\S]{257}ustar": ("a tar archive, not text", "unpack it first: tar -xf {path}"),
+    rb"\x93NUMPY": ("an array of NumPy, not text", "for token ids use data=tokens"),
+    rb"FEA1": ("a Feather file of version 1", "write it anew as version 2 with pyarrow.feather"),
+    rb"\xff\xfe\0\0|\0\0\xfe\xff": ("text in UTF-32, not UTF-8", UTF_16.format(kind="UTF-32")),
+    rb"\xff\xfe|\xfe\xff": ("text in UTF-16, not UTF-8", UTF_16.format(kind="UTF-16")),
+}
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
@@ -114,7 +118,7 @@ def refuse_others(key: str, path: str, head: bytes) -> None:
     """Raise ValueError, with what to do, for a file of OTHERS by its first 512 bytes."""
     for form, (what, way) in OTHERS.items():
         if re.match(form, head):
-            text = f"is {what}, not text; {way.format(path=shlex.quote(path))}"
+            text = f"is {what}; {way.format(path=shlex.quote(path))}"
             raise refuse(key, path, text)
 
 
@@ -131,6 +135,8 @@ def refuse_packed(key: str, path: Path) -> None:
             if head.startswith(magic) and (magic != PARQUET or is_parquet):
                 raise refuse(key, path, f"is {kind}, not plain text; {read_by_corpus}")
         refuse_others(key, str(path), head)
+        if JSON_ARRAY.match(head):
+            raise refuse(key, path, f"is one JSON array, not plain text; {read_by_corpus}")
         line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
     try:
         found = json.loads(line)

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from llmexp.data.beside import DIGEST, digests_beside
 from llmexp.data.files import read_note, write_note
 from llmexp.data.places import Answers
-from llmexp.data.prepared import DIGEST, Prepared, digests_beside
+from llmexp.data.prepared import Prepared
 from llmexp.data.source import TRAIN
 
 MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some seconds

@@ -16,8 +16,8 @@ from llmexp.data.documents import Document, refuse_changed
 from llmexp.data.encode import encode_documents
 from llmexp.data.progress import Progress
 from llmexp.data.stream import TokenStream, sample_digest
-from llmexp.data.tokenizers import Tokenizer, identified, identity
-from llmexp.fileio import sync
+from llmexp.data.tokenizers import Own, Tokenizer, identified, identity
+from llmexp.fileio import sync, write_whole
 
 FORMAT = 1  # of the shards; part of their key
 MANIFEST = "manifest.json"
@@ -41,7 +41,8 @@ def prepare(
     that is not what was hashed any more, and for a cache that cannot be written.
     """
     folder = cache / "tokens" / _key(splits, encoding)
-    if (there := _open(folder, list(splits))) is not None:
+    names = list(splits)
+    if (there := _open(folder, names, encoding)) is not None:
         return there
     size = sum(d.size for s in splits.values() for d in s.documents)
     progress = Progress(f"{size / 1e6:,.0f} MB of text", write, size)
@@ -53,10 +54,10 @@ def prepare(
         progress.end()
         return counted
     with building(folder, cache):
-        if (there := _open(folder, list(splits))) is None:  # else another process was faster
+        if (there := _open(folder, names, encoding)) is None:  # else another process was faster
             _build(folder, splits, encoding, progress)
             progress.end()
-            there = _open(folder, list(splits))
+            there = _open(folder, names, encoding)
     if there is None:
         raise ValueError(
             f"data.cache_dir={cache}: what was just written to {folder} reads back damaged"
@@ -92,15 +93,18 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
     }
     try:
         for name, split in splits.items():
-            path, count, content = temporary / f"{name}.bin", 0, hashlib.sha256()
+            path, content = temporary / f"{name}.bin", hashlib.sha256()
+            documents = _Documents(progress)
             with flushed(path) as file:
                 for tokens in encode_documents(
-                    split.documents, encoding, split.max_tokens, progress.add
+                    split.documents, encoding, split.max_tokens, documents.note
                 ):
                     written = tokens.astype(dtype).data
                     file.write(written)
                     content.update(written)
-                    count += len(tokens)
+                    documents.tokens += len(tokens)
+            documents.write(path)
+            count = documents.tokens
             sample = sample_digest(_shard(path, dtype, count))
             manifest["splits"][name] = {
                 "tokens": count,
@@ -119,14 +123,44 @@ def _build(folder: Path, splits: dict[str, Split], encoding: Tokenizer, progress
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _open(folder: Path, names: list[str]) -> dict[str, TokenStream] | None:
-    """Return the streams of a cache entry, or None where it is missing, torn or damaged."""
+class _Documents:
+    """The documents of a shard while it is written: where they end, and the bytes of their text."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.tokens = 0  # written so far
+        self._ends: list[int] = []
+        self._sizes = [0]
+
+    def note(self, n_bytes: int) -> None:
+        """Note the bytes of text of the ids that come next; 0 for the id that ends a document."""
+        self._progress.add(n_bytes)
+        self._sizes[-1] += n_bytes
+        if not n_bytes:
+            self._ends.append(self.tokens + 1)
+            self._sizes.append(0)
+
+    def write(self, shard: Path) -> None:
+        """Write the files beside a shard that is whole."""
+        if self._ends[-1:] == [self.tokens]:  # the limit of tokens cut it there
+            self._sizes.pop()
+        elif self.tokens:
+            self._ends.append(self.tokens)
+        for ending, values in ((".ends", self._ends), (".bytes", self._sizes)):
+            write_whole(shard.with_suffix(ending), np.array(values, "<u8").tobytes())
+
+
+def _open(folder: Path, names: list[str], encoding: Tokenizer) -> dict[str, TokenStream] | None:
+    """Return the streams of a cache entry, or None where it is missing, torn or damaged, or of an
+    older version that did not count bytes which the ids alone do not tell."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         dtype = np.dtype(manifest["dtype"])
         streams = {}
         for name in names:
             noted = manifest["splits"][name]
+            if isinstance(encoding, Own) and not (folder / f"{name}.bytes").exists():
+                return None
             if (folder / f"{name}.bin").stat().st_size != noted["tokens"] * dtype.itemsize:
                 return None
             streams[name] = _shard(folder / f"{name}.bin", dtype, noted["tokens"])

@@ -20,14 +20,13 @@ from llmexp.data.cache import building, id_type
 from llmexp.data.files import allow_open_files
 from llmexp.data.places import Answers, is_remote
 from llmexp.data.progress import Progress
-from llmexp.data.readers import Counts
+from llmexp.data.records import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
 from llmexp.data.tokenizers import identified
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of
 
 MANIFEST = "manifest.json"
-DIGEST = np.dtype([("first", "<u8"), ("second", "<u8")])  # 16 bytes
 
 
 @dataclass(frozen=True)
@@ -218,16 +217,6 @@ def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
         os.close(handle)
     state = found.st_ino, found.st_size, found.st_mtime_ns
     return Shard(path, np.frombuffer(mapped, dtype), mapped, found.st_size, state)
-
-
-def digests_beside(shard: Shard) -> np.ndarray:
-    """Return the digests of the documents of a shard. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(".digests"), DIGEST)
-
-
-def ends_beside(shard: Shard) -> np.ndarray:
-    """Return where the documents of a shard end, in ids from its start. Raises OSError."""
-    return np.fromfile(Path(shard.name).with_suffix(".ends"), "<u8")
 
 
 def _open(work: Work) -> Prepared | None:

@@ -162,11 +162,11 @@ def _windows(
 
 def eval_batches(
     stream: TokenStream, cut: Cut, *, sequence_length: int, max_sequences: int, hidden: Hidden
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences, spread evenly
-    over the stream.
+) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    """Yield (starts_b, tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences,
+    spread evenly over the stream: where the inputs of each row begin in it, inputs and targets.
 
-    All ranks have equally many batches; rows that are missing are masked.
+    All ranks have equally many batches; rows that are missing are masked, and begin at 0.
     """
     micro, all_starts = cut.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
     total = len(all_starts)
@@ -175,7 +175,8 @@ def eval_batches(
     for first in range(cut.rank * per_rank, (cut.rank + 1) * per_rank, micro):
         starts = all_starts[first : max(first, min(first + micro, stop))]
         tokens_rs = stream.gather(starts, sequence_length + 1)
-        yield _micro_batches(tokens_rs[None], 1, micro, hidden, False)[0][0][0]
+        ((tokens_bt, targets_bt),) = _micro_batches(tokens_rs[None], 1, micro, hidden, False)[0][0]
+        yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
 
 
 def eval_starts(stream: TokenStream, sequence_length: int, max_sequences: int) -> np.ndarray:

@@ -1,25 +1,29 @@
-"""Read the documents of files: text, JSON lines and Parquet, each plain or compressed, on this
-machine or in a bucket. A file is read as what it is, whatever its name.
+"""Read the documents of files: text, JSON lines and arrays, plain or compressed, Parquet and Arrow,
+on this machine or in a bucket. A file is read as what it is, whatever its name.
 
 A document comes in pieces of text, so that a long file is never in memory as a whole.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import contextlib
 import gzip
 import hashlib
 import io
+import itertools
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from llmexp.data.files import refuse_others
+from llmexp.data.files import BZIP2, JSON_ARRAY, XZ, refuse_others
 from llmexp.data.places import need, open_file
+from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
+from llmexp.data.tables import ARROW_FILE, ARROW_STREAM, arrow, parquet
 from llmexp.values import refuse
 
 BOM = b"\xef\xbb\xbf"
@@ -28,49 +32,9 @@ BLOCK = 1 << 19  # bytes read at a time
 HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
+STRINGS = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*[\"\]]")  # the first bytes of an array of strings
 ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one to skip
-
-
-class BadRecord(ValueError):
-    """One record of a file cannot be read as a document; the next one may be."""
-
-
-@dataclass
-class Counts:
-    """Counts of what was read of a source so far."""
-
-    documents: int = 0
-    empty: int = 0
-    bad: int = 0
-    first_bad: str = ""
-    # The file that is being read, and what reads its bytes: how far it is, for whoever waits.
-    place: str = field(default="", compare=False)
-    file: BinaryIO | None = field(default=None, compare=False, repr=False)
-
-    def record(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
-        return {name: getattr(self, name) for name in ("documents", "empty", "bad", "first_bad")}
-
-    def position(self) -> int:
-        """Return how many bytes of the file at `place` were read; packed ones count as packed."""
-        try:
-            return self.file.tell() if self.file is not None else 0
-        except (OSError, ValueError):  # a stream of the web; a closed file
-            return 0
-
-    def plus(self, other: Counts) -> Counts:
-        documents, empty = self.documents + other.documents, self.empty + other.empty
-        bad, first_bad = self.bad + other.bad, self.first_bad or other.first_bad
-        return Counts(documents, empty, bad, first_bad)
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text in pieces, which can be read once; `digest` (16 bytes) is of all its UTF-8 bytes."""
-
-    digest: bytes
-    pieces: Iterator[str] = field(repr=False)
-    where: str = ""  # its file, and its place there
 
 
 class Zstd(io.RawIOBase):
@@ -104,10 +68,14 @@ class Zstd(io.RawIOBase):
 
 
 def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader:
-    """Return the file, or the content of one that is compressed by gzip or zstd."""
-    head = file.peek(4)
+    """Return the file, or the content of one that is compressed by gzip, zstd, xz or bzip2."""
+    head = file.peek(HEAD)
     if head.startswith(GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+    if head.startswith(XZ):
+        return io.BufferedReader(lzma.LZMAFile(file), BLOCK)
+    if head.startswith(BZIP2):
+        return io.BufferedReader(bz2.BZ2File(file), BLOCK)
     if ZSTD.match(head):
         zstandard = need("zstandard", key, f"reading {place}")
         packed = zstandard.ZstdDecompressor(max_window_size=2**31)
@@ -116,14 +84,19 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
 
 
 def kind_of(key: str, place: str) -> str:
-    """Return what a file is: "parquet", "jsonl", "text" or "empty". Raises ValueError for what
-    holds no documents."""
+    """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty". Raises
+    ValueError for what holds no documents."""
     with open_file(key, place) as file:
         refuse_others(key, place, file.peek(HEAD))
-        if file.peek(4).startswith(PARQUET):
+        if file.peek(HEAD).startswith(PARQUET):
             return "parquet"
+        if file.peek(HEAD).startswith((ARROW_FILE, ARROW_STREAM)):
+            return "arrow"
         with _damage_named(key, place), unpacked(key, place, file) as inner:
-            refuse_others(key, place, inner.peek(HEAD))
+            head = inner.peek(HEAD)
+            refuse_others(key, place, head)
+            if JSON_ARRAY.match(head) or (_named(place, ".json") and STRINGS.match(head)):
+                return "array"
             return _kind_of_text(key, place, inner)
 
 
@@ -134,7 +107,10 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
     if _named(place, ".jsonl", ".ndjson", ".json"):
         return "jsonl"
     if b"\0" in line:
-        raise refuse(key, place, "is no text: there are zero bytes in it")
+        way = (
+            "; if it is UTF-16, convert it: iconv -f UTF-16LE -t UTF-8" if b"\0" in line[:2] else ""
+        )
+        raise refuse(key, place, f"is no text: there are zero bytes in it{way}")
     line = line.removeprefix(BOM)
     while line and not line.strip(BLANK):
         line = file.readline(BLOCK)
@@ -148,8 +124,7 @@ def _kind_of_text(key: str, place: str, file: BinaryIO) -> str:
 
 
 def _named(place: str, *endings: str) -> bool:
-    bare = place.lower().removesuffix(".gz").removesuffix(".zst")
-    return bare.endswith(endings)
+    return re.sub(r"\.(gz|zst|xz|bz2)$", "", place.lower()).endswith(endings)
 
 
 @contextlib.contextmanager
@@ -159,7 +134,7 @@ def _damage_named(key: str, place: str) -> Iterator[None]:
         yield
     except Exception as error:
         of_library = type(error).__name__ in ("ZstdError", "ArrowInvalid")
-        if not of_library and not isinstance(error, (EOFError, OSError, zlib.error)):
+        if not of_library and not isinstance(error, DAMAGED):
             raise
         text = f"is cut short or damaged ({error}); get the file again"
         raise refuse(key, place, text) from None
@@ -174,36 +149,10 @@ def documents(
     ValueError that names the file and the place in it.
     """
     kind = kind_of(key, place)
-    read = {"parquet": _parquet, "jsonl": _json_lines, "text": _text, "empty": _nothing}[kind]
+    read = READERS[kind]
     counts.place, counts.file = place, None
     with _damage_named(key, place):
         yield from counted(read(key, place, text_key, counts), skip_bad, counts)
-
-
-Found = Document | BadRecord | None  # None: an empty document
-
-
-def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
-    """Yield the documents among the records, and count all."""
-    for found in records:
-        if isinstance(found, BadRecord):
-            if not skip_bad:
-                raise found
-            counts.bad += 1
-            counts.first_bad = counts.first_bad or str(found)
-        elif found is None:
-            counts.empty += 1
-        else:
-            counts.documents += 1
-            yield found
-
-
-def whole(text: str, where: str) -> Found:
-    """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
-    if not text:
-        return None
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return Document(digest, iter((text,)), where)
 
 
 def _nothing(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
@@ -267,6 +216,41 @@ def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator
                 yield _record(f"{key}={place}, line {number:,}", line, text_key)
 
 
+def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
+    """Yield the records of an array, one after the other; each is in memory as a whole."""
+    number, texts = 0, _pieces(key, place, counts)
+    rest = next(texts, "").lstrip()[1:]  # without the bracket
+    while True:
+        rest = rest.lstrip(" \t\r\n,") if number else rest.lstrip()
+        if rest.startswith("]"):
+            return
+        where = f"{key}={place}, item {number + 1:,}"
+        try:
+            record, end = DECODER.raw_decode(rest)
+            # What comes next has to be there: a number may go on.
+            known = rest[end:].lstrip().startswith((",", "]"))
+            why = "no comma after it"
+        except (ValueError, RecursionError) as error:
+            known, why = False, str(error)
+        if not known:
+            more = next(texts, "")
+            if not more:
+                raise refuse(key, place, f"item {number + 1:,} is no valid JSON ({why})")
+            rest += more + "".join(itertools.islice(texts, len(rest) // BLOCK))
+            continue
+        number, rest = number + 1, rest[end:]
+        yield record_of(where, record, text_key)
+
+
+def record_of(where: str, record: Any, text_key: str) -> Found:
+    """Return the document of an item: an object with the key, or a text itself."""
+    if isinstance(record, dict):
+        return record_text(where, record, text_key)
+    if isinstance(record, str):
+        return as_text(where, record, "the item")
+    return BadRecord(f"{where}: neither a JSON object nor a text but {type(record).__name__}")
+
+
 def _record(where: str, line: bytes, text_key: str) -> Found:
     try:
         record = json.loads(line)
@@ -277,56 +261,12 @@ def _record(where: str, line: bytes, text_key: str) -> Found:
     return record_text(where, record, text_key)
 
 
-def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
-    if text_key not in record:
-        there = ", ".join(map(str, list(record)[:8])) or "none"
-        return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
-    text = record[text_key]
-    if not isinstance(text, str):
-        return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")
-    try:
-        return whole(text, where)
-    except UnicodeEncodeError:
-        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
-
-
-def _parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
-    parquet = need("pyarrow.parquet", key, f"reading {place}")
-    with open_file(key, place, seeks=True) as file:
-        counts.file = file
-        table = parquet.ParquetFile(file)
-        names = table.schema_arrow.names
-        if text_key not in names:
-            text = f"no column {text_key!r}; the columns are: {', '.join(names[:8])}"
-            raise refuse(key, place, text)
-        kind = table.schema_arrow.field(text_key).type
-        if hasattr(kind, "index_type"):  # a dictionary
-            kind = kind.value_type
-        if str(kind) not in ("string", "large_string", "string_view"):
-            raise refuse(key, place, f"the column {text_key!r} is no text but {kind}")
-        number = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-            for text in _texts_of(batch.column(0)):
-                number += 1
-                where = f"{key}={place}, row {number:,}"
-                if isinstance(text, str):
-                    yield whole(text, where)
-                elif text is None:
-                    yield BadRecord(f"{where}: {text_key!r} is null")
-                else:
-                    yield BadRecord(f"{where}: {text_key!r} is not UTF-8 ({text.reason})")
-
-
-def _texts_of(column: Any) -> Iterator[Any]:
-    """Yield texts, nulls, and the error of each value that is not UTF-8."""
-    try:
-        yield from column.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass
-    for value in column:
-        try:
-            found = value.as_py()
-        except UnicodeDecodeError as error:
-            found = error
-        yield found
+READERS = {
+    "parquet": parquet,
+    "arrow": arrow,
+    "jsonl": _json_lines,
+    "array": _json_array,
+    "text": _text,
+    "empty": _nothing,
+}
+DECODER = json.JSONDecoder()

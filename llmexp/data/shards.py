@@ -3,7 +3,8 @@ writes them: in order, by all cores, in constant memory. docs/corpus.md describe
 
 The files of a source are dealt out to units. A unit is written in chunks; a chunk holds a shard for
 each split: NAME.bin (ids, little-endian), NAME.ends (uint64: where each document ends, in ids from
-the start of the shard) and NAME.digests (16 bytes a document). A chunk counts once its .json is
+the start of the shard), NAME.digests (16 bytes a document) and NAME.bytes (uint64: the bytes of
+each document's text). A chunk counts once its .json is
 there, so what a killed process left is written again, and nothing else is.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from llmexp.data.cache import id_type
 from llmexp.data.encode import ahead, pieces_of
-from llmexp.data.readers import Counts, Document
+from llmexp.data.records import Counts, Document
 from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 from llmexp.data.work import Work
 from llmexp.fileio import sync, write_whole
@@ -255,9 +256,9 @@ class _Shard:
         self._temporary = Path(f"{stem}.bin.{uuid.uuid4().hex}{UNFINISHED}")
         self._file = open(self._temporary, "wb")  # noqa: SIM115
         self._sha = hashlib.sha256()
-        self._ends = array("Q")
+        self._ends, self._sizes = array("Q"), array("Q")
         self._digests = bytearray()
-        self._tokens = self._bytes = 0
+        self._tokens = self._bytes = self._before = 0  # bytes: of all documents; of those before
 
     def note(self, part: Part, count: int) -> None:
         """Note a part that ends `count` ids after those that are written."""
@@ -265,6 +266,8 @@ class _Shard:
         if part.ends:
             self._ends.append(self._tokens + count)
             self._digests += part.digest
+            self._sizes.append(self._bytes - self._before)
+            self._before = self._bytes
 
     def write(self, ids: np.ndarray) -> None:
         written = ids.astype(self._dtype).data
@@ -279,6 +282,7 @@ class _Shard:
         self._file.close()
         write_whole(Path(f"{self._stem}.ends"), np.array(self._ends, "<u8").tobytes())
         write_whole(Path(f"{self._stem}.digests"), bytes(self._digests))
+        write_whole(Path(f"{self._stem}.bytes"), np.array(self._sizes, "<u8").tobytes())
         self._temporary.replace(f"{self._stem}.bin")
         return {
             "tokens": self._tokens,

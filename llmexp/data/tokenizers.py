@@ -223,14 +223,6 @@ def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
     return lengths
 
 
-def text_bytes(encoding: Tokenizer, is_text: bool, vocab_size: int | None) -> np.ndarray:
-    """int64 [at least vocab_size]: the bytes of each id, 0 for those that are no text."""
-    # Bits per byte mean nothing where a tokenizer changes the text first.
-    known = is_text and getattr(encoding, "exact_bytes", True)
-    lengths = token_byte_lengths(encoding) * known
-    return np.pad(lengths, (0, max(0, (vocab_size or 0) - len(lengths)))).astype(np.int64)
-
-
 def has_meaning(encoding: Tokenizer) -> np.ndarray:
     """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of
     another."""

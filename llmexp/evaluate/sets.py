@@ -20,9 +20,10 @@ from llmexp.assembly.inputs import build_corpus, document_end, filled
 from llmexp.assembly.opening import Opened
 from llmexp.assembly.parts import prepare_tasks
 from llmexp.config import Config, ConfigError
-from llmexp.data.reader import Cut, Hidden, eval_batches, eval_starts
+from llmexp.data.reader import Cut, Hidden, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.tokenizers import end_of_text, text_bytes
+from llmexp.data.text_bytes import TextBytes
+from llmexp.data.tokenizers import end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import as_recorded, redacted
@@ -225,27 +226,19 @@ def add_all(
     """Score so many sequences of a stream, and add what each target costs to `sums`."""
     tokenizer, batch = judge.opened.tokenizer, config.batch
     vocab_size = getattr(judge.opened.model, "vocab_size", None)
-    lengths = text_bytes(tokenizer, corpus.is_text, vocab_size)
-    micro = int(batch.micro_batch_size or 8)
-    starts = eval_starts(stream, batch.sequence_length, sequences)
-    hidden = Hidden(config.data.get("ignore_id"), document_end(config, tokenizer))
-    for number, (tokens_bt, targets_bt) in enumerate(
-        eval_batches(
-            stream,
-            Cut(micro),
-            sequence_length=batch.sequence_length,
-            max_sequences=sequences,
-            hidden=hidden,
-        )
+    text_bytes = TextBytes(tokenizer, corpus.is_text, vocab_size)
+    for starts_b, tokens_bt, targets_bt in eval_batches(
+        stream,
+        Cut(int(batch.micro_batch_size or 8)),
+        sequence_length=batch.sequence_length,
+        max_sequences=sequences,
+        hidden=Hidden(config.data.get("ignore_id"), document_end(config, tokenizer)),
     ):
         with precision.autocast(judge.precision, judge.device):
             nll_bt = judge.loss(tokens_bt.to(judge.device), targets_bt.to(judge.device), each=True)
         targets = targets_bt.numpy()
-        valid = targets >= 0
-        rows = np.zeros(micro, np.int64)
-        mine = starts[number * micro : (number + 1) * micro]
-        rows[: len(mine)] = mine
-        sums.add(rows, nll_bt.double().cpu().numpy(), valid, lengths[np.where(valid, targets, 0)])
+        bytes_bt = text_bytes.at(stream, starts_b, targets)
+        sums.add(starts_b, nll_bt.double().cpu().numpy(), targets >= 0, bytes_bt)
 
 
 def _figures(nll_n: np.ndarray, targets_n: np.ndarray, bytes_n: np.ndarray) -> dict[str, Any]:

@@ -9,14 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from llmexp import mesh, precision, rundir
 from llmexp.assembly.assemble import Parts
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.pieces import piece_of
 from llmexp.config import ConfigError, flatten, plain, refuse
-from llmexp.data.tokenizers import text_bytes
+from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
@@ -180,9 +178,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
         meter=meter,
         measured=measured,
         fixed=fixed_facts(parts),
-        byte_lengths=torch.from_numpy(
-            text_bytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size)
-        ),
+        text_bytes=TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size),
         peak_flops=hardware.peak_flops(joined.device, parts.precision),
         saved=[progress.step] if loaded and not forked else [],
     )

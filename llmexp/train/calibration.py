@@ -80,7 +80,7 @@ def _between(loop: Loop, write_row: Callable[[], None]) -> dict[str, float]:
     config = loop.config
     actions: dict[str, Callable[[], Any]] = {
         "row_s": write_row,
-        "evaluation_s": lambda: evaluate(loop.setup, loop.byte_lengths),
+        "evaluation_s": lambda: evaluate(loop.setup, loop.text_bytes),
     }
     if loop.setup.parts.tasks:
         actions["tasks_s"] = lambda: score_tasks(loop.setup)

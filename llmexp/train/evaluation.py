@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from llmexp import mesh, precision
 from llmexp.data.reader import Cut, eval_batches
 from llmexp.data.stream import TokenStream
+from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics.keys import EMA
 from llmexp.tasks import scoring
 from llmexp.train.step import Setup, TrainingFailed
 
 
-def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
+def evaluate(setup: Setup, text_bytes: TextBytes) -> dict[str, float]:
     """Token-weighted validation losses over all ranks, summed in float64: of the main set, of each
     named one, and of the average of the weights. The training RNG is not touched."""
     run, corpus = setup.parts.run, setup.parts.corpus
     if corpus.val is None or not run.eval_sequences:
         return {}
-    found = evaluate_stream(setup, corpus.val, run.eval_sequences, byte_lengths, "val")
+    found = evaluate_stream(setup, corpus.val, run.eval_sequences, text_bytes, "val")
     most, sets = setup.parts.config.train.eval_tokens, dict[str, float]()
     for name, stream in corpus.val_sets.items():
         if stream is corpus.val:
@@ -29,11 +29,11 @@ def evaluate(setup: Setup, byte_lengths: Tensor) -> dict[str, float]:
         else:
             there = stream.n_sequences(run.sequence_length)
             sequences = min(there, -(-most // run.sequence_length)) if most else there
-            given = evaluate_stream(setup, stream, sequences, byte_lengths, f"val/{name}")
+            given = evaluate_stream(setup, stream, sequences, text_bytes, f"val/{name}")
         sets |= given
     if setup.ema is not None:
         with setup.ema.in_place():
-            sets |= evaluate_stream(setup, corpus.val, run.eval_sequences, byte_lengths, EMA)
+            sets |= evaluate_stream(setup, corpus.val, run.eval_sequences, text_bytes, EMA)
     return found | {key: value for key, value in sets.items() if not key.endswith("/ppl")}
 
 
@@ -55,7 +55,7 @@ def score_tasks(setup: Setup) -> dict[str, float]:
 
 
 def evaluate_stream(
-    setup: Setup, stream: TokenStream, sequences: int, byte_lengths: Tensor, name: str
+    setup: Setup, stream: TokenStream, sequences: int, text_bytes: TextBytes, name: str
 ) -> dict[str, float]:
     """Return loss, perplexity and bits per byte over so many sequences, which are spread evenly."""
     run = setup.parts.run
@@ -68,14 +68,14 @@ def evaluate_stream(
         hidden=setup.parts.hidden,
     )
     with setup.loss.evaluating():
-        for tokens_bt, targets_bt in batches:
-            valid = targets_bt >= 0
+        for starts_b, tokens_bt, targets_bt in batches:
             with precision.autocast(setup.parts.precision, setup.mesh.device):
                 sums[0] += setup.loss(
                     tokens_bt.to(setup.mesh.device), targets_bt.to(setup.mesh.device)
                 )
-            sums[1] += int(valid.sum())
-            sums[2] += int(byte_lengths[targets_bt[valid]].sum())
+            targets = targets_bt.numpy()
+            sums[1] += int((targets >= 0).sum())
+            sums[2] += float(text_bytes.at(stream, starts_b, targets).sum())
     nll, targets, count_bytes = mesh.total(setup.mesh, sums).tolist()
     if not targets:
         return {}

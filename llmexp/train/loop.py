@@ -152,7 +152,7 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     if due.tasks:
         row |= score_tasks(loop.setup)
     if due.evaluation:
-        row |= evaluate(loop.setup, loop.byte_lengths)
+        row |= evaluate(loop.setup, loop.text_bytes)
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss
             progress.best_val_loss = min(row["val/loss"], best)

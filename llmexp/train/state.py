@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from llmexp import rundir
 from llmexp.checkpoint import saving
 from llmexp.config import Config
+from llmexp.data.text_bytes import TextBytes
 from llmexp.mesh import Mesh
 from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
@@ -78,7 +77,7 @@ class Loop:
     progress: Progress
     meter: Meter
     measured: Measured
-    byte_lengths: Tensor
+    text_bytes: TextBytes
     fixed: dict[str, Any]  # of the run, for manifests (see folder.fixed_facts)
     peak_flops: float | None
     pending: Step | None = None  # the last step, while its verdict is not yet looked at

@@ -18,12 +18,12 @@ from llmexp import fileio
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.assembly.inputs import corpus_work, filled
 from llmexp.config import Config, ConfigError
+from llmexp.data.beside import DIGEST, digests_beside, ends_beside
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
 from llmexp.data.prepare import recorded
-from llmexp.data.prepared import DIGEST, digests_beside, ends_beside
 from llmexp.data.reader import MASKED, Cut, Order, read_windows
-from llmexp.data.readers import Counts
+from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
 from llmexp.redact import redacted

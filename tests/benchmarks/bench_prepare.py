@@ -35,7 +35,8 @@ from llmexp.data import shards
 from llmexp.data.corpus import corpus
 from llmexp.data.files import cpu_count
 from llmexp.data.reader import Cut, Order, read_windows
-from llmexp.data.readers import Counts, documents
+from llmexp.data.readers import documents
+from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer, byte_level, pretrained
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from llmexp.data import places, source
-from llmexp.data.readers import Counts, documents
+from llmexp.data.readers import documents
+from llmexp.data.records import Counts
 from llmexp.data.stream import DataChanged
 
 from .test_corpus import ids_of, json_lines, made, texts_of

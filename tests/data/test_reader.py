@@ -181,8 +181,14 @@ def test_evaluation_sees_each_sequence_once(dp: int, wanted: int) -> None:
             )
         )
         counts.append(len(batches))
-        seen += _real_rows(Window(0, batches, 0, 0))
-        assert all(tokens.shape == targets.shape == (2, LENGTH) for tokens, targets in batches)
+        seen += _real_rows(Window(0, [batch[1:] for batch in batches], 0, 0))
+        assert all(tokens.shape == targets.shape == (2, LENGTH) for _, tokens, targets in batches)
+        assert all(
+            stream.read(int(start), LENGTH).tolist() == row
+            for starts, tokens, targets in batches
+            for start, row, there in zip(starts, tokens.tolist(), targets.tolist(), strict=True)
+            if there[0] != MASKED
+        )
     total = min(n, wanted)
     spread = [i * n // total for i in range(total)]
     assert len(set(spread)) == total

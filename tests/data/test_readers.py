@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import re
 import struct
 import tarfile
@@ -15,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.data.files import refuse_packed
-from llmexp.data.readers import Counts, documents
+from llmexp.data.readers import documents
+from llmexp.data.records import Counts
 
 zstandard = pytest.importorskip("zstandard")
 pyarrow = pytest.importorskip("pyarrow")
-from pyarrow import parquet  # noqa: E402
+from pyarrow import feather, parquet  # noqa: E402
 
 TEXTS = ["Hello\nworld", "", "Grüße, 你好 \U0001f600", "a" * 1_200_000, '{"text": "no"}']
-PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
+PACKED[".bz2"] = bz2.compress
 
 
 def read(path: Path, *, key: str = "text", skip: bool = False) -> tuple[list[str], Counts]:
@@ -68,7 +72,7 @@ def test_what_a_file_is_decides_and_not_its_name(tmp_path):
 
 
 def test_frames_and_members_one_after_the_other_are_one_file(tmp_path):
-    for ending, pack in (("gz", gzip.compress), ("zst", zstandard.compress)):
+    for ending, pack in ((ending[1:], PACKED[ending]) for ending in (".gz", ".xz", ".bz2", ".zst")):
         path = tmp_path / f"a.jsonl.{ending}"
         path.write_bytes(pack(json_lines(["one"])) + pack(json_lines(["two"])))
         assert read(path)[0] == ["one", "two"]
@@ -113,7 +117,7 @@ def test_text_that_is_not_utf8(tmp_path):
     assert read(tmp_path / "a.txt", skip=True)[1].bad == 1
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("ending", [".gz", ".zst", ".xz", ".bz2"])
 def test_a_file_cut_short_is_refused(tmp_path, ending):
     whole = PACKED[ending](json_lines([str(n) * 50 for n in range(4000)]))
     (tmp_path / "a").write_bytes(whole[: len(whole) // 2])
@@ -125,7 +129,16 @@ def test_a_file_cut_short_is_refused(tmp_path, ending):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"BZh91AY&SY....", "is compressed by bzip2, not text; unpack it first: bunzip2"),
+        (b"BZh91AY&SY....", "is cut short or damaged"),
+        (
+            "text".encode("utf-16"),
+            r"is text in UTF-16, not UTF-8; .* iconv -f UTF-16 -t UTF-8 .*/a",
+        ),
+        (
+            "text".encode("utf-32"),
+            r"is text in UTF-32, not UTF-8; .* iconv -f UTF-32 -t UTF-8 .*/a",
+        ),
+        ("text".encode("utf-16-le"), r"zero bytes in it; if it is UTF-16, .* iconv -f UTF-16LE"),
         (b"PK\x03\x04....", "is a zip archive, not text; unpack it"),
         (b"\x93NUMPY.....", "for token ids use data=tokens"),
         (b"PAR1 and no more", "is cut short or damaged"),
@@ -156,12 +169,102 @@ def test_an_archive_is_no_text(tmp_path, content):
 
 
 @pytest.mark.parametrize("ending", PACKED)
-@pytest.mark.parametrize("content", [b'[{"text": "a"},\n{}]', b'\n[\n  {\n  "text": 1}]'])
-def test_a_json_array_is_refused_with_what_to_do(tmp_path, ending, content):
+def test_a_json_array(tmp_path, monkeypatch, ending):
+    """Of objects, whatever its name, or of texts; read a little at a time."""
+    monkeypatch.setattr("llmexp.data.readers.BLOCK", 64)
+    path = tmp_path / f"a.txt{ending}"
+    objects = [{"text": text, "n": 1.5} for text in (*TEXTS[:3], "b" * 3000)]
+    for content in (json.dumps(objects), "\ufeff" + json.dumps(objects, indent=3) + "\n"):
+        path.write_bytes(PACKED[ending](content.encode()))
+        texts, counts = read(path)
+        assert texts == [TEXTS[0], TEXTS[2], "b" * 3000]
+        assert counts.empty == 1
     path = tmp_path / f"a.json{ending}"
-    path.write_bytes(PACKED[ending](content))
-    with pytest.raises(ValueError, match=r"one JSON array, .* a record a line: jq -c '\.\[\]'"):
+    path.write_bytes(PACKED[ending](json.dumps(TEXTS[:3]).encode()))
+    assert read(path)[0] == [TEXTS[0], TEXTS[2]]
+    path.write_bytes(PACKED[ending](b"[ ]"))
+    assert read(path)[0] == []
+
+
+def test_a_json_array_with_a_bad_item(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "a"}, 123, {"body": "b"}, "good"]')
+    with pytest.raises(ValueError, match="item 2: neither a JSON object nor a text but int"):
         read(path)
+    texts, counts = read(path, skip=True)
+    assert (texts, counts.bad) == (["a", "good"], 2)
+    for cut in (b'[{"text": "a"}, {"te', b'[{"text": "a"} {"text": "b"}]', b'[{"text": "a"}, '):
+        path.write_bytes(cut)
+        with pytest.raises(ValueError, match=r"a\.json: item [12] is no valid JSON"):
+            read(path, skip=True)
+    path.write_bytes(b'[{"text": "a"}]')
+    with pytest.raises(ValueError, match=r"one JSON array, not plain text; .* data=corpus"):
+        refuse_packed("data.train_files", path)
+
+
+NESTED = [
+    {"content": {"body": "one", "n": 1}},
+    {"content": {"body": ""}},
+    {"content": {"body": "two"}},
+]
+
+
+def test_a_key_with_dots_leads_into_objects(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps(record) for record in NESTED]
+    path.write_text("\n".join([*lines, '{"content.body": "literal", "content": {"body": "no"}}']))
+    assert read(path, key="content.body")[0] == ["one", "two", "literal"]
+    path.write_text('{"content": {"title": "a"}}\n{"content": 7}\n{"content": {"body": 3}}\n')
+    with pytest.raises(ValueError, match=r"line 1: no key 'content.body'; the keys are: content"):
+        read(path, key="content.body")
+    assert read(path, key="content.body", skip=True)[1].bad == 3
+
+
+def tables(path: Path, table) -> list[Path]:
+    """Write a table in every form that is read."""
+    parquet.write_table(table, path / "a.parquet")
+    feather.write_feather(table, str(path / "a.feather"), compression="lz4")
+    with pyarrow.ipc.new_stream(path / "a.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=700)
+    return [path / "a.parquet", path / "a.feather", path / "a.arrow"]
+
+
+def test_tables(tmp_path):
+    texts = TEXTS[:3] * 700
+    column, raw = pyarrow.array(texts), pyarrow.array([text.encode() for text in texts])
+    inner = pyarrow.StructArray.from_arrays([column, raw], ["body", "raw"])
+    table = pyarrow.table({
+        "text": column, "raw": raw, "words": column.dictionary_encode(), "content": inner,
+        "outer": pyarrow.StructArray.from_arrays([inner], ["in"]),
+        "content.raw": pyarrow.array(["literal"] * len(texts)),
+    })  # fmt: skip
+    for path in tables(tmp_path, table):
+        for key in ("text", "raw", "words", "content.body", "outer.in.body", "outer.in.raw"):
+            found, counts = read(path, key=key)
+            assert found == [text for text in texts if text], (path, key)
+            assert counts.empty == 700
+        assert set(read(path, key="content.raw")[0]) == {"literal"}
+
+
+def test_rows_and_columns_of_tables_that_are_no_text(tmp_path):
+    rows = [{"body": b"good"}, None, {"body": None}, {"body": b"gr\xfc"}, {"body": b"fine"}]
+    table = pyarrow.table({"content": rows, "n": [1] * 5})
+    for path in tables(tmp_path, table):
+        texts, counts = read(path, key="content.body", skip=True)
+        assert (texts, counts.bad) == (["good", "fine"], 3)
+        with pytest.raises(ValueError, match=r"row 2: 'content.body' is null"):
+            read(path, key="content.body")
+        for key, reason in {
+            "text": "no column 'text'; the columns are: content, n",
+            "content.text": "no column 'content.text'; the fields of content are: body",
+            "content": "the column 'content' is no text but struct<body: binary>",
+            "n.body": "the column 'n' is no text but int64",
+        }.items():
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                read(path, key=key)
+        path.write_bytes(path.read_bytes()[:-60])
+        with pytest.raises(ValueError, match="is cut short or damaged"):
+            read(path, key="content.body", skip=True)
 
 
 def test_a_text_that_begins_with_a_bracket_is_text(tmp_path):

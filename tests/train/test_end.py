@@ -62,7 +62,7 @@ def made(
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
         measured=Measured(Norms("none", None), NoiseScale(12)),
-        byte_lengths=torch.ones(1), fixed={}, peak_flops=None,
+        text_bytes=None, fixed={}, peak_flops=None,
     )  # fmt: skip
 
 

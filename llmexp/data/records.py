@@ -1,0 +1,108 @@
+"""Documents, records that are none, and counts of both: what all readers share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+
+class BadRecord(ValueError):
+    """One record of a file cannot be read as a document; the next one may be."""
+
+
+@dataclass
+class Counts:
+    """Counts of what was read of a source so far."""
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    first_bad: str = ""
+    # The file that is being read, and what reads its bytes: how far it is, for whoever waits.
+    place: str = field(default="", compare=False)
+    file: BinaryIO | None = field(default=None, compare=False, repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        return {name: getattr(self, name) for name in ("documents", "empty", "bad", "first_bad")}
+
+    def position(self) -> int:
+        """Return how many bytes of the file at `place` were read; packed ones count as packed."""
+        try:
+            return self.file.tell() if self.file is not None else 0
+        except (OSError, ValueError):  # a stream of the web; a closed file
+            return 0
+
+    def plus(self, other: Counts) -> Counts:
+        documents, empty = self.documents + other.documents, self.empty + other.empty
+        bad, first_bad = self.bad + other.bad, self.first_bad or other.first_bad
+        return Counts(documents, empty, bad, first_bad)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text in pieces, which can be read once; `digest` (16 bytes) is of all its UTF-8 bytes."""
+
+    digest: bytes
+    pieces: Iterator[str] = field(repr=False)
+    where: str = ""  # its file, and its place there
+
+
+Found = Document | BadRecord | None  # None: an empty document
+
+
+def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterator[Document]:
+    """Yield the documents among the records, and count all."""
+    for found in records:
+        if isinstance(found, BadRecord):
+            if not skip_bad:
+                raise found
+            counts.bad += 1
+            counts.first_bad = counts.first_bad or str(found)
+        elif found is None:
+            counts.empty += 1
+        else:
+            counts.documents += 1
+            yield found
+
+
+def whole(text: str, where: str) -> Found:
+    """Return a document of one piece. Raises UnicodeEncodeError for half a surrogate pair."""
+    if not text:
+        return None
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return Document(digest, iter((text,)), where)
+
+
+def value_at(record: Any, key: str) -> Any:
+    """Return what a record holds at a key: a field of that name, or one of a field's own, by names
+    with dots between. Raises KeyError."""
+    if key in record:
+        return record[key]
+    head, _, rest = key.partition(".")
+    if not rest or not isinstance(record.get(head), dict):
+        raise KeyError(key)
+    return value_at(record[head], rest)
+
+
+def record_text(where: str, record: dict[str, Any], text_key: str) -> Found:
+    try:
+        return as_text(where, value_at(record, text_key), text_key)
+    except KeyError:
+        there = ", ".join(map(str, list(record)[:8])) or "none"
+        return BadRecord(f"{where}: no key {text_key!r}; the keys are: {there}")
+
+
+def as_text(where: str, text: Any, text_key: str) -> Found:
+    """Return the document of a value: text, or bytes that are UTF-8."""
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        if isinstance(text, str):
+            return whole(text, where)
+    except UnicodeDecodeError as error:
+        return BadRecord(f"{where}: {text_key!r} is not UTF-8 ({error.reason})")
+    except UnicodeEncodeError:
+        return BadRecord(f"{where}: {text_key!r} holds half a surrogate pair, which is no text")
+    return BadRecord(f"{where}: {text_key!r} is no text but {type(text).__name__}")

@@ -1,0 +1,95 @@
+"""Count the bytes of text that ids of a stream stand for, whatever the tokenizer.
+
+An id of a byte-level tokenizer stands for its own bytes. Other tokenizers change the text first (a
+space in front, other forms of letters, pieces for what they do not know), so their ids only share
+out what the shards know: each document's bytes, in proportion to the lengths of its ids' pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from llmexp.data.beside import bytes_beside, ends_beside
+from llmexp.data.stream import Shard, TokenStream
+from llmexp.data.tokenizers import Tokenizer, token_byte_lengths
+
+Documents = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class TextBytes:
+    """The bytes of text at places of streams, which one tokenizer made."""
+
+    def __init__(self, tokenizer: Tokenizer, is_text: bool, vocab_size: int | None) -> None:
+        lengths = token_byte_lengths(tokenizer)
+        self._lengths = np.pad(lengths, (0, max(0, (vocab_size or 0) - len(lengths))))
+        self._is_text = is_text
+        self._by_id = isinstance(tokenizer, tiktoken.Encoding)
+        self._exact = getattr(tokenizer, "exact_bytes", True)
+        self._known: dict[int, tuple[TokenStream, Documents | None]] = {}
+
+    def at(self, stream: TokenStream, starts_b: np.ndarray, targets_bt: np.ndarray) -> np.ndarray:
+        """Return float64 [b, t]: the bytes of each target; 0 for those below 0, and for all where
+        the bytes are not known. The inputs of row b begin at `starts_b[b]` of the stream."""
+        valid_bt = targets_bt >= 0
+        found_bt = np.where(valid_bt, self._lengths[np.where(valid_bt, targets_bt, 0)], 0.0)
+        if not self._is_text:
+            return np.zeros_like(found_bt)
+        if self._by_id:
+            return found_bt
+        if (documents := self._documents(stream)) is None:
+            return found_bt if self._exact else np.zeros_like(found_bt)
+        ends, scale, even = documents
+        at_bt = starts_b[:, None] + 1 + np.arange(targets_bt.shape[1])
+        number_bt = np.minimum(np.searchsorted(ends, at_bt, side="right"), len(ends) - 1)
+        found: np.ndarray = found_bt * scale[number_bt] + valid_bt * even[number_bt]
+        return found
+
+    def _documents(self, stream: TokenStream) -> Documents | None:
+        if id(stream) not in self._known:
+            self._known[id(stream)] = stream, self._read(stream)
+        return self._known[id(stream)][1]
+
+    def _read(self, stream: TokenStream) -> Documents | None:
+        """Return of each document where it ends in the stream, the bytes of its text over those of
+        its ids' pieces, and the bytes of each id where no id has a piece. None where the bytes of
+        the text are not known. Every id is read once."""
+        ends, sizes, first = [], [], 0
+        for shard in stream.shards:
+            if (one := known_documents(shard)) is None:
+                return None
+            ends.append(first + one[0])
+            sizes.append(one[1])
+            first += len(shard.array)
+        if first != len(stream) or not ends:
+            return None
+        end_n, size_n = np.concatenate(ends), np.concatenate(sizes).astype(np.float64)
+        pieces_n = np.zeros(len(end_n))
+        for at, ids in stream.blocks(1 << 20):
+            number = np.searchsorted(end_n, at + np.arange(len(ids)), side="right")
+            low = int(number[0])
+            sums = np.bincount(number - low, self._lengths[ids])
+            pieces_n[low : low + len(sums)] += sums
+        counts_n = np.diff(end_n, prepend=0)
+        scale_n = size_n / np.where(pieces_n, pieces_n, np.inf)
+        return end_n, scale_n, np.where(pieces_n, 0.0, size_n / counts_n)
+
+
+def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return where the documents of a whole shard end, and the bytes of the text of each. Shards of
+    older versions know the sum alone, as if they were one document. None for other arrays."""
+    path, count = Path(shard.name), len(shard.array)
+    try:
+        ends, sizes = ends_beside(shard).astype(np.int64), bytes_beside(shard)
+    except (OSError, ValueError):
+        try:
+            chunk, split = path.stem.split(".")
+            noted = json.loads(path.with_name(f"{chunk}.json").read_text())["shards"][split]
+            ends, sizes = np.array([noted["tokens"]]), np.array([noted["text_bytes"]])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    whole = len(ends) == len(sizes) > 0 and int(ends[-1]) == count and (np.diff(ends) > 0).all()
+    return (ends, sizes) if whole else None

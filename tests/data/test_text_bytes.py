@@ -1,0 +1,193 @@
+"""The bytes of text that ids stand for, with every kind of tokenizer: those of the documents, as
+Python counts them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmexp.__main__ import run as command
+from llmexp.data.corpus import corpus
+from llmexp.data.reader import Cut, Hidden, eval_batches
+from llmexp.data.sources import text as text_files
+from llmexp.data.text_bytes import TextBytes
+from llmexp.data.tokenizer_files import from_file
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
+from tests.conftest import train
+
+library = pytest.importorskip("tokenizers")
+sentencepiece = pytest.importorskip("sentencepiece")
+
+TEXTS = [
+    "The cat sat on the mat, 12345 times.",
+    "caf\u00e9 \u4f60\u597d \ufb01ne  two  spaces\n\n\tindented",
+    "\u1e9e\u0301",  # no piece of some tokenizers stands for it
+    "x",
+    "Gr\u00fc\u00dfe, \U0001f600 don't we'll " * 3,
+]
+
+
+def sentence(path: Path, **knobs: Any) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat, 12345 times.", "x two spaces"] * 40),
+        model_prefix=str(path / "own"), hard_vocab_limit=False, minloglevel=2, **knobs,
+    )  # fmt: skip
+
+
+def words(path: Path) -> None:
+    found = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    found.normalizer = library.normalizers.BertNormalizer()
+    found.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=80, special_tokens=["[UNK]", "[EOS]"], show_progress=False
+    )
+    found.train_from_iterator([TEXTS[0], TEXTS[3]] * 9, trainer)
+    found.decoder = library.decoders.WordPiece()
+    found.save(str(path / "own.json"))
+
+
+def llama(path: Path, first: bool) -> None:
+    """As the files of Llama 2; Mistral's later ones replace spaces before pieces are cut."""
+    found = library.Tokenizer(library.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False,
+        initial_alphabet=["\u2581"],
+    )  # fmt: skip
+    if first:
+        norms = library.normalizers
+        found.normalizer = norms.Sequence([norms.Prepend("\u2581"), norms.Replace(" ", "\u2581")])
+    else:
+        found.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    found.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    content = json.loads(found.to_str())
+    for number in range(256):
+        content["model"]["vocab"][f"<0x{number:02X}>"] = len(content["model"]["vocab"])
+    content["decoder"] = {"type": "ByteFallback"}
+    (path / "own.json").write_text(json.dumps(content))
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "bpe": lambda path: sentence(path, model_type="bpe", vocab_size=330, byte_fallback=True),
+    "unigram": lambda path: sentence(path, model_type="unigram", vocab_size=60),
+    "wordpiece": words,
+    "llama": lambda path: llama(path, True),
+    "mistral": lambda path: llama(path, False),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request, tmp_path_factory) -> tuple[Path, Tokenizer]:
+    folder = tmp_path_factory.mktemp(request.param)
+    KINDS[request.param](folder)
+    (path,) = [p for p in folder.iterdir() if p.suffix in (".json", ".model")]
+    return path, as_tokenizer(from_file(str(path), None, None))
+
+
+def knobs(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "sources": {"web": {"files": f"{folder}/web.jsonl"}}, "stages": [], "val_main": None,
+        "val": {"far": {"files": f"{folder}/far.jsonl"}}, "max_epochs": None,
+        "on_bad_record": "refuse", "cache_dir": f"{folder}/cache", "tokenizer": tokenizer,
+        "sequence_length": 7,
+    }  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    for name, texts in (("web", TEXTS * 3), ("far", TEXTS)):
+        lines = "".join(json.dumps({"text": f"{name} {t}"}) + "\n" for t in texts)
+        (folder / f"{name}.jsonl").write_text(lines)
+
+
+def by_document(found: TextBytes, stream, end: int | None) -> list[float]:
+    """Return the bytes of each document, of all its ids."""
+    ids = stream.read(0, len(stream))
+    bytes_t = found.at(stream, np.array([-1]), ids[None])[0]
+    stops = np.append(np.flatnonzero(ids == end) + 1, len(ids))
+    return [float(bytes_t[a:b].sum()) for a, b in zip([0, *stops], stops, strict=False)]
+
+
+def test_the_bytes_of_each_document(made, tmp_path):
+    _, tokenizer = made
+    write(tmp_path)
+    stream = corpus(**knobs(tmp_path, tokenizer)).val
+    found, end = TextBytes(tokenizer, True, None), end_of_text(tokenizer)
+    wanted = [len(f"far {text}".encode()) for text in TEXTS]
+    assert by_document(found, stream, end) == pytest.approx([*wanted, 0], rel=1e-12)
+    whole = wanted[0] + sum(wanted[1:])
+    for path in (tmp_path / "cache").rglob("*.bytes"):
+        path.unlink()  # an older version had none: then the bytes of the chunk are shared out
+    older = by_document(TextBytes(tokenizer, True, None), stream, end)
+    assert sum(older) == pytest.approx(whole, rel=1e-12)
+    assert older != pytest.approx([*wanted, 0], rel=1e-3)
+    assert not sum(by_document(TextBytes(tokenizer, False, None), stream, end))
+    # A stream in windows: each target counts once, and what is no target does not.
+    seen = np.zeros(len(stream))
+    for starts_b, _, targets_bt in eval_batches(
+        stream, Cut(2), sequence_length=7, max_sequences=10**6, hidden=Hidden()
+    ):
+        bytes_bt = found.at(stream, starts_b, targets_bt.numpy())
+        for start, row, there in zip(starts_b, bytes_bt, targets_bt, strict=True):
+            if there[0] >= 0:
+                seen[start + 1 : start + 8] += row
+            else:
+                assert not row.any()
+    ids = stream.read(0, len(stream))
+    last = (len(stream) - 1) // 7 * 7 + 1
+    each = found.at(stream, np.array([-1]), ids[None])[0]
+    assert seen[1:last] == pytest.approx(each[1:last])
+
+
+@pytest.mark.parametrize("most", [None, 40])
+def test_the_bytes_of_text_files(made, tmp_path, most):
+    """And of a text that a limit of tokens cut: whole documents are exact."""
+    _, tokenizer = made
+    names = [tmp_path / f"{number}.txt" for number in range(len(TEXTS))]
+    for path, text in zip(names, TEXTS, strict=True):
+        path.write_text(text * 3)
+    found = text_files(
+        train_files=list(map(str, names)), val_files=None, tokenizer=tokenizer, val_ratio=0.0,
+        max_tokens=most, seed=0, cache_dir=f"{tmp_path}/cache",
+    )  # fmt: skip
+    end = end_of_text(tokenizer)
+    bytes_n = by_document(TextBytes(tokenizer, True, None), found.train, end)
+    sizes = {len(text.encode()) * 3 for text in TEXTS}
+    whole = bytes_n if most is None else bytes_n[:-1]
+    assert all(min(abs(size - one) for size in sizes) < 1e-9 for one in whole)
+    if most is None:
+        assert sum(whole) == pytest.approx(sum(len(text.encode()) * 3 for text in TEXTS))
+
+
+@pytest.mark.parametrize("made", ["unigram", "llama"], indirect=True)
+def test_rows_and_evaluate_have_bits_per_byte(made, tmp_path, monkeypatch, capsys):
+    path, tokenizer = made
+    write(tmp_path)
+    train(
+        tmp_path, "run", "data=corpus", "data.sources.web.files=web.jsonl", "tokenizer=file",
+        f"tokenizer.path={path}", "data.val.far.files=far.jsonl", "data.cache_dir=cache",
+        "train.max_steps=2", "train.ema=0.5", "train.eval_tokens=null", "batch.sequence_length=1",
+        "batch.document_mask=false",
+    )  # fmt: skip
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    stream = corpus(**knobs(tmp_path, tokenizer)).val
+    # Sequences of one target: every id but the first is one.
+    ids = stream.read(0, len(stream))
+    first = TextBytes(tokenizer, True, None).at(stream, np.array([-1]), ids[None])[0, 0]
+    whole = sum(len(f"far {text}".encode()) for text in TEXTS) - first
+    for key in ("val", "val/far", "val/ema"):
+        wanted = row[f"{key}/loss"] * (len(stream) - 1) / math.log(2) / whole
+        assert row[f"{key}/bits_per_byte"] == pytest.approx(wanted, rel=1e-6)
+    monkeypatch.chdir(tmp_path)
+    assert command(["evaluate", "run", "--json", "--by", "document"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["sets"]
+    assert found["bits_per_byte"] == pytest.approx(row["val/bits_per_byte"], rel=1e-6)
+    sizes = [
+        one["loss"] * one["tokens"] / math.log(2) / one["bits_per_byte"]
+        for one in found["documents"]
+    ]
+    assert sizes[1:] == pytest.approx([len(f"far {text}".encode()) for text in TEXTS[1:]])
