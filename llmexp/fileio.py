@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -37,16 +39,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a draft of a folder beside its name, which it gets when all is in it."""
+    """Yield a draft of a folder beside its name, which it gets when all is in it. Drafts for this
+    name that killed processes left are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.mkdir(parents=True)
-    try:
+    draft.mkdir()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(_locked(draft))
         yield draft
         if path.is_dir():
             path.rmdir()  # an empty one
         os.rename(draft, path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which the kernel releases when the process dies. Raises OSError where
+    another process holds it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        os.close(handle)
 
 
 def tail(path: Path, most: int) -> bytes:

@@ -148,8 +148,9 @@ def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """`llmexp ARGUMENTS` as a process of its own group."""
     return subprocess.Popen(
         [sys.executable, "-m", "llmexp", *arguments],
-        cwd=cwd, env=environment(PYTHONPATH=PATHS, **env), text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        cwd=cwd, env=environment(**{"PYTHONPATH": PATHS, **env}), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
 
 

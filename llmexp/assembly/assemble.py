@@ -30,6 +30,7 @@ from llmexp.assembly.parts import (
     initial_notes,
     label_of,
     model_maker,
+    sizes_in,
     tasks_of,
 )
 from llmexp.assembly.placement import (
@@ -45,6 +46,7 @@ from llmexp.config import Config
 from llmexp.data.reader import Hidden
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.exchange.families import TRANSFORMERS
 from llmexp.metrics import hardware
 from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
@@ -182,12 +184,13 @@ def _initial(
     """Return the facts about the weights that the model begins with. Raise ConfigError for those
     that do not fit; a run that was `tried` may go on without them."""
     run, given = config.fork.run, config.model.get("init_from")
-    if run is None and given is None:
+    if run is None and given is None and config.model["_target_"] != TRANSFORMERS:
         return {}
     deciding = [config.model, config.tokenizer, config.data["_target_"], run]
     asked = config, model, tokenizer
     found = () if tried else tuple(once("initial", deciding, lambda: initial_notes(*asked)))
-    return {"initial": str(given) if run is None else None, "warnings": found}
+    initial = f"{given} ({sizes_in(config.model)})" if run is None and given else None
+    return {"initial": initial, "warnings": found}
 
 
 def _facts(config: Config, place: Placement, loss: WindowLoss, more: dict[str, Any]) -> Facts:

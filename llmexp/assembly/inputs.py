@@ -18,6 +18,8 @@ from llmexp.data.work import Work
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"
+# Data of ids, which need not be the tokenizer's.
+WITHOUT_TEXT = ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens")
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every source that the loop reads, not the source
 
 
@@ -56,9 +58,13 @@ def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
         raise refuse("tokenizer._target_", dotted, text) from error
     model_config = dict(config.model)
     if model_config.get("vocab_size", 0) is None:
-        # a multiple of 64 suits the kernels
-        model_config["vocab_size"] = -(-tokenizer.n_vocab // 64) * 64
+        model_config["vocab_size"] = padded(tokenizer)
     return tokenizer, model_config
+
+
+def padded(tokenizer: Tokenizer) -> int:
+    """Return the rows of a vocabulary that is not given: a multiple of 64 suits the kernels."""
+    return -(-tokenizer.n_vocab // 64) * 64
 
 
 def build_corpus(

@@ -11,12 +11,19 @@ import torch
 from torch import nn
 
 from llmexp import precision, rundir
-from llmexp.assembly.inputs import build_tokenizer, document_end, filled
+from llmexp.assembly.inputs import (
+    WITHOUT_TEXT,
+    build_tokenizer,
+    document_end,
+    filled,
+    padded,
+)
 from llmexp.assembly.parts import keep_inside_documents, model_maker
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.export import Exported, export
+from llmexp.exchange.export import DTYPES, Exported, Stored, export
+from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import open_checkpoint
 from llmexp.models.common import give_memory
 from llmexp.models.gpt2 import GPT2
@@ -58,19 +65,34 @@ def export_run(
     folder: Path,
     dtype: str | None,
     warn: Callable[[str], None],
+    *,
+    keep_padding: bool = False,
+    check: bool = False,
 ) -> Exported:
     """Write a checkpoint, (run, step, weights) as for `open_checkpoint`, as a folder of Hugging
-    Face; `dtype` as in `export`. Raises ConfigError."""
+    Face; `dtype`: a key of DTYPES, None: as trained; `check` as in `export`. Raises ConfigError."""
     path, step, weights = checkpoint
     config = filled(rundir.built_config(path))
     try:
         tokenizer, section = build_tokenizer(config)
         loaded = open_checkpoint(path, step, warn, weights)
-        return export(loaded, section, tokenizer, folder, dtype, path, weights)
+        vocabulary = None if keep_padding else _vocabulary(config, tokenizer, section)
+        form = Stored(None if dtype is None else DTYPES[dtype], vocabulary)
+        return export(loaded, section, tokenizer, folder, form, path, weights=weights, check=check)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -> int | None:
+    """Return the ids of the tokenizer where the model of ours has rows for more; None where it has
+    no more, or where the data may hold ids beyond the tokenizer's."""
+    size = section.get("vocab_size")
+    if section["_target_"] == TRANSFORMERS or not isinstance(size, int):
+        return None
+    known = size == padded(tokenizer) or config.data["_target_"] not in WITHOUT_TEXT
+    return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 
 def _build(section: dict[str, Any]) -> nn.Module:

@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llmexp import optim, precision, rundir
-from llmexp.assembly.inputs import build_tokenizer, filled, place_of
+from llmexp.assembly.inputs import WITHOUT_TEXT, build_tokenizer, filled, place_of
 from llmexp.assembly.targets import bind
 from llmexp.config import Config, ConfigError, Train, refuse
 from llmexp.data.tokenizers import Tokenizer
+from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import Source, begin_with, check, check_values, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
+from llmexp.models.hf import check_finite
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
 
@@ -74,16 +76,26 @@ def initial_notes(config: Config, model: nn.Module, tokenizer: Tokenizer) -> lis
     a fork, or those that its model section names. Raises ConfigError where they do not fit."""
     if config.fork.run is not None:
         return _check_ids("fork.run", Path(config.fork.run), config.data, tokenizer)
+    _check_hugging_face(config.model)
     if (found := initial_weights(config.model, model, True)) is None:
         return []
     key, folder = "model.init_from", found[0].folder
     return [*found[1], *_check_ids(key, folder, config.data, tokenizer)]
 
 
+def _check_hugging_face(section: dict[str, Any]) -> None:
+    """Raise ConfigError where the weights of model=hf hold a value that is not finite."""
+    if section["_target_"] == TRANSFORMERS and section.get("pretrained", True):
+        try:
+            check_finite(Path(str(section["path"])))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
 def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
     """Return a warning where the tokenizer of `folder`, which `key` names and the weights were
     trained with, cannot be read. Raises ConfigError where it gives other ids than the run's."""
-    if data["_target_"] in ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens"):
+    if data["_target_"] in WITHOUT_TEXT:
         return []
     try:
         if rundir.is_run(folder):
@@ -149,6 +161,17 @@ def build_optimizers(section: dict[str, Any], model: nn.Module) -> list[Optimize
         return optim.as_list(built)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(section, 'optimizer')}") from None
+
+
+SIZES = (
+    "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_model", "d_ff", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def sizes_in(model: dict[str, Any]) -> str:
+    """Return the sizes in a model section, as they are given on a command line."""
+    return " ".join(f"{key}={model[key]}" for key in SIZES if model.get(key) is not None)
 
 
 def label_of(model: dict[str, Any]) -> str:

@@ -24,20 +24,41 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights; default: as trained"
     )
+    parser.add_argument(
+        "--keep-padding", action="store_true",
+        help="write the rows of embedding and head behind the tokenizer's ids, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-check", action="store_true",
+        help="do not compare tensors and ids with those that transformers finds in the folder",
+    )  # fmt: skip
     add_weights(parser)
     args = parser.parse_args(command_line.take_allowed(arguments))
-    done = exported(args.run, args.folder, args.dtype, args.weights)
+    form = (args.dtype, args.weights)
+    done = exported(args.run, args.folder, *form, args.keep_padding, not args.no_check)
     for text in done.notes:
         print(f"note: {text}", file=sys.stderr)
     print(
         f"{args.folder}: {done.architecture} of step {done.step:,}, "
         f"{done.parameters:,} parameters, {done.size / 2**20:,.1f} MiB"
     )
+    if done.padding:
+        print(
+            f"left out: {done.padding} rows of the vocabulary behind the tokenizer's ids "
+            "(--keep-padding writes them)"
+        )
     print(f"use it: transformers.AutoModelForCausalLM.from_pretrained({str(args.folder)!r})")
     return 0
 
 
-def exported(run: str, folder: Path, dtype: str | None, weights: str) -> Exported:
+def exported(
+    run: str,
+    folder: Path,
+    dtype: str | None,
+    weights: str,
+    keep_padding: bool = False,
+    check: bool = True,
+) -> Exported:
     """Write the checkpoint that `run` names as RUN[@STEP]; `dtype`: null for as trained. Raises
     ConfigError."""
     path, step = named_checkpoint(run)
@@ -45,4 +66,5 @@ def exported(run: str, folder: Path, dtype: str | None, weights: str) -> Exporte
     from llmexp.assembly.opening import export_run
 
     warn = functools.partial(print, file=sys.stderr)
-    return export_run((path, step, weights), folder, dtype, warn)
+    checkpoint = (path, step, weights)
+    return export_run(checkpoint, folder, dtype, warn, keep_padding=keep_padding, check=check)

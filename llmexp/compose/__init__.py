@@ -3,6 +3,7 @@
 command_line  Hydra's flags, overrides, --allow
 app           start Hydra, compose, check: `typed` returns a `Config`
 forking       a fork: the config of its parent in the place of ours
+adopting      the sizes of a run that begins with given weights
 guard         refuse what would run code
 environment   variables stay names; refuse secrets
 origin        where each value comes from; refuse knobs that do nothing

@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose import forking
+from llmexp.compose.adopting import take_sizes
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
@@ -113,6 +114,7 @@ def typed(cfg: DictConfig) -> Config:
     given = OmegaConf.select(cfg, "hydra.overrides.task") or []
     replace_budgets(tree, given)
     forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
+    take_sizes(tree, cfg)
     config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:

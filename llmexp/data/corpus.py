@@ -19,7 +19,7 @@ from llmexp.data.records import Counts
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
 from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream
-from llmexp.data.tokenizers import Tokenizer, identity
+from llmexp.data.tokenizers import Tokenizer, end_of_text_id, identity
 from llmexp.data.work import Work, refuse_shared, work_of
 from llmexp.values import refuse
 
@@ -84,6 +84,7 @@ def _works(
 ) -> tuple[dict[str, Work], dict[str, Work], dict[str, float] | None]:
     """Return the work for each source, and for each validation set with files of its own; and the
     weights of the sources, None where none is given."""
+    end_of_text_id(tokenizer)  # ends each document
     chosen, weights = read_sources(data["sources"], answers)
     held_out, shares = read_validation(data["val"], answers)
     chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}

@@ -122,7 +122,8 @@ class HuggingFace:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token.content: number for number, token in added.items() if token.special}
         given = end_of_text or _declared_end(file)
-        self.eot_token = _end(path, given, list(self._special), self._special.get)
+        self.special_names = list(self._special)
+        self.eot_token = _end(path, given, self.special_names, self._special.get)
         self.byte_lengths = self._byte_lengths()
         self.exact_bytes = keeps_bytes(self)
 
@@ -194,8 +195,8 @@ class SentencePiece:
         self.name = Path(path).stem
         self.n_vocab = self._model.GetPieceSize()
         self._control = [i for i in range(self.n_vocab) if self._model.IsControl(i)]
-        names = [self._model.IdToPiece(i) for i in self._control]
-        self.eot_token = _end(path, end_of_text, names, self._model.PieceToId)
+        self.special_names = [self._model.IdToPiece(i) for i in self._control]
+        self.eot_token = _end(path, end_of_text, self.special_names, self._model.PieceToId)
         self.byte_lengths = np.array([self._bytes(i) for i in range(self.n_vocab)], dtype=np.int64)
         self.exact_bytes = keeps_bytes(self)
 

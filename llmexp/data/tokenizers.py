@@ -205,8 +205,11 @@ def end_of_text(encoding: Tokenizer) -> int | None:
 def end_of_text_id(encoding: Tokenizer) -> int:
     """Return the id between documents. Raises ValueError where the encoding has no such token."""
     if (found := end_of_text(encoding)) is None:
-        text = f"{encoding.name} has no {END_OF_TEXT} token to put between documents"
-        way = "add it to the special tokens or use a single file"
+        text = f"{encoding.name} has no end-of-text token, which stands between documents"
+        way = f"add {END_OF_TEXT} to its special tokens"
+        if names := getattr(encoding, "special_names", []):
+            way += f", or take one that it has ({', '.join(names[:8])}): "
+            way += f"'tokenizer.end_of_text=\"{names[-1]}\"'"
         raise ValueError(f"tokenizer: {text}; {way}")
     return found
 

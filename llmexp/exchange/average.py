@@ -15,7 +15,7 @@ from llmexp.checkpoint import saving
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import Piece
 from llmexp.config import ConfigError, flatten
-from llmexp.exchange.reading import FREE
+from llmexp.exchange.sizes import FREE
 from llmexp.fileio import new_folder, read_json, write_json, write_whole
 
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it

@@ -17,18 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmexp import rundir
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.data.tokenizers import Tokenizer, end_of_text
-from llmexp.exchange.average import facts_of
-from llmexp.exchange.families import Rule, family_of, to_config
+from llmexp.exchange.card import card
+from llmexp.exchange.check import check_folder
+from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.fileio import new_folder, write_json, write_whole
-from llmexp.metrics.keys import EMA
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+VOCABULARY = {("token_embedding.weight",), ("head.weight",)}  # a row an id
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The form of the weights in the files. `dtype` None: as in the checkpoint; `vocabulary`: the
+    ids to write, without rows of padding behind them, None: all."""
+
+    dtype: torch.dtype | None = None
+    vocabulary: int | None = None
 
 
 def theirs(loaded: Loaded, rule: Rule, dtype: torch.dtype) -> Tensor:
@@ -50,13 +61,20 @@ def _shape(loaded: Loaded, rule: Rule) -> tuple[int, ...]:
     return shape[::-1] if rule.transposed else shape
 
 
-def write_weights(
-    folder: Path, loaded: Loaded, rules: list[Rule], dtype: torch.dtype | None
-) -> int:
+def written_shape(loaded: Loaded, rule: Rule, vocabulary: int | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of theirs without the padding of the vocabulary."""
+    shape = _shape(loaded, rule)
+    if vocabulary is None or rule.ours not in VOCABULARY:
+        return shape
+    return (vocabulary, *shape[1:])
+
+
+def write_weights(folder: Path, loaded: Loaded, rules: list[Rule], form: Stored) -> int:
     """Write the tensors as safetensors of at most SHARD_BYTES each, with an index where there are
-    several. `dtype` None: as in the checkpoint. Return the bytes of all tensors."""
-    kinds = {r.theirs: dtype or loaded.model[r.ours[0]][0].dtype for r in rules}
-    sizes = {r.theirs: math.prod(_shape(loaded, r)) * kinds[r.theirs].itemsize for r in rules}
+    several. Return the bytes of all tensors."""
+    kinds = {r.theirs: form.dtype or loaded.model[r.ours[0]][0].dtype for r in rules}
+    shapes = {r.theirs: written_shape(loaded, r, form.vocabulary) for r in rules}
+    sizes = {name: math.prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     shards: list[list[Rule]] = [[]]
     for rule in rules:
         held = sum(sizes[r.theirs] for r in shards[-1])
@@ -67,7 +85,7 @@ def write_weights(
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        _write_file(folder / name, loaded, shard, kinds, sizes)
+        _write_file(folder / name, loaded, shard, kinds, shapes)
         place |= {rule.theirs: name for rule in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": place}
@@ -80,16 +98,18 @@ def _write_file(
     loaded: Loaded,
     shard: list[Rule],
     kinds: dict[str, torch.dtype],
-    sizes: dict[str, int],
+    shapes: dict[str, tuple[int, ...]],
 ) -> None:
     """Write one file in the format of safetensors: the length of the header, the header, and the
     tensors one after another."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for rule in shard:
-        name, end = rule.theirs, at + sizes[rule.theirs]
-        shape = list(_shape(loaded, rule))
-        header[name] = {"dtype": NAMES[kinds[name]], "shape": shape, "data_offsets": [at, end]}
+        name, shape = rule.theirs, shapes[rule.theirs]
+        end = at + math.prod(shape) * kinds[name].itemsize
+        header[name] = {
+            "dtype": NAMES[kinds[name]], "shape": list(shape), "data_offsets": [at, end]
+        }  # fmt: skip
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -97,6 +117,8 @@ def _write_file(
         f.write(len(text).to_bytes(8, "little") + text)
         for rule in shard:
             tensor = theirs(loaded, rule, kinds[rule.theirs])
+            if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
+                tensor = tensor[: shapes[rule.theirs][0]]
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                 kind = NAMES[kinds[rule.theirs]]
                 raise ValueError(f"{rule.theirs} has values that are not finite in {kind}")
@@ -105,75 +127,16 @@ def _write_file(
         os.fsync(f.fileno())
 
 
-SHOWN = {
-    "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),
-    "ema": (f"{EMA}/loss", f"{EMA}/bits_per_byte"),
-}
-
-
-def card(path: Path, step: int, architecture: str, weights: str) -> str:
-    """Return the page about the model of a run's checkpoint: what it is, its figures at that step,
-    its config."""
-    run, config = facts_of(path), (path / rundir.CONFIG).read_text(encoding="utf-8")
-    facts = [
-        ("model", f"{run.get('model')}, {run.get('parameters', 0):,} parameters"),
-        ("data", run.get("data")),
-        ("tokenizer", run.get("tokenizer")),
-        ("trained", f"{step:,} of {run.get('max_steps', 0):,} optimizer steps"),
-        ("weights", "their exponential moving average (train.ema)" * (weights == "ema")),
-        ("mean of", run.get("mean_of")),
-        ("precision", run.get("precision")),
-        ("llmexp commit", run.get("commit")),
-    ]
-    rows = [row for row in rundir.read_rows(path / rundir.METRICS) if row["step"] <= step]
-    figures = [(key, _last(rows, key)) for key in SHOWN[weights]]
-    lines = [f"| {name} | {value} |" for name, value in facts if value]
-    lines += [f"| {key} (step {at[0]:,}) | {at[1]:.4f} |" for key, at in figures if at]
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [llmexp]
----
-# {path.resolve().name}
-
-A {architecture} that llmexp has trained.
-
-| | |
-|---|---|
-{chr(10).join(lines)}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER)
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-```
-
-The config of the run:
-
-```yaml
-{config.rstrip()}
-```
-"""
-
-
-def _last(rows: list[dict[str, float]], key: str) -> tuple[int, float] | None:
-    """Return (step, value) of the last row with the key."""
-    found = next((row for row in reversed(rows) if row.get(key) is not None), None)
-    return None if found is None else (int(found["step"]), found[key])
-
-
-TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
-
-
 @dataclass(frozen=True)
 class Exported:
-    """The account of an export. `size`: bytes of the weights."""
+    """The account of an export. `size`: bytes of the weights; `padding`: the rows of the vocabulary
+    that were left out."""
 
     architecture: str
     parameters: int
     step: int
     size: int
+    padding: int
     notes: list[str]
 
 
@@ -182,32 +145,53 @@ def export(
     section: Mapping[str, Any],
     tokenizer: Tokenizer,
     folder: Path,
-    dtype: str | None,
+    form: Stored,
     run: Path,
+    *,
     weights: str = "model",
+    check: bool = False,
 ) -> Exported:
     """Write a checkpoint's model into a new folder, whole or not at all.
 
-    `section`: the model's knobs; `dtype`: a key of DTYPES, None: as trained. For the page:
-    `run`, its folder, and `weights`, of naming.WEIGHTS. Raises ValueError for a model that
-    transformers does not have.
+    `section`: the model's knobs. For the page: `run`, its folder, and `weights`, of naming.WEIGHTS.
+    `check`: read the files with transformers before the folder gets its name. Raises ValueError for
+    a model that transformers does not have.
     """
-    end, kind = end_of_text(tokenizer), None if dtype is None else DTYPES[dtype]
+    end = end_of_text(tokenizer)
     described, rules = _described(loaded, section, end)
-    stored = kind or loaded.model[rules[0].ours[0]][0].dtype
+    padding = 0
+    if form.vocabulary is not None and "vocab_size" in section:
+        padding = section["vocab_size"] - form.vocabulary
+        described["vocab_size"] = form.vocabulary
+    trained = loaded.model[rules[0].ours[0]][0].dtype
+    stored = form.dtype or trained
     described["dtype"] = str(stored).removeprefix("torch.")
     architecture = (described.get("architectures") or [described["model_type"]])[0]
     length = described.get("n_positions") or described.get("max_position_embeddings")
-    files = tokenizer_files(tokenizer, length)
+    files = tokenizer_files(tokenizer, length, described["model_type"])
+    facts = {
+        "weights": "their exponential moving average (train.ema)" * (weights == "ema"),
+        "stored as": rounding(stored, trained),
+        "vocabulary": padding and f"{form.vocabulary:,} ids; {padding} rows of padding left out",
+    }
     with new_folder(folder) as draft:
-        size = write_weights(draft, loaded, rules, kind)
+        size = write_weights(draft, loaded, rules, form)
         write_json(draft / "config.json", described)
         write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         for name, content in files.items():
             write_whole(draft / name, content)
-        write_whole(draft / "README.md", card(run, loaded.step, architecture, weights))
-    parameters = sum(math.prod(pieces[0].shape) for pieces in loaded.model.values())
-    return Exported(architecture, parameters, loaded.step, size, doubts(tokenizer, files))
+        write_whole(draft / "README.md", card(run, loaded.step, architecture, weights, facts))
+        notes = doubts(tokenizer, files)
+        if check:
+            notes += check_folder(draft, tokenizer)
+    parameters = sum(math.prod(written_shape(loaded, r, form.vocabulary)) for r in rules)
+    return Exported(architecture, parameters, loaded.step, size, padding, notes)
+
+
+def rounding(stored: torch.dtype, trained: torch.dtype) -> str:
+    """Return the type of the written weights, and whether they were rounded for it."""
+    name, before = (str(kind).removeprefix("torch.") for kind in (stored, trained))
+    return f"{name}, rounded from {before}" if stored.itemsize < trained.itemsize else name
 
 
 def _described(

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+TRANSFORMERS = "llmexp.models.hf.HuggingFace"  # its tensors have their names already
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -238,6 +240,7 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
     found |= family.fixed
     if family.model_type == "gpt2":
         found |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), knobs["dropout"])
+        found["n_ctx"] = knobs["max_position_embeddings"]  # llama.cpp's converter reads it
         found["activation_function"] = "gelu" if knobs["gelu"] == "exact" else "gelu_new"
     else:
         found["attention_dropout"] = knobs["dropout"]
@@ -247,6 +250,8 @@ def to_config(section: Mapping[str, Any], end: int | None) -> dict[str, Any]:
             found["rope_scaling"] = {"rope_type": "llama3", **knobs["rope_scaling"]}
         if knobs["sliding_window"] is not None:
             found["sliding_window"] = knobs["sliding_window"]
+            # else transformers warns of a regular expression that only older files have
+            found["transformers_version"] = "5.0.0"
     return found | {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
 
 

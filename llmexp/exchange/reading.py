@@ -19,13 +19,14 @@ from llmexp.checkpoint import loading
 from llmexp.checkpoint.loading import ALL, NONE, Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
+from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.naming import WEIGHTS, named_checkpoint
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
 GROWING = ("vocab_size", "max_position_embeddings")
-# Knobs that two models with the same weights may have otherwise.
-FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained")
+# An option of each class of ours; the sizes of another one come from the folder.
+OPTIONS = {"llmexp.models.gpt2.GPT2": "gpt2_small", "llmexp.models.llama.Llama": "llama_100m"}
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,11 @@ def of_checkpoint(loaded: Loaded, section: Mapping[str, Any]) -> Source:
     """Return the weights of a checkpoint of ours, whose run had this model section."""
     rules = [Rule(name, (name,)) for name in loaded.model]
     shapes = {name: pieces[0].shape for name, pieces in loaded.model.items()}
-    knobs = {key: value for key, value in section.items() if key not in FREE}
     return Source(
         str(loaded.path),
         loaded.path.parent.parent,
         str(section["_target_"]),
-        knobs,
+        knobs_of(section),
         rules,
         shapes,
         lambda name: whole_tensor(loaded, name),
@@ -197,9 +197,11 @@ def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[
     Raises ValueError that lists the knobs that differ, or the tensors.
     """
     if source.target != section["_target_"]:
+        option = OPTIONS.get(source.target, "...")
         raise ValueError(
-            f"{source.name} holds a {source.target}, not a {section['_target_']}; choose another "
-            "model=..., or for any folder of transformers model=hf model.path=FOLDER"
+            f"{source.name} holds a {source.target}, not a {section['_target_']}; choose "
+            f"model={option}, which takes its sizes from there, or for any folder of transformers "
+            "model=hf model.path=FOLDER"
         )
     growing = _growing(source, section, hasattr(model, "position_embedding"))
     own = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}

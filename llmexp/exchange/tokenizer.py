@@ -20,7 +20,16 @@ from llmexp.data.train_tokenizer import byte_names
 SENTENCEPIECE = "sentencepiece.model"
 
 
-def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str | bytes]:
+# How transformers cuts text for a model_type, whatever class and rules the folder names.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def tokenizer_files(
+    tokenizer: Tokenizer, length: int | None, model_type: str = ""
+) -> dict[str, str | bytes]:
     """Return the files by name; none for a tokenizer of the user's own, of which nobody else knows
     how it cuts text. `length`: the tokens that the model can read."""
     if isinstance(tokenizer, tiktoken.Encoding):
@@ -35,7 +44,20 @@ def tokenizer_files(tokenizer: Tokenizer, length: int | None) -> dict[str, str |
         content = json.dumps(found, ensure_ascii=False)
     else:
         return {}
-    return {"tokenizer.json": content, "tokenizer_config.json": _config(tokenizer, length)}
+    described = _config(tokenizer, length)
+    if model_type == "qwen2" and not is_qwen2(json.loads(content)):
+        # Without it transformers takes its own rules for the text of this model_type. It names no
+        # code: none is there to be run.
+        described["auto_map"] = {"AutoTokenizer": ["", ""]}
+    text = json.dumps(described, indent=2) + "\n"
+    return {"tokenizer.json": content, "tokenizer_config.json": text}
+
+
+def is_qwen2(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer.json cuts text as transformers does for Qwen 2 by itself."""
+    parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
+    known = parts[0].get("pattern") == {"Regex": QWEN2} and content["model"]["type"] == "BPE"
+    return known and content["normalizer"] == {"type": "NFC"}
 
 
 def doubts(tokenizer: Tokenizer, files: Mapping[str, str | bytes]) -> list[str]:
@@ -70,7 +92,7 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
     return one.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
 
 
-def _config(tokenizer: Tokenizer, length: int | None) -> str:
+def _config(tokenizer: Tokenizer, length: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length or int(1e30),  # the library's own word for no limit
@@ -83,7 +105,7 @@ def _config(tokenizer: Tokenizer, length: int | None) -> str:
         else:
             text = tokenizer.decode([end])
         found |= {"bos_token": text, "eos_token": text}
-    return json.dumps(found, indent=2) + "\n"
+    return found
 
 
 def _whole(added: Any, normalizer: Any, cut: Any, decoder: Any, model: Any) -> dict[str, Any]:

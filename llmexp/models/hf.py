@@ -33,12 +33,16 @@ class HuggingFace(nn.Module):
         try:
             if pretrained and not on_meta:
                 self.model, found = causal.from_pretrained(
-                    path, config=config, use_safetensors=True, output_loading_info=True
+                    path,
+                    config=config,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    trust_remote_code=False,
                 )
                 if missing := sorted(found["missing_keys"]):  # which the library would draw
                     raise ValueError(f"its weights lack {', '.join(missing[:8])}")
             else:
-                self.model = causal.from_config(config)
+                self.model = causal.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"model.path={path}: {why}") from None
@@ -71,9 +75,16 @@ def _config(path: str | None) -> tuple[Any, Any]:
             "model=hf needs the package transformers, which is not installed; "
             "pip install 'llmexp[hf]'"
         ) from None
-    kind = json.loads((Path(path) / "config.json").read_text()).get("model_type")
+    described = _json(Path(path) / "config.json")
+    kind = described.get("model_type")
+    if code := described.get("auto_map"):
+        raise ValueError(
+            f"model.path={path}: its config.json names code in the folder (auto_map: {code}), "
+            "which is never run; where transformers has model_type="
+            f"{kind} itself, take auto_map out of config.json"
+        )
     try:
-        config = library.AutoConfig.from_pretrained(path)
+        config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
         raise ValueError(f"model.path={path}: transformers knows no model_type={kind}") from None
     if type(config) not in library.AutoModelForCausalLM._model_mapping:
@@ -81,12 +92,45 @@ def _config(path: str | None) -> tuple[Any, Any]:
     return library, config
 
 
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"model.path={file.parent}: {file.name}: {error}") from None
+    return found
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files of weights. Raises ValueError."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"model.path={folder}: {index.name} holds no weight_map")
+    return sorted({Path(str(name)).name for name in places.values()})
+
+
+def check_finite(folder: Path) -> None:
+    """Read the weights tensor by tensor; raise ValueError for one that holds a value that is not
+    finite."""
+    _check_weights(folder)
+    for file in _files(folder):
+        with safe_open(folder / file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118
+                tensor = held.get_tensor(name)
+                if not (tensor.is_floating_point() and tensor.numel()):
+                    continue
+                if not torch.stack(tensor.aminmax()).isfinite().all():
+                    text = f"{name} has values that are not finite"
+                    raise ValueError(f"model.path={folder}: {text}")
+
+
 def _check_weights(folder: Path) -> None:
     """Raise ValueError unless the files of weights are there, as whole safetensors."""
-    names = ["model.safetensors"]
-    if (index := folder / "model.safetensors.index.json").is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for name in names:
+    for name in _files(folder):
         if not (folder / name).is_file():
             raise ValueError(
                 f"model.path={folder}: {name} is missing; pickled weights are not read; download "

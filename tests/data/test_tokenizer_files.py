@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmexp.__main__ import run
 from llmexp.data import sources
 from llmexp.data.encode import cut, is_cuttable
 from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
@@ -189,3 +191,26 @@ def test_what_is_refused(tmp_path, monkeypatch, name):
     path, end, pattern, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason.replace("<|", r"<\|")):
         from_file(path, end, pattern)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 99)
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordPieceTrainer(special_tokens=["[UNK]", "[SEP]"])
+    library.train_from_iterator(["the cat sat on the mat"], trainer)
+    library.save(str(tmp_path / "wordpiece.json"))
+    command = [
+        *("prepare", "data=corpus", "data.sources.a.files=[a.txt]", "batch.sequence_length=8"),
+        *("tokenizer=file", "tokenizer.path=wordpiece.json", "data.cache_dir=cache"),
+    ]
+    assert run(command) == 2
+    said = capsys.readouterr().err
+    assert "wordpiece has no end-of-text token" in said
+    assert not (tmp_path / "cache").exists()
+    (override,) = shlex.split(said.rpartition(": ")[2])
+    assert override == 'tokenizer.end_of_text="[SEP]"'
+    assert run([*command, override]) == 0

@@ -14,10 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llmexp.checkpoint.loading import Loaded, Stored
+from llmexp.checkpoint.loading import Loaded
+from llmexp.checkpoint.loading import Stored as Piece
 from llmexp.data.tokenizers import as_tokenizer, byte_level
 from llmexp.exchange import reading
-from llmexp.exchange.export import export
+from llmexp.exchange.export import Stored, export
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 
@@ -71,7 +72,7 @@ def stored(model: nn.Module, folder: Path) -> Loaded:
     pieces = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        pieces[name] = [Stored(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
+        pieces[name] = [Piece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
     return Loaded(folder, 7, {}, {}, pieces, {}, {})
 
 
@@ -80,7 +81,7 @@ def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path
     (tmp_path / "config.yaml").write_text("a: 1\n")
     folder = tmp_path / "out"
     tokenizer = as_tokenizer(byte_level())
-    export(stored(model, tmp_path), section, tokenizer, folder, None, tmp_path)
+    export(stored(model, tmp_path), section, tokenizer, folder, Stored(), tmp_path)
     return model, section, folder
 
 
@@ -186,7 +187,7 @@ def test_weights_beyond_a_dtype_are_not_written(tmp_path: Path) -> None:
         next(model.parameters())[3, 3] = 1e5
     loaded, out = stored(model, tmp_path), tmp_path / "out"
     with pytest.raises(ValueError, match="has values that are not finite in F16"):
-        export(loaded, section, as_tokenizer(byte_level()), out, "fp16", tmp_path)
+        export(loaded, section, as_tokenizer(byte_level()), out, Stored(torch.float16), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 

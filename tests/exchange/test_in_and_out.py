@@ -3,10 +3,15 @@ the command line."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +27,7 @@ from llmexp.assembly.assemble import assemble
 from llmexp.config import Config, ConfigError
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
-from tests.conftest import TINY, Result, llmexp, train
+from tests.conftest import PATHS, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.forecast.test_memory import composed
 from tests.tools import same_state, weights
 
@@ -66,8 +71,12 @@ def test_transformers_gives_the_same_ids_and_logits(trained: Result) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     found = model.state_dict()
     own = weights(trained, 4)
-    assert torch.equal(found["transformer.wte.weight"].double(), own["token_embedding.weight"])
+    kept = own["token_embedding.weight"][:257]  # without the padding to 320
+    assert torch.equal(found["transformer.wte.weight"].double(), kept)
+    assert (model.config.vocab_size, model.config.n_ctx) == (257, 32)
     page = (folder / "README.md").read_text()
+    assert "| vocabulary | 257 ids; 63 rows of padding left out |" in page
+    assert "| stored as | float32 |" in page
     assert f"| val/loss (step 4) | {trained.rows()[-1]['val/loss']:.4f} |" in page
 
 
@@ -83,7 +92,9 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_them(
     first = llmexp("train", *stopped, f"model.init_from={source}", cwd=tmp_path)
     assert first.code == 75, first.err
     begun, given = weights(first, 0), weights(trained, 4)
-    assert all(torch.equal(begun[key], tensor) for key, tensor in given.items())
+    for key, tensor in given.items():  # an export has no padding of the vocabulary
+        assert torch.equal(begun[key], tensor[: len(begun[key])])
+    assert len(begun["token_embedding.weight"]) == (257 if source == "hf" else 320)
     assert source in json.loads((first.folder / "run.json").read_text())["initial"]
     whole = train(tmp_path, "c", *more, f"model.init_from={same}")
     shutil.rmtree(tmp_path / source)
@@ -98,12 +109,12 @@ def test_a_larger_vocabulary_is_refused_or_grown(
     more = [f"model.init_from={source}", "model.vocab_size=384", "data.max_tokens=20000"]
     text = told(capsys, "plan", *TINY, *more, "model.n_layers=3")
     assert "model.n_layers=2" in text
-    assert "model.vocab_size=320 (or model.init_grow=true)" in text
+    assert "model.vocab_size=257 (or model.init_grow=true)" in text
     more += ["model.init_grow=true", "checkpoint.save_initial=true", "train.max_steps=1"]
     grown, given = weights(train(tmp_path, "b", *more), 0), weights(trained, 4)
     key = "token_embedding.weight"
-    assert torch.equal(grown[key][:320], given[key])
-    assert grown[key][320:].std() == pytest.approx(0.02, rel=0.2)  # 64 x 16 of them
+    assert torch.equal(grown[key][:257], given[key][:257])
+    assert grown[key][257:].std() == pytest.approx(0.02, rel=0.2)  # 127 x 16 of them
     assert torch.equal(grown["final_norm.weight"], given["final_norm.weight"])
 
 
@@ -168,7 +179,7 @@ def test_weights_that_do_not_fit_are_refused(
 ) -> None:
     shutil.copytree(trained.folder.parent / "hf", tmp_path / "hf")
     broken(tmp_path / "hf", what)
-    model = config.model | {"init_from": str(tmp_path / "hf")}
+    model = config.model | {"init_from": str(tmp_path / "hf"), "vocab_size": 257}
     with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
         assemble(replace(config, model=model), write=False)
     assert str(refusal.value).startswith("model.init_from=")
@@ -214,14 +225,137 @@ def test_a_model_of_transformers_trains_as_ours_does(
     for name, tensor in weights(theirs, 3).items():
         assert torch.equal(again[name.removeprefix("model.")].double(), tensor), name
     assert "config.json is needed" in told(capsys, "plan", "model=hf", "model.path=nowhere")
-    for what, text in (("cut", "cannot be read"), ("gone", "pickled weights are not read")):
+    for what, text in (
+        ("cut", "cannot be read"),
+        ("gone", "pickled weights are not read"),
+        ("not finite", "transformer.ln_f.bias has values that are not finite"),
+    ):
         shutil.copytree(folder, tmp_path / what)
         broken(tmp_path / what, what)
-        assert text in told(capsys, "plan", "model=hf", f"model.path={tmp_path / what}")
+        assert text in told(capsys, "plan", "model=hf", f"model.path={tmp_path / what}", *TINY[6:7])
     shutil.copytree(folder, tmp_path / "lacking")
     broken(tmp_path / "lacking", "lacking")
     with pytest.raises(ValueError, match="its weights lack transformer"):
         HuggingFace(str(tmp_path / "lacking"))
+
+
+MARK = "import pathlib\npathlib.Path({!r}).write_text('ran')\n"
+
+
+def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "own", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(MARK.format(str(mark)))
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "llmexp", "plan", "model=hf", f"model.path={folder}", "--json"],
+        cwd=tmp_path, env=environment(PYTHONPATH=PATHS), input="y\n", text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "code in the folder (auto_map: {'AutoConfig': 'modeling_own.Config'})" in done.stderr
+    assert not mark.exists()
+
+
+def test_no_call_of_transformers_trusts_code_of_a_folder() -> None:
+    for file in (ROOT / "llmexp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if called and node.func.attr in ("from_pretrained", "from_config"):
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("trust_remote_code") == "False", f"{file}:{node.lineno}"
+
+
+def test_sizes_come_from_the_folder(
+    trained: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = f"model.init_from={trained.folder.parent / 'hf'}"
+    sizes = {"n_layers": 2, "n_heads": 2, "d_model": 16, "d_ff": 24, "vocab_size": 257}
+    for first in (begin, f"model.init_from={trained.folder}"):
+        plan = ["plan", "model=gpt2_small", first, "batch.sequence_length=12", "--json"]
+        assert command(plan) == 0
+        found = json.loads(capsys.readouterr().out)
+        wanted = sizes | {"vocab_size": 257 if first == begin else 320}
+        for key, value in wanted.items():
+            assert f"{key}={value}" in found["initial"]
+    given = ["model=gpt2_small", begin, "batch.sequence_length=12"]
+    text = told(capsys, "plan", *given, "model.n_layers=3", "model.d_ff=99")
+    assert "needs model.n_layers=2 model.d_ff=24\n" in text
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nmodel:\n  d_ff: 99\n")
+    own = ["experiment=own", "--config-dir", str(tmp_path)]
+    assert "needs model.d_ff=24\n" in told(capsys, "plan", *given, *own)
+    assert "choose model=gpt2_small" in told(capsys, "plan", "model=llama_100m", *given[1:])
+
+
+def export_of(trained: Result, where: Path, *more: str, **env: str) -> Result:
+    return llmexp("export", str(trained.folder), "--to", "hf", "out", *more, cwd=where, **env)
+
+
+def test_an_export_is_checked_where_transformers_is(trained: Result, tmp_path: Path) -> None:
+    kept = export_of(trained, tmp_path, "--keep-padding", "--no-check", "--dtype", "bf16")
+    assert kept.code == 0
+    assert "left out" not in kept.out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 320
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "| stored as | bfloat16, rounded from float32 |" in page
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "transformers.py").write_text("raise ImportError\n")
+    paths = os.pathsep.join([str(tmp_path / "packages"), PATHS])
+    done = export_of(trained, tmp_path, PYTHONPATH=paths)
+    assert done.code == 0
+    assert "note: not checked: the package transformers is not installed" in done.err
+    assert "left out: 63 rows of the vocabulary" in done.out
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "packages" / "transformers.py").write_text(OTHER_IDS)
+    done = export_of(trained, tmp_path, PYTHONPATH=paths)
+    assert done.code == 2
+    assert "Wrong of transformers 9 gives other ids than bytes" in done.err
+    assert not list(tmp_path.glob("*out*"))
+
+
+# A library in the place of transformers that reads a text otherwise.
+OTHER_IDS = """
+from safetensors.torch import load_file
+__version__ = "9"
+class Model:
+    def __init__(self, folder): self.state = load_file(folder / "model.safetensors")
+    def state_dict(self): return self.state
+    def named_parameters(self): return self.state.items()
+class AutoConfig:
+    from_pretrained = staticmethod(lambda folder, **more: folder)
+class AutoModelForCausalLM:
+    from_config = staticmethod(lambda folder, **more: Model(folder))
+class Wrong:
+    def __call__(self, text, **more): return {"input_ids": [0]}
+class AutoTokenizer:
+    from_pretrained = staticmethod(lambda folder, **more: Wrong())
+"""
+
+
+def test_the_next_export_removes_the_draft_of_a_killed_one(trained: Result, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("import time\ntime.sleep(99)\n")
+    paths = os.pathsep.join([str(tmp_path), PATHS])
+    words = ("export", str(trained.folder), "--to", "hf", "out")
+    killed = start(*words, cwd=tmp_path, PYTHONPATH=paths)
+    try:
+        end = time.monotonic() + 120
+        while not list(tmp_path.glob(".out.*.tmp/README.md")):
+            assert killed.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        second = export_of(trained, tmp_path, "--no-check")  # leaves the draft of one at work
+        assert (second.code, len(list(tmp_path.glob(".out.*.tmp")))) == (0, 1)
+    finally:
+        killed.kill()
+        killed.communicate()
+    shutil.rmtree(tmp_path / "out")
+    assert len(list(tmp_path.glob(".out.*.tmp"))) == 1
+    assert export_of(trained, tmp_path, "--no-check").code == 0
+    assert not list(tmp_path.glob(".out.*.tmp"))
 
 
 def test_exports_that_cannot_be_are_refused(

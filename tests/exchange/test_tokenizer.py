@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.data.tokenizer_files import from_file
-from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level
+from llmexp.data.tokenizers import Tokenizer, as_tokenizer, byte_level, end_of_text
 from llmexp.data.train_tokenizer import train
-from llmexp.exchange.tokenizer import doubts, tokenizer_files
+from llmexp.exchange.check import TEXTS as TEXTS_OF_CHECK
+from llmexp.exchange.families import FAMILIES
+from llmexp.exchange.tokenizer import QWEN2, doubts, is_qwen2, tokenizer_files
 from tests.data.common import encoding
 
 library = pytest.importorskip("tokenizers")
@@ -104,6 +106,70 @@ def test_published_encodings_give_the_same_ids(name: str, tmp_path: Path) -> Non
         ids = tokenizer.encode_ordinary(text)
         assert other.encode(text, add_special_tokens=False).ids == ids
     assert other.token_to_id("<|endoftext|>") == tokenizer._special_tokens["<|endoftext|>"]
+
+
+def every_kind(folder: Path) -> dict[str, Tokenizer]:
+    """Make a tokenizer of each kind that can be exported."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts = ["the cat's mat 12345 def f(x):", "caf\u00e9 A\u030a na\u00efve"] * 30
+    found = {"bytes": as_tokenizer(byte_level()), "gpt2": encoding("gpt2", folder / "cache")}
+    for pattern in ("gpt2", "cl100k_base"):
+        found[f"bpe {pattern}"] = trained(folder, pattern)
+        (folder / "tokenizer.json").write_text(train(texts, 320, pattern).tokenizer_json)
+        found[f"json {pattern}"] = as_tokenizer(from_file(str(folder), None, None))
+    models, trainers, before = library.models, library.trainers, library.pre_tokenizers
+    pieces, words = models.Unigram(), models.WordPiece(unk_token="[UNK]")
+    special = {"special_tokens": ["[UNK]", "[EOS]"]}
+    more = {"vocab_size": 80, "unk_token": "[UNK]", **special}
+    for name, model, trainer, cut, rule in (
+        ("wordpiece", words, trainers.WordPieceTrainer(**special), before.Whitespace(),
+         library.normalizers.BertNormalizer()),
+        ("unigram", pieces, trainers.UnigramTrainer(**more), before.Metaspace(),
+         library.normalizers.NFKC()),
+    ):  # fmt: skip
+        made = library.Tokenizer(model)
+        made.pre_tokenizer, made.normalizer = cut, rule
+        made.train_from_iterator(texts, trainer)
+        made.save(str(folder / f"{name}.json"))
+        found[name] = as_tokenizer(from_file(str(folder / f"{name}.json"), None, None))
+    for kind in ("unigram", "bpe"):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_prefix=str(folder / kind), model_type=kind,
+            vocab_size=330, byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        found[f"sentencepiece {kind}"] = as_tokenizer(
+            from_file(str(folder / f"{kind}.model"), None, None)
+        )
+    return found
+
+
+def test_every_tokenizer_gives_its_ids_beside_every_family(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    kinds = dict.fromkeys(family.model_type for family in FAMILIES)
+    assert set(kinds) == {"gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2"}
+    for name, tokenizer in every_kind(tmp_path).items():
+        plain = tokenizer_files(tokenizer, None, "gpt2")
+        for kind in ("gpt2", "qwen2") if name == "gpt2" else kinds:  # a large one takes seconds
+            files = tokenizer_files(tokenizer, None, kind) if kind == "qwen2" else plain
+            for file, content in files.items():
+                (tmp_path / file).write_text(str(content))
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+            for text in TEXTS_OF_CHECK:
+                ids = theirs(text, add_special_tokens=False)["input_ids"]
+                assert ids == tokenizer.encode_ordinary(text), (name, kind, text)
+            assert theirs.eos_token_id == end_of_text(tokenizer), (name, kind)
+
+
+def test_qwen2_itself_needs_no_note_for_transformers() -> None:
+    content = json.loads(tokenizer_files(as_tokenizer(byte_level()), 64, "llama")["tokenizer.json"])
+    assert not is_qwen2(content)
+    split = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"]["pretokenizers"][0] = split
+    assert not is_qwen2(content)
+    assert is_qwen2(content | {"normalizer": {"type": "NFC"}})
+    module = pytest.importorskip("transformers.models.qwen2.tokenization_qwen2")
+    assert module.PRETOKENIZE_REGEX == QWEN2
 
 
 def test_no_token_is_put_before_a_text(tmp_path: Path) -> None:
