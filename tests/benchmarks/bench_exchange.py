@@ -21,6 +21,7 @@ RUN = (
     "batch.micro_batch_size=2", "batch.gradient_accumulation_steps=1", "train.max_steps=1",
     "train.sample_tokens=0", "tracker=none", "hydra.run.dir=run",
 )  # fmt: skip
+PLAIN = ("--keep-padding", "--no-check")
 LARGEST = 50304 * 768 * 4
 WATCHED = """
 import re, sys, threading, time
@@ -83,8 +84,11 @@ def main() -> None:
         os.chdir(folder)
         cpu_s("-m", "llmexp", "train", *RUN)
         print("private memory beyond the model, of the largest tensor")
-        print("export        ", watched("export", "run", "--to", "hf", "hf"))
-        print("export as bf16", watched("export", "run", "--to", "hf", "bf16", "--dtype", "bf16"))
+        print("export        ", watched("export", "run", "--to", "hf", "hf", *PLAIN))
+        print(
+            "export as bf16",
+            watched("export", "run", "--to", "hf", "bf16", *PLAIN, "--dtype", "bf16"),
+        )
         print("import of hf  ", watched("hf"))
         print("import of run ", watched("run"))
         ours = ("-m", "llmexp", "evaluate", "run", "--tokens", "32")
