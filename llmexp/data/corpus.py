@@ -106,7 +106,14 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
         {name: prepare(one, answers) for name, one in some.items()} for some in (works, works_val)
     )
     texts = {name: _texts(name, ready, ready_val) for name in names}
-    streams = {name: one.streams[TRAIN] for name, one in ready.items()}
+    stages = ([weights] if weights else []) + list(mixed.values())
+    # A source without a weight anywhere is held out as a whole: its shares are validated.
+    trained = {
+        name: one
+        for name, one in ready.items()
+        if not weights or any(stage[name] for stage in stages)
+    }
+    streams = {name: one.streams[TRAIN] for name, one in trained.items()}
     for name, stream in streams.items():
         _check_fills(f"data.sources.{name}", stream, length, "training tokens")
     # Without weights each source comes as often as it has sequences.
@@ -122,7 +129,7 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
     return Corpus(
         train=TokenStream.joined(list(streams.values())),
         val=val_sets[main] if main else None,
-        description=_description(ready, answers),
+        description=_description(ready, list(trained), answers),
         fingerprint={
             "tokenizer": tokenizer.name,
             "tokenizer_sha256": identity(tokenizer),
@@ -135,7 +142,7 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
         val_sets=val_sets,
         val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],
-        warnings=warnings_of(ready, ready_val, answers),
+        warnings=warnings_of(trained, ready_val, answers),
     )
 
 
@@ -145,10 +152,11 @@ def _check_fills(key: str, stream: TokenStream, length: int, what: str) -> None:
         raise ValueError(f"{key}: {text}; batch.sequence_length={length} needs {length + 1:,}")
 
 
-def _description(ready: Mapping[str, Prepared], answers: Answers) -> str:
-    parts = [f"{name} {len(one.streams[TRAIN]):,} tokens" for name, one in ready.items()]
+def _description(ready: Mapping[str, Prepared], trained: list[str], answers: Answers) -> str:
+    parts = [f"{name} {len(ready[name].streams[TRAIN]):,} tokens" for name in trained]
     bad = sum(one.counts.bad for one in ready.values())
     text = f"corpus of {', '.join(parts)}"
+    text += "".join(f"; {name} has weight 0" for name in ready if name not in trained)
     if bad:
         records = (
             "record that cannot be read was" if bad == 1 else "records that cannot be read were"

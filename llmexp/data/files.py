@@ -28,6 +28,8 @@ PARQUET = b"PAR1"
 READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
 XZ, BZIP2 = b"\xfd7zXZ\x00", tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 JSON_ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")
+READ_SAVED = "data=corpus data.sources.main.hf="
+SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 # First bytes of files that data=corpus reads and that are no plain text; and expressions for those
 # of files that nothing here reads: what they are, and what to do with them.
 PACKED = {
@@ -79,7 +81,7 @@ def cpu_count() -> int:
 
 def match_files(key: str, patterns: Any) -> list[Path]:
     """Return the readable files that a glob, or a list of globs, names: sorted per glob, each file
-    once.
+    once. A folder stands for all files below it but hidden ones.
 
     Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming
     `key`, for a glob without a match and for what is no readable file.
@@ -96,9 +98,11 @@ def match_files(key: str, patterns: Any) -> list[Path]:
         names = [expanded] if there else sorted(glob.glob(expanded, recursive=True))
         if not names:
             raise refuse(key, pattern, f"no file matches (looked in {os.path.abspath(os.curdir)})")
+        if there and os.path.isdir(expanded):
+            names = _files_below(key, expanded)
         paths = [Path(name) for name in names if not os.path.isdir(name)]
         if not paths:
-            text = f"{names[0]} is a folder; for its files write {key}={names[0]}/*"
+            text = f"{names[0]} is a folder; for its files write {key}={names[0]}"
             raise refuse(key, pattern, text)
         for path in paths:
             if path.exists() and not path.is_file():  # to read from it could wait for ever
@@ -112,6 +116,27 @@ def match_files(key: str, patterns: Any) -> list[Path]:
                 raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
             found[path] = None
     return list(found)
+
+
+def _files_below(key: str, folder: str) -> list[str]:
+    """Return the files in a folder and in those below it, sorted; names that begin with a dot are
+    hidden. Raises ValueError."""
+    if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
+        of_source = key.endswith(".files")
+        way = f"{key.removesuffix('files')}hf={folder}" if of_source else READ_SAVED + folder
+        raise refuse(key, folder, f"this folder was made by save_to_disk of datasets; use {way}")
+    found, hidden = list[str](), 0
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_dir():
+            continue
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            hidden += 1
+        else:
+            found.append(str(path))
+    if not found:
+        text = f"there are no files in this folder{' but hidden ones' if hidden else ''}"
+        raise refuse(key, folder, text)
+    return found
 
 
 def refuse_others(key: str, path: str, head: bytes) -> None:

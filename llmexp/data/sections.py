@@ -38,11 +38,15 @@ def read_sources(
         section = _section(key, name, value, (*PLACE_KEYS, "weight"))
         found[name] = _source(key, section, answers)
         if (weight := section.get("weight")) is not None:
-            weights[name] = _number(f"{key}.weight", weight, "above 0", "0.5")
+            left_out = weight == 0 and not isinstance(weight, bool)
+            given = 0.0 if left_out else _number(f"{key}.weight", weight, "from 0", "0.5")
+            weights[name] = given
     if weights and (missing := [name for name in found if name not in weights]):
         way = "give all sources a weight, or none (then each counts by its tokens)"
         text = f"the other sources have weights, this one has none; {way}"
         raise ValueError(f"data.sources.{missing[0]}.weight: {text}")
+    if weights and not any(weights.values()):
+        raise refuse(f"data.sources.{next(iter(found))}.weight", 0, "all weights are 0", 1)
     return found, weights or None
 
 

@@ -359,8 +359,9 @@ REFUSED = {
     "no place": ({"sources": {"web": {"weight": 1.0}}}, "data.sources.web: either files or hf"),
     "no match": ({"sources": {"web": {"files": "FOLDER/x*"}}}, "no file matches"),
     "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
-    "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"data.sources.web.weight=0: a number ab"),
-    "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: a number above 0"),
+    "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"web.weight=0: all weights are 0; for ex"),
+    "false": ({"sources": {"web": WEB | {"weight": False}}}, "weight=False: a number from 0 is"),
+    "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: a number from 0"),
     "some weights": (
         {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},
         "data.sources.two.weight: the other sources have weights",
@@ -423,6 +424,29 @@ def test_another_mixture_prepares_nothing(files, monkeypatch):
     counts = again.mixed.mixture.counts(20).tolist()
     assert counts[0] + counts[1] == 20
     assert counts[0] <= 10
+
+
+def test_a_source_of_weight_zero_is_left_out_and_its_validation_set_stays(files):
+    """Also of the warning of documents that are trained on."""
+    json_lines(files / "val.jsonl", [*texts_of("val", 10), texts_of("web", 1)[0]])
+    web, code = {"files": f"{files}/web.jsonl"}, {"files": f"{files}/code.jsonl.gz"}
+    code |= {"text_key": "body", "weight": 1}
+    val = {"far": {"files": f"{files}/val.jsonl"}, "near": {"share": 0.2}}
+    knobs = {"sources": {"web": web | {"weight": 0}, "code": code}, "val": val}
+    found = made(files, **knobs)
+    alone = made(files, sources={"code": code}, val=val)
+    assert ids_of(found.train) == ids_of(alone.train)
+    assert found.train_sequences(LENGTH) == alone.train_sequences(LENGTH)
+    starts = [one.mixed.starts(np.arange(50), 3, True, LENGTH) for one in (found, alone)]
+    assert starts[0].tolist() == starts[1].tolist()
+    both = made(files, sources={"web": web | {"weight": 1}, "code": code}, val=val)
+    assert ids_of(found.val_sets["near"]) == ids_of(both.val_sets["near"])
+    assert (found.warnings, len(both.warnings)) == ((), 1)
+    assert "code has weight" not in found.description
+    assert found.description.endswith("; web has weight 0")
+    later = [{"from_tokens": 80, "weights": {"web": 1, "code": 1}}]
+    counts = made(files, **knobs, stages=later).mixed.mixture.counts(20).tolist()
+    assert counts == [5, 15]
 
 
 # Slowly, so that a kill meets it at work.

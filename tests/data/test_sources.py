@@ -194,10 +194,11 @@ def test_the_fingerprint_follows_content_and_settings_not_places() -> None:
     ("files", "message"),
     [
         ("none/*.txt", r"data\.train_files=none/\*\.txt: no file matches \(looked in "),
+        ("folder", r"data\.train_files=folder: there are no files in this folder"),
         (
-            "folder",
-            r"data\.train_files=folder: folder is a folder; for its files write "
-            r"data\.train_files=folder/\*",
+            "fold*",
+            r"data\.train_files=fold\*: folder is a folder; for its files write "
+            r"data\.train_files=folder",
         ),
         ("empty.txt", r"data\.train_files=empty\.txt: the file is empty"),
         (["empty.txt", "empty2.txt"], r"data\.train_files: all 2 files are empty, empty\.txt"),
@@ -251,6 +252,23 @@ def test_globs_cross_folders_and_name_each_file_once() -> None:
     found = [str(p) for p in match_files("k", ["a/b/*.txt", "a/**/*.txt"])]
     assert found == ["a/b/1.txt", "a/2.txt", "a/x[1].txt"]
     assert [str(p) for p in match_files("k", "a/x[1].txt")] == ["a/x[1].txt"]
+
+
+def test_a_folder_stands_for_the_files_below_it() -> None:
+    for name in ("a/2.txt", "a/b/1.txt", "a/.git/x", "a/b/.hidden", "saved/.x", "saved/state.json"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    assert [str(p) for p in match_files("k", "a")] == ["a/2.txt", "a/b/1.txt"]
+    assert [str(p) for p in match_files("k", ["a/b/", "a"])] == ["a/b/1.txt", "a/2.txt"]
+    for key, way in {
+        "data.sources.x.files": r"data\.sources\.x\.hf=saved",
+        "data.train_files": r"data=corpus data\.sources\.main\.hf=saved",
+    }.items():
+        with pytest.raises(ValueError, match=f"made by save_to_disk of datasets; use {way}"):
+            match_files(key, "saved")
+    Path("a/.git/x").rename("a/.git/.x")
+    with pytest.raises(ValueError, match=r"k=a/\.git: there are no files in .* but hidden ones"):
+        match_files("k", "a/.git")
 
 
 def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
