@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +20,10 @@ def clip(
     max_norm: float | None,
     max_value: float | None,
     by_update: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Clip in place; return (norm after clipping, whether anything was clipped, None), 0-dim
-    tensors. By norm with `by_update` nothing is done in place: the last one is the factor, for the
-    update to multiply with.
+) -> tuple[Any, Any, Tensor | None]:
+    """Clip in place; return (norm after clipping, whether anything was clipped, None): numbers on a
+    CPU, else 0-dim tensors. By norm with `by_update` nothing is done in place: the last one is the
+    factor, for the update to multiply with.
 
     `gradients` may be split over the ranks; `norm` is that of them all. By norm the factor is
     min(1, max_norm / (norm + 1e-6)) (Pascanu et al. 2013, with torch's epsilon). A limit of None is
@@ -29,10 +31,10 @@ def clip(
     """
     held = [mesh.local_part(g) for g in gradients]
     if kind == "norm" and max_norm is not None:
+        if norm.device.type == "cpu" and not by_update:
+            return (*_clip_on_host(held, norm, max_norm), None)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # On the CPU reading the factor is free and multiplying by one is not; on a GPU it is the
-        # other way round.
-        if not by_update and (norm.device.type != "cpu" or factor < 1):
+        if not by_update:
             torch._foreach_mul_(held, factor)
         return norm * factor, factor < 1, factor if by_update else None
     if kind == "value" and max_value is not None:
@@ -40,4 +42,19 @@ def clip(
         torch._foreach_clamp_min_(held, -max_value)
         torch._foreach_clamp_max_(held, max_value)
         return mesh.global_norm(joined, gradients), largest > max_value, None
+    if norm.device.type == "cpu":
+        return norm, False, None
     return norm, torch.zeros((), dtype=torch.bool, device=norm.device), None
+
+
+def _clip_on_host(held: list[Tensor], norm: Tensor, max_norm: float) -> tuple[float, bool]:
+    """Clip by norm, and read the factor before: on a CPU that is free and multiplying by one is
+    not. Each operation rounds as that of a tensor does."""
+    rounded = np.float64 if norm.dtype == torch.float64 else np.float32
+    before = rounded(norm.item())
+    if not np.isfinite(before):  # its update is skipped
+        return float(before), False
+    factor = min(rounded(1) / (before + rounded(1e-6)) * rounded(max_norm), rounded(1))
+    if factor < 1:
+        torch._foreach_mul_(held, float(factor))
+    return float(before * factor), bool(factor < 1)

@@ -272,22 +272,22 @@ def clips_in_update(optimizers: list[Optimizer], norm: Tensor) -> bool:
     return norm.is_cuda and norm.dtype == torch.float32 and all(map(takes_factor, optimizers))
 
 
-def update(optimizers: list[Optimizer], skip: Tensor, factor: Tensor | None = None) -> None:
-    """One update of all optimizers, or of none where `skip` (0-dim bool tensor) is true; with the
-    gradients times `factor` (0-dim, fp32), if all of them `takes_factor`.
+def update(optimizers: list[Optimizer], skip: Tensor | bool, factor: Tensor | None = None) -> None:
+    """One update of all optimizers, or of none where `skip` (0-dim bool tensor, or known to the
+    host) is true; with the gradients times `factor` (0-dim, fp32), if all of them `takes_factor`.
 
     Kernels that support it decide on the device (parameters, moments and step counts then stay
     bit-identical), so the host does not wait; with any other optimizer in the list the host reads
     `skip` first.
     """
-    guarded = all(_guards(o) for o in optimizers)
-    assert guarded or factor is None
-    if not guarded and bool(skip):
+    found_inf: Tensor | None = None
+    if isinstance(skip, Tensor) and all(map(_guards, optimizers)):
+        found_inf = skip.to(torch.float32)
+    elif skip:
         return
-    found_inf = skip.to(torch.float32)
     scale = None if factor is None else factor.reciprocal()  # which torch divides by
     for optimizer in optimizers:
-        if guarded:
+        if found_inf is not None or scale is not None:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
         optimizer.step()

@@ -79,6 +79,15 @@ class Parts:
         """Return the id that attention and targets do not reach across; None: there is none."""
         return document_end(self.config, self.tokenizer)
 
+    @functools.cached_property
+    def foreign_code(self) -> bool:
+        """Return whether code that is not ours runs in a step: hooks, own parts, transformers."""
+        config = self.config
+        parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
+        targets = [str(part.get("_target_")) for part in parts]
+        ours = all(target.startswith("llmexp.") for target in targets)
+        return bool(self.hooks) or not ours or targets[0].startswith("llmexp.models.hf.")
+
     @property
     def hidden(self) -> Hidden:
         """Return which targets do not count."""

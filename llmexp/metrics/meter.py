@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,16 @@ class Meter:
     """Counts target tokens, and times training steps; evaluation and saving are not timed."""
 
     def __init__(self, device: torch.device, tokens_seen: int) -> None:
-        # exact to 2**53
-        self._tokens = torch.tensor(float(tokens_seen), dtype=torch.float64, device=device)
+        # a number on a CPU; exact to 2**53
+        self._tokens: Any = float(tokens_seen)
+        if device.type != "cpu":
+            self._tokens = torch.tensor(self._tokens, dtype=torch.float64, device=device)
         self._timed_from = tokens_seen
         self._timed_steps = 0
         self._step_time = self._data_time = 0.0
         self._since: float | None = None  # the last row, or the first step
 
-    def add(self, target_tokens: Tensor) -> None:
+    def add(self, target_tokens: Tensor | float) -> None:
         """Count one step, without a host wait."""
         self._tokens += target_tokens
         self._timed_steps += 1

@@ -72,7 +72,7 @@ class SmallGradient:
             self._norm = mesh.global_norm(self._mesh, gradients)
         self._targets = int((micro_batches[0][1] >= 0).sum())  # they are on the host
 
-    def take(self, count: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    def take(self, count: Tensor | float, scale: Tensor) -> tuple[Tensor, ...]:
         """Return (mean square norm of the gradient of a small batch, that batch's size in targets),
         0-dim; nothing where the step was not measured. `count`: targets of the window; `scale`: the
         loss scale. All ranks call together.
@@ -83,6 +83,7 @@ class SmallGradient:
         norm, self._norm = self._norm, None
         if norm is None:
             return ()
+        count = torch.as_tensor(count, dtype=torch.float64)
         together = self._mesh.sharding is not None  # FSDP has already averaged over the ranks
         targets = torch.tensor(float(self._targets), dtype=torch.float64)
         targets = targets.to(count.device, non_blocking=True)

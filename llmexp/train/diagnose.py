@@ -65,13 +65,14 @@ def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -
     for p in setup.parameters:
         if p.grad is not None:
             mesh.local_part(p.grad).zero_()
-    seed_step(setup.parts.config.train.seed, window.step, setup.mesh.dp_rank, device)
+    seed = setup.parts.config.train.seed
+    seed_step(seed, window.step, setup.mesh.dp_rank, device, setup.parts.foreign_code)
     for i, (tokens_bt, targets_bt) in enumerate(window.micro_batches, 1):
         with mesh.micro_step(setup.mesh, setup.module, last=i == len(window.micro_batches)):
             with precision.autocast(kind, device):
                 nll = setup.module(tokens_bt.to(device), targets_bt.to(device))
             look(nll, f"the loss of micro-batch {i}, where every layer was finite")
-            (nll * weight).backward()
+            nll.backward(weight)
     for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")

@@ -133,7 +133,8 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
         with meter.waiting_for_data():
             window = next(windows)
         hook("backward_start")  # before the seed: it may draw random numbers
-        seed_step(loop.config.train.seed, progress.step, loop.mesh.dp_rank, loop.mesh.device)
+        seed, foreign = loop.config.train.seed, loop.setup.parts.foreign_code
+        seed_step(seed, progress.step, loop.mesh.dp_rank, loop.mesh.device, foreign)
         gradients_ready = functools.partial(hook, "backward_end")
         step = train_step(loop.setup, window, lambda: settle(loop), gradients_ready)
         progress.step += 1

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,11 +52,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. Its tensors have no dimension and are on the device; reading one makes
-    the host wait."""
+    """One optimizer step. Its figures are numbers on a CPU; elsewhere they are tensors without
+    dimension on the device, and reading one makes the host wait."""
 
-    target_tokens: Tensor
-    own_nll: Tensor  # this rank's part of the loss, summed
+    target_tokens: Tensor | float
+    own_nll: Tensor | float  # this rank's part of the loss, summed
     verdict: Verdict
     lr: float
 
@@ -79,10 +80,11 @@ class Verdict:
     """The figures of a window on their way to the host, in one copy, and the limits of outliers
     that held for it. `read` waits for that copy alone, not for work queued after it."""
 
-    def __init__(self, limits: Limits | None, *figures: Tensor) -> None:
+    def __init__(self, limits: Limits | None, skip: Tensor | bool, *more: Any) -> None:
         self._limits = limits
         self._event: torch.cuda.Event | None = None
-        if figures[0].device.type == "cpu":  # reading is free there
+        figures = (skip, *more)
+        if isinstance(skip, bool):  # they are on the host
             self._figures = [float(figure) for figure in figures]
             return
         self._pinned = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
@@ -116,8 +118,8 @@ def train_step(
     """
     count, weight = weigh(setup, window)
     nll = accumulate(setup, window, weight)
-    own_nll = nll.clone()
-    loss = mesh.total(setup.mesh, nll) / count.clamp(min=1)
+    own_nll = figure(nll.clone())
+    loss = figure(mesh.total(setup.mesh, nll)) / at_least_one(count)
 
     gradients = [p.grad for p in setup.parameters if p.grad is not None]
     held = [mesh.local_part(g) for g in gradients]  # this rank's parts: the same storage
@@ -134,28 +136,39 @@ def train_step(
     lr = optim.set_rate(setup.optimizers, setup.parts.rate_factor(settle_last()))
     limits = setup.outliers.limits  # by the settled steps: all before this one
     if limits is not None and setup.parts.config.metrics.skip_outliers:
-        loss_64, norm_64 = loss.double(), norm.double()  # as `judge` compares them
-        outside = loss_64.clamp(*limits.loss) != loss_64
-        outside |= norm_64.clamp(*limits.norm) != norm_64
-        skip = mesh.maximum(setup.mesh, (skip | outside).int()) > 0  # the same on all ranks
+        skip = skip_outliers(setup.mesh, skip, loss, norm, limits)
     scale = setup.scaler.value
     small = setup.small.take(count, scale)
     optim.update(setup.optimizers, skip, factor)
     setup.scaler.update(norm)
     torch._foreach_zero_(held)
-    clipped = clipped & ~skip
+    clipped = clipped and not skip if isinstance(skip, bool) else clipped & ~skip
     verdict = Verdict(limits, skip, loss, norm, norm_after, clipped, count, scale, *small)
     return Step(count, own_nll, verdict, lr)
 
 
-def weigh(setup: Setup, window: Window) -> tuple[Tensor, Tensor]:
+def figure(value: Tensor) -> Any:
+    """Return a tensor without dimension as a number where reading is free, on a CPU; elsewhere as
+    it is."""
+    return value.item() if value.device.type == "cpu" else value
+
+
+def at_least_one(count: Any) -> Any:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
+
+
+def weigh(setup: Setup, window: Window) -> tuple[Any, Tensor]:
     """Return the number of valid targets of a window on all ranks, and the factor on the loss of
-    each micro-batch; 0-dim, on the device."""
-    own_count = torch.tensor(float(window.target_count), dtype=torch.float64)
-    count = mesh.total(setup.mesh, own_count.to(setup.mesh.device, non_blocking=True))
-    dtype = precision.parameter_dtype(setup.parts.precision)
+    each micro-batch: 0-dim, on the device."""
+    device, dtype = setup.mesh.device, precision.parameter_dtype(setup.parts.precision)
+    count: Any = float(window.target_count)
+    if setup.mesh.dp_size > 1 or device.type != "cpu":
+        own_count = torch.tensor(count, dtype=torch.float64).to(device, non_blocking=True)
+        count = figure(mesh.total(setup.mesh, own_count))
     # x dp_size: DDP and FSDP average what is to be summed
-    return count, (setup.mesh.dp_size / count.clamp(min=1)).to(dtype) * setup.scaler.value
+    weight = setup.mesh.dp_size / at_least_one(count)
+    weight = weight.to(dtype) if isinstance(weight, Tensor) else torch.tensor(weight, dtype=dtype)
+    return count, weight * setup.scaler.value if setup.scaler.enabled else weight
 
 
 def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
@@ -169,16 +182,27 @@ def accumulate(setup: Setup, window: Window, weight: Tensor) -> Tensor:
             with precision.autocast(kind, device):
                 micro_nll = setup.module(tokens_bt, targets_bt)
             with setup.small.watching(window.step + 1, i, window.micro_batches, setup.parameters):
-                (micro_nll * weight).backward()
+                micro_nll.backward(weight)
         nll += micro_nll.detach()
     return nll
 
 
-def unusable(loss: Tensor, norm: Tensor, count: Tensor) -> Tensor:
+def unusable(loss: Any, norm: Any, count: Any) -> Any:
     """Return whether a window has no valid target, or a figure that is not finite."""
-    if loss.device.type == "cpu":  # reading is free there
-        return torch.tensor(judge(float(loss), float(norm), float(count), False, None) != OK)
+    if not isinstance(loss, Tensor):
+        return judge(loss, float(norm), count, False, None) != OK
     return ~(loss.isfinite() & norm.isfinite() & (count > 0))
+
+
+def skip_outliers(joined: mesh.Mesh, skip: Any, loss: Any, norm: Tensor, limits: Limits) -> Any:
+    """Return whether the update is left out, now also where it would be an outlier's; the same on
+    all ranks."""
+    if isinstance(skip, bool):
+        return mesh.any_rank(joined, skip or not limits.hold(loss, float(norm)))[0]
+    loss_64, norm_64 = loss.double(), norm.double()  # as `judge` compares them
+    outside = loss_64.clamp(*limits.loss) != loss_64
+    outside |= norm_64.clamp(*limits.norm) != norm_64
+    return mesh.maximum(joined, (skip | outside).int()) > 0
 
 
 def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits | None) -> int:
@@ -194,9 +218,12 @@ def judge(loss: float, norm: float, count: float, skipped: bool, limits: Limits 
     return OK if limits is None or limits.hold(loss, norm) else OUTLIER
 
 
-def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
+def seed_step(
+    seed: int, step: int, rank: int, device: torch.device, everywhere: bool = True
+) -> None:
     """Seed the RNG of a window, a pure function of (seed, step, rank): nothing that happens between
-    two windows can disturb it, and a resumed run needs no RNG state."""
+    two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere` it is
+    torch's alone: nobody draws from the others."""
     number = int.from_bytes(
         hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     )
@@ -204,6 +231,8 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
+    if not everywhere:
+        return
     random.seed(number)
     np.random.seed(number % 2**32)
 

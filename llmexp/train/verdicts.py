@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from llmexp import mesh
 from llmexp.metrics.outliers import describe
 from llmexp.train.checkpointing import finish_saving
@@ -62,7 +64,7 @@ def reason_to_end(loop: Loop, step: Step, code: int) -> str:
     overflowed, limit = code in (BAD_LOSS, BAD_NORM), loop.config.train.max_consecutive_skips
     if overflowed and not scaler.enabled:
         finish_last_save(loop)
-        ranks = mesh.ranks_where(loop.mesh, not bool(step.own_nll.isfinite()))
+        ranks = mesh.ranks_where(loop.mesh, not math.isfinite(step.own_nll))
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         return (
             f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
