@@ -60,15 +60,11 @@ def main() -> None:
         train_step(s, next(windows), applied).verdict.read()
         updates += 1
 
-    norm, loss, count = (
-        torch.tensor(1.0),
-        torch.tensor(3.0),
-        torch.tensor(1000.0, dtype=torch.float64),
-    )
+    norm, loss, count = torch.tensor(1.0), 3.0, 1000.0
 
     def look() -> None:
         skip = unusable(loss, norm, count)
-        Verdict(None, skip, loss, norm, norm, norm > 1, count, loss).read()
+        Verdict(None, skip, loss, norm, norm, False, count, loss).read()
 
     for _ in range(5):
         step()
