@@ -19,7 +19,7 @@ import yaml
 
 from llmexp.config import Config, ConfigError
 from llmexp.convert import build
-from llmexp.fileio import read_json, write_json, write_whole
+from llmexp.fileio import read_json, write_json
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -256,71 +256,35 @@ def allowed_again() -> str:
     return f" --allow {shlex.quote(allowed)}" if allowed else ""
 
 
-# json.dumps with options would make one for each row
-ROW = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-
-
-class Rows:
-    """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once."""
-
-    def __init__(self, path: Path, keep_up_to_step: int) -> None:
-        """Open for appending; rows after `keep_up_to_step`, and a torn last line, are removed
-        first."""
-        kept = [row for row in read_rows(path) if row["step"] <= keep_up_to_step]
-        if path.exists():
-            write_whole(path, "".join(ROW.encode(row) + "\n" for row in kept))
-        self.rows = kept
-        # Unbuffered: what could not be written must not come back as an error at the end.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Raise OSError where the row cannot be written; the file then ends with the row before
-        it."""
-        left = memoryview(f"{ROW.encode(row)}\n".encode())
-        whole = os.fstat(self._file.fileno()).st_size
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(whole)
-            text = (
-                f"{self._file.name}: the row of step {row['step']:,} could not be written: "
-                f"{error.strerror}"
-            )
-            raise OSError(text) from error
-        self.rows.append(row)
-
-    def sync(self) -> None:
-        """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
-        ahead of its rows."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.sync()
-        self._file.close()
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the whole rows of a metrics file in order; a torn last line is left out. Raises
     ConfigError for damage."""
+    return [row for row, _ in walk_rows(path)]
+
+
+def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the whole rows of a metrics file in order, each with the place in the file where it
+    ends; one is in memory at a time. A torn last line is left out. Raises ConfigError for
+    damage."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    # what follows the last newline was never finished
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            row = json.loads(line)
-            if isinstance(row["step"], bool) or not isinstance(row["step"], int):
-                raise ValueError("no step")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ConfigError(
-                f"{path}: line {number} is not a row of metrics: {line[:60]!r}; the checkpoints "
-                "are intact: take the line out, or give the file another name, and resume"
-            ) from None
-        rows.append(row)
-    return rows
+        return
+    end = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # it was never finished
+                return
+            end += len(line)
+            try:
+                row = json.loads(line)
+                if isinstance(row["step"], bool) or not isinstance(row["step"], int):
+                    raise ValueError("no step")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ConfigError(
+                    f"{path}: line {number} is not a row of metrics: {line[:-1][:60]!r}; the "
+                    "checkpoints are intact: take the line out, or give the file another name, and "
+                    "resume"
+                ) from None
+            yield row, end
 
 
 def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, steps: Any) -> str:

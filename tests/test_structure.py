@@ -22,8 +22,8 @@ MODULES = {
 ROOMS = (
     "values", "config", "convert", "run", "knobs", "labels", "child", "redact", "fileio",
     "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "tasks",
-    "checkpoint", "rundir", "naming", "exchange", "ending", "provenance", "tracker", "compare",
-    "assembly", "train", "evaluate", "forecast", "compose", "sweep", "verify", "cli",
+    "checkpoint", "rundir", "rows", "naming", "exchange", "ending", "provenance", "tracker",
+    "compare", "assembly", "train", "evaluate", "forecast", "compose", "sweep", "verify", "cli",
     "program", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.

@@ -31,7 +31,8 @@ class Held:
 class Counting(TorchDispatchMode):
     """Count the memory that operations take on a device, by the `phase` in which they take it.
 
-    `peak` is what was held when most was held. A figure that the host reads is 0.
+    `peak` is what was held when most was held. A figure that the host reads is
+    1: a window without a target would make no update.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -48,7 +49,7 @@ class Counting(TorchDispatchMode):
         if any(getattr(t, "__name__", "") == "DTensor" for t in types):
             return NotImplemented  # it comes again, with what the rank has of it
         if func is _READ:
-            return 0
+            return 1.0 if args[0].is_floating_point() else 0
         kwargs = kwargs or {}
         if func is torch.ops.aten.addmm.dtype_out:
             return kwargs["out"]  # torch 2.11 cannot run it without memory

@@ -7,6 +7,8 @@ import itertools
 import math
 import textwrap
 import warnings
+from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,18 +23,21 @@ VAL = ("#DD6B20", "#B83280", "#319795", "#975A16", "#718096")
 SMOOTH_ABOVE_POINTS = 50
 
 Series = tuple[np.ndarray, np.ndarray]  # tokens seen, values
+Columns = dict[str, tuple[array, array]]  # the same by key
 
 
-def plot_losses(rows: list[dict[str, Any]], title: str) -> bytes:
+def plot_losses(rows: Iterable[dict[str, Any]], title: str) -> bytes:
     """Return a PNG with the losses of `rows` (as in metrics.jsonl, nats per token) over
     `tokens_seen`.
 
     A lower panel shows `lr` and `grad_norm` where the rows have them. Values that are absent, None
     or not finite are left out; with no loss at all there is no picture, and nothing is returned.
     """
-    train_x, train_y = _series(rows, "train/loss")
-    lr, norm = _series(rows, "lr"), _series(rows, "grad_norm")
-    if not len(train_x) and not _validation(rows):
+    columns = _columns(rows)
+    train_x, train_y = _series(columns, "train/loss")
+    lr, norm = _series(columns, "lr"), _series(columns, "grad_norm")
+    validation = _validation(columns)
+    if not len(train_x) and not validation:
         return b""
 
     # Figure without pyplot: no global state, no choice of a window system.
@@ -56,7 +61,7 @@ def plot_losses(rows: list[dict[str, Any]], title: str) -> bytes:
     elif len(train_x):
         marker = "." if len(train_x) <= 20 else None
         top.plot(train_x, train_y, color=TRAIN, linewidth=1.2, marker=marker, label="train")
-    for (name, (x, y)), color in zip(_validation(rows).items(), itertools.cycle(VAL), strict=False):
+    for (name, (x, y)), color in zip(validation.items(), itertools.cycle(VAL), strict=False):
         size = 4.5 if len(x) <= 60 else 2.5
         label = f"{name} (last {y[-1]:.4f})"
         top.plot(x, y, color=color, marker="o", markersize=size, linewidth=1.0, label=label)
@@ -99,30 +104,43 @@ def _clean(axes: Axes) -> None:
     axes.spines["right"].set_visible(False)
 
 
-def _series(rows: list[dict[str, Any]], key: str) -> Series:
-    """Return `tokens_seen` and `key` of the rows that have both as finite numbers, in the order of
-    tokens."""
-    pairs = [
-        (row["tokens_seen"], row[key])
-        for row in rows
-        if all(
-            isinstance(row.get(k), int | float) and math.isfinite(row[k])
-            for k in ("tokens_seen", key)
-        )
-    ]
-    values = np.asarray(sorted(pairs), dtype=float).reshape(-1, 2)
-    return values[:, 0], values[:, 1]
+def _columns(rows: Iterable[dict[str, Any]]) -> Columns:
+    """Return, by key that is drawn, `tokens_seen` and the values of the rows that have both as
+    finite numbers. The rows are read once, and may be many."""
+    found: Columns = {}
+    for row in rows:
+        tokens = row.get("tokens_seen")
+        if not _is_finite(tokens):
+            continue
+        for key, value in row.items():
+            drawn = key in ("train/loss", "val/loss", "lr", "grad_norm") or is_of_named_set(key)
+            if drawn and _is_finite(value):
+                both = found.setdefault(key, (array("d"), array("d")))
+                both[0].append(tokens)
+                both[1].append(value)
+    return found
 
 
-def _validation(rows: list[dict[str, Any]]) -> dict[str, Series]:
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _series(columns: Columns, key: str) -> Series:
+    """Return `tokens_seen` and the values of a key, in the order of tokens."""
+    tokens, values = (np.asarray(column) for column in columns.get(key, ((), ())))
+    order = np.lexsort((values, tokens))
+    return tokens[order], values[order]
+
+
+def _validation(columns: Columns) -> dict[str, Series]:
     """Return the validation losses by name: of each named set, or of the only one; and of the
     average of the weights."""
-    shown = [key for key in figures_in(rows) if is_of_named_set(key) and key.endswith("/loss")]
+    shown = [key for key in figures_in([columns]) if is_of_named_set(key) and key.endswith("/loss")]
     average = f"{EMA}/loss"
     if len({*shown} - {average}) < 2:
         shown = ["val/loss", *(key for key in shown if key == average)]
     names = [title_of(key) if is_of_named_set(key) else "validation" for key in shown]
-    found = {name: _series(rows, key) for name, key in zip(names, shown, strict=True)}
+    found = {name: _series(columns, key) for name, key in zip(names, shown, strict=True)}
     return {name: series for name, series in found.items() if len(series[0])}
 
 

@@ -20,6 +20,7 @@ from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.rows import Rows
 from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.tracker.opening import Trackers, open_trackers
@@ -169,7 +170,8 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
             f"{parts.run.max_steps:,}"
         )
     main = joined.rank == 0
-    rows = rundir.Rows(path / rundir.METRICS, progress.step) if main else None
+    begins_at = 0 if parent is None else parent.step
+    rows = Rows(path / rundir.METRICS, progress.step, begins_at) if main else None
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
         setup=setup,

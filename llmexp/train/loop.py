@@ -30,6 +30,8 @@ from llmexp.train.step import Step, TrainingFailed, seed_step, train_step
 from llmexp.train.verdicts import settle
 from llmexp.train.windows import read_ahead
 
+WEIGHT_NORM_EVERY = 10  # rows
+
 
 @dataclass(frozen=True)
 class Due:
@@ -84,6 +86,7 @@ def train(loop: Loop) -> str:
         if loop.saving is not None and not writing:
             go_on_saving(loop)
         if stop or progress.step >= stop_step:
+            show_rows(loop)
             loop.out.console.line(f"stopping at step {progress.step:,}; saving a checkpoint")
             settle(loop)
             save(loop, must=True)
@@ -95,6 +98,9 @@ def train(loop: Loop) -> str:
             report(loop, step, window, due)
         else:
             call_hooks(loop, "step_end", progress.step)
+        slow = due.evaluation or due.tasks or due.checkpoint or due.sample
+        if loop.out.rows is not None and (slow or loop.out.rows.due):
+            show_rows(loop)
         loop.out.console.progress(progress.step, *loop.shown)
         if progress.step == first + 1:  # all ranks are there, compiled and warm
             mesh.shorten_timeout(loop.mesh, config.parallelism.timeout_s)
@@ -148,8 +154,10 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
 def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
-    row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window))
+    row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window, due))
     call_hooks(loop, "step_end", progress.step, row, wanted=True)
+    if loop.out.rows is not None and (due.tasks or due.evaluation):
+        loop.out.rows.flush()  # this may take long
     if due.tasks:
         row |= score_tasks(loop.setup)
     if due.evaluation:
@@ -169,12 +177,14 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     publish(loop, row)
 
 
-def measure(loop: Loop, step: Step, window: Window) -> Measures:
+def measure(loop: Loop, step: Step, window: Window, due: Due) -> Measures:
     """Return what is measured of all ranks for a row, and start the counts of the next one."""
     setup, device, digest = loop.setup, loop.mesh.device, None
-    tokens_seen = loop.meter.tokens_seen()
-    weights = [parameter.detach() for parameter in setup.parameters]
-    weight_norm = float(mesh.global_norm(loop.mesh, weights))
+    tokens_seen, weight_norm = loop.meter.tokens_seen(), None
+    every = WEIGHT_NORM_EVERY * loop.config.train.log_every
+    if due.evaluation or loop.progress.step % every == 0:
+        weights = [parameter.detach() for parameter in setup.parameters]
+        weight_norm = float(mesh.global_norm(loop.mesh, weights))
     if loop.config.train.data_digest:
         digest = int(mesh.total(loop.mesh, torch.tensor(window.digest, device=device)))
     rates = loop.meter.take(loop.mesh.world_size)
@@ -194,15 +204,20 @@ def measure(loop: Loop, step: Step, window: Window) -> Measures:
 
 
 def publish(loop: Loop, row: dict[str, Any]) -> None:
-    """Write a row to metrics.jsonl and show it. A row is strict JSON: what has overflowed is
-    absent."""
+    """Give a row to metrics.jsonl. It is strict JSON: what has overflowed is absent."""
     row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
-    if loop.out.rows is None:
+    if loop.out.rows is not None:
+        loop.out.rows.add(row)
+        loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
+
+
+def show_rows(loop: Loop) -> None:
+    """Write the rows that wait, and show the last one."""
+    rows = loop.out.rows
+    if rows is None or not rows.flush():
         return
-    loop.out.rows.append(row)
     lengths = (loop.run.max_steps, loop.run.max_epochs)
     short = None
     if loop.out.console.live:
-        short = format_row(row, *lengths, shutil.get_terminal_size().columns)
-    loop.out.console.line(format_row(row, *lengths), short)
-    loop.shown = (row.get("train/loss"), row["tokens_per_sec"], row["eta"])
+        short = format_row(rows.figures.last, *lengths, shutil.get_terminal_size().columns)
+    loop.out.console.line(format_row(rows.figures.last, *lengths), short)

@@ -16,7 +16,7 @@ class Measures:
     or not asked for, is None."""
 
     tokens_seen: int
-    weight_norm: float
+    weight_norm: float | None
     peak_memory_gib: float
     rates: dict[str, float]  # of the meter since the last row, the clipping, the noise scale
     lr: float
@@ -38,7 +38,8 @@ def build_row(run: Run, progress: Progress, seen: Seen, measures: Measures) -> d
     if applied:
         row["grad_norm"] = seen.grad_norm
         row["grad_norm_post_clip"] = seen.grad_norm_post_clip
-    row["weight_norm"] = measures.weight_norm
+    if measures.weight_norm is not None:
+        row["weight_norm"] = measures.weight_norm
     if measures.loss_scale is not None:
         row["loss_scale"] = measures.loss_scale
     row["skipped"] = not applied

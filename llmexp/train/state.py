@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
 from llmexp.checkpoint import saving
 from llmexp.config import Config
 from llmexp.data.text_bytes import TextBytes
@@ -18,6 +17,7 @@ from llmexp.metrics.console import Console
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.rows import Rows
 from llmexp.run import Run
 from llmexp.tracker.opening import Trackers
 from llmexp.train.step import Setup, Step
@@ -56,7 +56,7 @@ class Outputs:
     main: bool
     console: Console
     tracker: Trackers
-    rows: rundir.Rows | None
+    rows: Rows | None
 
 
 @dataclass

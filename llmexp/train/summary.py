@@ -13,6 +13,7 @@ from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
+from llmexp.rows import Figures
 from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.state import Loop
 
@@ -20,8 +21,8 @@ from llmexp.train.state import Loop
 def summarise(loop: Loop) -> dict[str, Any]:
     """Return the figures that status.json and the tracker's summary end with; what is not known is
     absent."""
-    rows = loop.out.rows.rows if loop.out.rows is not None else []
-    last = rows[-1] if rows else {}
+    rows = Figures() if loop.out.rows is None else loop.out.rows.figures
+    newest, last = rows.newest, rows.last
     found: dict[str, Any] = {"steps": loop.progress.step}
     tokens_seen, parent = None, loop.run.facts.parent
     before = parent.tokens_seen if parent else 0
@@ -31,16 +32,14 @@ def summarise(loop: Loop) -> dict[str, Any]:
         found["tokens_seen"] = tokens_seen
         if parent:
             found["own tokens_seen"] = tokens_seen - before
-    for key in figures_in(rows):
-        with contextlib.suppress(StopIteration):
-            row = next(row for row in reversed(rows) if key in row)
-            when = (
-                "final" if row["step"] == loop.progress.step else "latest"
-            )  # a stop may lie between two of them
-            found[f"{when} {key}"] = row[key]
+    for key in figures_in([newest]):
+        if key in newest:
+            step, value = newest[key]
+            # a stop may lie between two rows
+            found[f"{'final' if step == loop.progress.step else 'latest'} {key}"] = value
     if loop.progress.best_val_loss is not None:
         found["best val/loss"] = loop.progress.best_val_loss
-    if seconds := training_time(loop, rows):
+    if seconds := training_time(loop):
         found["train_time"] = seconds
         if tokens_seen is not None:
             found["mean tokens_per_sec"] = (tokens_seen - before) / seconds
@@ -55,14 +54,12 @@ def summarise(loop: Loop) -> dict[str, Any]:
     return found | loop.measured.noise.figures()
 
 
-def training_time(loop: Loop, rows: list[dict[str, Any]]) -> float | None:
+def training_time(loop: Loop) -> float | None:
     """Return seconds of training of the whole run, of a fork without its parent; what a resumed run
     did twice counts once. None where steps after the last row were not timed."""
     step, seconds = parent.step if (parent := loop.run.facts.parent) else 0, 0.0
-    for row in rows:
-        if isinstance(mean := row.get("step_time"), float):
-            seconds += (row["step"] - step) * mean
-        step = row["step"]
+    if loop.out.rows is not None:
+        step, seconds = loop.out.rows.figures.step, loop.out.rows.figures.train_time
     since = loop.meter.step_time()
     if step < loop.progress.step and since is None:
         return None
@@ -108,7 +105,8 @@ def say_the_end(loop: Loop, state: str, summary: dict[str, Any], text: str | Non
         if text is not None:
             sections.append(("sample", text))
         if loop.out.rows is not None and parts.config.metrics.picture:
-            if png := plot_losses(loop.out.rows.rows, f"{parts.config.name}/{path.name}"):
+            rows = (row for row, _ in rundir.walk_rows(loop.out.rows.path))
+            if png := plot_losses(rows, f"{parts.config.name}/{path.name}"):
                 write_whole(path / "loss.png", png)
             if (path / "loss.png").exists():
                 to_copy.append(("picture", str(path / "loss.png")))

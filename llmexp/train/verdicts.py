@@ -6,6 +6,7 @@ import math
 
 from llmexp import mesh
 from llmexp.metrics.outliers import describe
+from llmexp.rows import Figures
 from llmexp.train.checkpointing import finish_saving
 from llmexp.train.diagnose import first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop
@@ -95,17 +96,19 @@ def finish_last_save(loop: Loop) -> None:
 
 def grew(loop: Loop) -> str:
     """Return a hint, where the losses of the rows had been on their way up."""
-    rows = loop.out.rows.rows if loop.out.rows is not None else []
-    losses = [row["train/loss"] for row in rows if "train/loss" in row]
-    if len(losses) < 2 and loop.progress.step < 100:  # too soon for rows to tell
+    figures = Figures() if loop.out.rows is None else loop.out.rows.figures
+    if figures.train_losses < 2 and loop.progress.step < 100:  # too soon for rows to tell
         return (
             "; if the steps are too large, a smaller optimizer.lr or a longer "
             "schedule.warmup_steps helps"
         )
-    if not losses or losses[-1] < min(losses) + 1:
+    if not figures.train_losses:
+        return ""
+    least, last = figures.least_train_loss, figures.newest["train/loss"][1]
+    if last < least + 1:
         return ""
     return (
-        f"; the loss had grown from {min(losses):.4g} to {losses[-1]:.4g} before: a smaller "
+        f"; the loss had grown from {least:.4g} to {last:.4g} before: a smaller "
         "optimizer.lr, or a longer schedule.warmup_steps, may keep it from that"
     )
 

@@ -22,7 +22,7 @@ from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import ASKED, calibrate
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.failing import Failure
-from llmexp.train.loop import train
+from llmexp.train.loop import show_rows, train
 from llmexp.train.sampling import sample_text
 from llmexp.train.state import Loop
 from llmexp.train.summary import details, say_the_end, summarise
@@ -159,6 +159,7 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
     summary = summarise(loop)
     try:
         if out.rows is not None:
+            show_rows(loop)
             out.rows.close()
         if out.main and state != "failed":
             ending.record_end(out.path, state, code, None, summary=summary, **details(loop))

@@ -122,7 +122,8 @@ def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
     """Gradients that overflow at any scale: each step is skipped, bit for bit, until the scale is
     hopeless."""
     failed = llmexp(
-        "train", *settings, "precision.init_scale=4", "hydra.run.dir=run", "--allow", "bombs",
+        "train", *settings, "train.eval_every=1", "precision.init_scale=4", "hydra.run.dir=run",
+        "--allow", "bombs",
         "hooks=[bombs.hook]",
         "parallelism.activation_checkpointing=full", cwd=here, FAULT_BOMB="gradient 4 0",
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.metrics.plot import _series, _validation, plot_losses, running_mean
+from llmexp.metrics.plot import _columns, _series, _validation, plot_losses, running_mean
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def test_series_are_ordered_by_tokens_and_finite() -> None:
         {"lr": 7.0},
         {"tokens_seen": 50, "lr": math.inf},
     ]
-    x, y = _series(rows, "lr")
+    x, y = _series(_columns(rows), "lr")
     assert x.tolist() == [10, 20]
     assert y.tolist() == [1.5, 2]
 
@@ -104,9 +104,9 @@ def test_a_straight_line_stays_straight() -> None:
 
 def test_named_sets_have_curves_of_their_own() -> None:
     rows = make_rows(3, **{"val/loss": 3.0, "val/a/loss": 3.0, "val/a/bits_per_byte": 1.0})
-    assert list(_validation(rows)) == ["validation"]
+    assert list(_validation(_columns(rows))) == ["validation"]
     with_average = [row | {"val/ema/loss": 2.0} for row in rows]
-    assert list(_validation(with_average)) == ["validation", "val ema loss"]
+    assert list(_validation(_columns(with_average))) == ["validation", "val ema loss"]
     rows[2] |= {"val/b/loss": 4.0}
-    found = {name: y.tolist() for name, (_, y) in _validation(rows).items()}
+    found = {name: y.tolist() for name, (_, y) in _validation(_columns(rows)).items()}
     assert found == {"val a loss": [3.0, 3.0, 3.0], "val b loss": [4.0]}

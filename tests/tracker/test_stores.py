@@ -14,7 +14,8 @@ import pytest
 
 from llmexp import config, rundir
 from llmexp.__main__ import run as command
-from llmexp.rundir import Rows, read_rows
+from llmexp.rows import Rows
+from llmexp.rundir import read_rows
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.opening import Copy, Trackers
@@ -37,7 +38,7 @@ WORKER = """
 import json, os, sys, time
 from pathlib import Path
 from llmexp.config import Tracker
-from llmexp.rundir import Rows
+from llmexp.rows import Rows
 from llmexp.tracker.opening import Copy
 from llmexp.tracker.stores import STORES
 from tests.tracker.test_stores import FIELDS, SETTINGS
@@ -51,7 +52,8 @@ STORES[kind] = Counted
 out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
 copy = Copy(kind, SETTINGS, folder, FIELDS, print)
 for row in rows:
-    out.append(row)
+    out.add(row)
+    out.flush()
 if die == "die":
     while len(arrived) < len(rows):
         time.sleep(0.05)
@@ -100,7 +102,8 @@ def follow(folder: Path, rows: list[dict[str, Any]], code: int = 0) -> list[str]
     out = Rows(folder / "metrics.jsonl", rows[0]["step"] - 1)
     copy = Copy("tensorboard", SETTINGS, folder, FIELDS, said.append)
     for row in rows:
-        out.append(row)
+        out.add(row)
+    out.flush()
     copy.finish({"steps": rows[-1]["step"]}, code)
     return said
 

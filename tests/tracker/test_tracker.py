@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from llmexp.rundir import Rows
+from llmexp.rows import Rows
 from llmexp.tracker.fields import Position, cut, read_position, upload_is_pending, write_position
 from tests.conftest import ROOT
 from tests.tracker.fake_wandb import FakeWandb
@@ -32,7 +32,7 @@ WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from llmexp.config import Tracker
-from llmexp.rundir import Rows
+from llmexp.rows import Rows
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror
 
@@ -60,7 +60,8 @@ for number, row in enumerate(spec["rows"]):
         cores = subprocess.run(command, capture_output=True, text=True).stdout.split()
         assert len(cores) == 1, cores
         os.kill(os.getpid() if number == spec["die_at"] else int(cores[0]), signal.SIGKILL)
-    rows.append(row)
+    rows.add(row)
+    rows.flush()
     time.sleep(spec["pause"])
 start = time.perf_counter()
 mirror.finish({"final/loss": 1.25}, spec["exit_code"])
@@ -485,7 +486,8 @@ def test_what_the_server_lost_is_sent_by_the_resumed_run(tmp_path: Path) -> None
     run_dir.mkdir()
     before = Rows(run_dir / "metrics.jsonl", 0)
     for row in rows[:30]:
-        before.append(row)
+        before.add(row)
+    before.close()
     write_position(run_dir, Position("run-1", rows[29]["tokens_seen"], 30))
     with FakeWandb() as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": FAKE_KEY}

@@ -15,6 +15,7 @@ from llmexp import rundir
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
+from llmexp.rows import Figures
 from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.sampling import one_thread
@@ -33,6 +34,13 @@ def row(step: int, **more: Any) -> dict[str, Any]:
         "skipped_steps": 0,
         **more,
     }
+
+
+def counted(rows: list[dict[str, Any]]) -> Figures:
+    figures = Figures()
+    for found in rows:
+        figures.count(found)
+    return figures
 
 
 def made(
@@ -57,7 +65,7 @@ def made(
         out=Outputs(
             Path("run"), True, SimpleNamespace(line=[].append if said is None else said.append),
             # type: ignore[arg-type]
-            SimpleNamespace(), SimpleNamespace(rows=rows or []),  # type: ignore[arg-type]
+            SimpleNamespace(), SimpleNamespace(figures=counted(rows or [])),  # type: ignore[arg-type]
         ),
         progress=progress,
         meter=Meter(torch.device("cpu"), 96 * progress.step),
@@ -195,7 +203,11 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     def tokens_seen() -> Any:
         raise lost
 
-    parts = {"rows": SimpleNamespace(rows=[row(2)], close=lambda: close("rows"))}
+    parts = {
+        "rows": SimpleNamespace(
+            figures=counted([row(2)]), flush=lambda: False, close=lambda: close("rows")
+        )
+    }
     parts["tracker"] = SimpleNamespace(finish=lambda *found: close("tracker", *found))
     parts["console"] = SimpleNamespace(close=lambda: close("console"))
     loop.out = dataclasses.replace(loop.out, path=tmp_path, **parts)

@@ -67,8 +67,9 @@ def test_looking_does_not_change_the_run(tmp_path):
     )  # fmt: skip
     seen = {r["step"]: r for r in busy.rows()}
     for row in quiet.rows():
-        for key in ("train/loss", "grad_norm", "weight_norm", "lr", "tokens_seen"):
+        for key in ("train/loss", "grad_norm", "lr", "tokens_seen"):
             assert row[key] == seen[row["step"]][key]
+    assert quiet.rows()[-1]["weight_norm"] == busy.rows()[-1]["weight_norm"]
     trace = json.loads((busy.folder / "trace_step_00000002.json").read_text())
     assert any("adamw" in str(e.get("name", "")).lower() for e in trace["traceEvents"])
     steps = {
@@ -187,7 +188,8 @@ def test_a_run_without_any_update_is_no_success(tmp_path):
 
 def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     overflowing = [*SYNTHETIC, "precision=fp16", f"precision.init_scale={2**40}"]
-    result = train(tmp_path, "run", *overflowing, "train.log_every=1", "train.max_steps=40")
+    each = ["train.log_every=1", "train.eval_every=1", "train.eval_tokens=24"]
+    result = train(tmp_path, "run", *overflowing, *each, "train.max_steps=40")
     rows = result.rows()
     skipped = [r["skipped"] for r in rows]
     first = skipped.index(False)
@@ -196,9 +198,9 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     assert [r["loss_scale"] for r in rows[: first + 1]] == [
         2.0 ** (40 - i) for i in range(first + 1)
     ]
-    assert (
-        len({r["weight_norm"] for r in rows[: first + 1]}) == 2
-    )  # of all skipped ones one, then the first update's
+    # that of all skipped steps; an evaluation shows it at each step
+    assert len({r["weight_norm"] for r in rows[:first]}) == 1
+    assert rows[first]["weight_norm"] != rows[0]["weight_norm"]
     assert result.out.count("overflowed fp16; its update was skipped") == sum(skipped)
     assert rows[first]["lr"] == rows[0]["lr"]  # the schedule waited
     assert all("train/loss" in r and "grad_norm" not in r for r in rows[:first])

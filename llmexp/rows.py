@@ -1,0 +1,109 @@
+"""Write metrics.jsonl, the rows of a run, some at a time; keep of them only what the end needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from llmexp.rundir import walk_rows
+
+# json.dumps with options would make one for each row
+ROW = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+MOST_WAITING = 10  # rows
+LONGEST_WAIT_S = 1.0
+
+
+class Figures:
+    """Keep what the end of a run needs of its rows."""
+
+    def __init__(self, begins_at: int = 0) -> None:
+        """Begin before the first row; `begins_at`: the step before the first one of the run."""
+        self.step = begins_at  # of the last row
+        self.last: dict[str, Any] = {}  # row
+        self.newest: dict[str, tuple[int, Any]] = {}  # by key: step and value in the last such row
+        self.train_losses, self.least_train_loss = 0, math.inf
+        self.train_time = 0.0  # seconds, of the steps up to the last row
+
+    def count(self, row: dict[str, Any]) -> None:
+        self.last = row
+        for key, value in row.items():
+            self.newest[key] = row["step"], value
+        if "train/loss" in row:
+            self.train_losses += 1
+            self.least_train_loss = min(self.least_train_loss, row["train/loss"])
+        if isinstance(mean := row.get("step_time"), float):
+            self.train_time += (row["step"] - self.step) * mean
+        self.step = row["step"]
+
+
+class Rows:
+    """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once.
+
+    `add` keeps a row until `flush` writes all that wait, which `due` asks for: with the first row,
+    with each tenth one, after a second. A kill loses those that wait and tears none.
+    """
+
+    def __init__(self, path: Path, keep_up_to_step: int, begins_at: int = 0) -> None:
+        """Open for appending; rows after `keep_up_to_step`, and a torn last line, are removed
+        first. `begins_at`: the step before the first one of the run."""
+        self.path, self.figures = path, Figures(begins_at)
+        end = 0
+        for row, after in walk_rows(path):
+            if row["step"] > keep_up_to_step:
+                break
+            self.figures.count(row)
+            end = after
+        # Unbuffered: what could not be written must not come back as an error at the end.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(end)
+        self._waiting: list[tuple[int, bytes]] = []
+        self._written_at = -math.inf
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take a row, which `flush` writes."""
+        self._waiting.append((row["step"], f"{ROW.encode(row)}\n".encode()))
+        self.figures.count(row)
+
+    @property
+    def due(self) -> bool:
+        """Return whether rows have waited long enough to be written."""
+        if not self._waiting:
+            return False
+        waited = time.monotonic() - self._written_at
+        return len(self._waiting) >= MOST_WAITING or waited >= LONGEST_WAIT_S
+
+    def flush(self) -> bool:
+        """Write the rows that wait; return whether there were any. Raises OSError where one cannot
+        be written; the file then ends with the row before it."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return False
+        self._written_at = time.monotonic()
+        data = b"".join(line for _, line in waiting)
+        before, written = os.fstat(self._file.fileno()).st_size, 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            whole = data[:written].rfind(b"\n") + 1
+            with contextlib.suppress(OSError):
+                self._file.truncate(before + whole)
+            step = waiting[data[:whole].count(b"\n")][0]
+            text = f"the row of step {step:,} could not be written: {error.strerror}"
+            raise OSError(f"{self._file.name}: {text}") from error
+        return True
+
+    def sync(self) -> None:
+        """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
+        ahead of its rows."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()

@@ -1,0 +1,103 @@
+"""metrics.jsonl as it is written: some rows at a time, whole after a kill, in constant memory."""
+
+import json
+import pickle
+
+import pytest
+
+from llmexp import rows as module
+from llmexp.rows import Rows
+from llmexp.rundir import read_rows
+from tests.conftest import TINY, llmexp
+
+DYING = """
+import os, signal
+
+def hook(event, context):
+    if (event, context.step) == ("step_start", 36):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def row(step: int, **more: float) -> dict:
+    return {"step": step, "train/loss": 5.0 - step / 1000, "step_time": 0.5, **more}
+
+
+def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    knobs = ["data=synthetic", "train.log_every=1", "train.eval_every=null", "train.max_steps=50"]
+    hook = ["--allow", "dying", "hooks=[dying.hook]", "hydra.run.dir=run"]
+    died = llmexp("train", *TINY, *knobs, "checkpoint.every=3", *hook, cwd=tmp_path)
+    assert died.code != 0
+    file = tmp_path / "run" / "metrics.jsonl"
+    assert file.read_bytes().endswith(b"\n")
+    kept = read_rows(file)
+    # a checkpoint does not wait for rows, and step 35 is after that of step 33
+    assert [r["step"] for r in kept] == list(range(1, len(kept) + 1))
+    assert 33 <= len(kept) <= 35
+    assert [r["step"] for r in kept if "weight_norm" in r] == [10, 20, 30]
+    resumed = llmexp("resume", "--allow", "dying", "run", "hooks=[]", cwd=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert [r["step"] for r in read_rows(file)] == list(range(1, 51))
+
+
+def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    rows = Rows(tmp_path / "rows", 0)
+    rows.add(row(1))
+    assert rows.due  # the first one
+    assert rows.flush()
+    for step in range(2, 12):
+        assert not rows.due
+        rows.add(row(step))
+    assert rows.due
+    assert len(read_rows(rows.path)) == 1
+    assert rows.flush()
+    assert not rows.flush()
+    rows.add(row(12))
+    now = 100.9
+    assert not rows.due
+    now = 101.0
+    assert rows.due
+    rows.close()
+    assert [r["step"] for r in read_rows(rows.path)] == list(range(1, 13))
+
+
+def test_a_resume_cuts_the_file_in_place_and_keeps_figures_alone(tmp_path):
+    path = tmp_path / "rows"
+    made = [row(step, **({"val/loss": step} if step % 4 == 0 else {})) for step in range(1, 2001)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in made) + '{"step": 2001, "tra')
+    place = path.stat().st_ino
+    rows = Rows(path, 1999)
+    assert read_rows(path) == made[:1999]
+    assert path.stat().st_ino == place
+    assert rows.figures.newest["val/loss"] == (1996, 1996)
+    assert rows.figures.train_time == pytest.approx(1999 * 0.5)
+    assert rows.figures.least_train_loss == 5.0 - 1.999
+    assert len(pickle.dumps(rows.figures)) < 1000
+    rows.close()
+
+
+def test_of_a_full_disk_the_first_lost_row_is_named(tmp_path, monkeypatch):
+    rows = Rows(tmp_path / "rows", 0)
+    first, second = row(1), row(2)
+    for found in (first, second, row(3)):
+        rows.add(found)
+    room = len(module.ROW.encode(first)) + len(module.ROW.encode(second)) + 9
+
+    class Short:
+        name, fileno, truncate = rows._file.name, rows._file.fileno, rows._file.truncate
+
+        def write(self, data: bytes) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(28, "No space left on device")
+            taken, room = data[:room], room - len(data[:room])
+            return real.write(taken)
+
+    real = rows._file
+    monkeypatch.setattr(rows, "_file", Short())
+    with pytest.raises(OSError, match="the row of step 3 could not be written: No space left"):
+        rows.flush()
+    assert read_rows(rows.path) == [first, second]
