@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llmexp.assembly.targets import own_line, place
+from llmexp.data.reader import Window
 from llmexp.run import Run
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
@@ -19,7 +20,9 @@ from llmexp.train.step import TrainingFailed
 @dataclass(frozen=True)
 class HookContext:
     """Hold all that a hook sees. `step` counts from 1; `row` holds the row's figures so far, None
-    when no row is due; `user` is the config's section of that name."""
+    when no row is due; `user` is the config's section of that name. `micro_batches` are those of
+    the step's window on this rank, as it trains on them: (inputs, targets) int64 [b, t], where a
+    target below 0 does not count; None where no window is there."""
 
     step: int
     model: nn.Module
@@ -27,18 +30,26 @@ class HookContext:
     run: Run
     row: dict[str, Any] | None
     user: dict[str, Any]
+    micro_batches: list[tuple[Tensor, Tensor]] | None = None
 
 
 def call_hooks(
-    loop: Loop, event: str, step: int, row: dict[str, Any] | None = None, *, wanted: bool = False
+    loop: Loop,
+    event: str,
+    step: int,
+    row: dict[str, Any] | None = None,
+    *,
+    window: Window | None = None,
+    wanted: bool = False,
 ) -> None:
     """Call the user's functions, here and nowhere else. Finite figures that they return are kept
     for the row of this step where there will be one (`wanted`)."""
     parts = loop.setup.parts
+    batches = None if window is None else window.micro_batches
     for name, hook in parts.hooks:
         so_far = None if row is None else dict(row)
         context = HookContext(
-            step, loop.setup.model, loop.setup.optimizers, parts.run, so_far, parts.user
+            step, loop.setup.model, loop.setup.optimizers, parts.run, so_far, parts.user, batches
         )
         try:
             found = hook(event, context)

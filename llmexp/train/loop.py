@@ -97,7 +97,7 @@ def train(loop: Loop) -> str:
         if due.row:
             report(loop, step, window, due)
         else:
-            call_hooks(loop, "step_end", progress.step)
+            call_hooks(loop, "step_end", progress.step, window=window)
         slow = due.evaluation or due.tasks or due.checkpoint or due.sample
         if loop.out.rows is not None and (slow or loop.out.rows.due):
             show_rows(loop)
@@ -138,10 +138,10 @@ def take_step(loop: Loop, windows: Iterator[Window], due: Due) -> tuple[Window, 
     with meter.stepping():
         with meter.waiting_for_data():
             window = next(windows)
-        hook("backward_start")  # before the seed: it may draw random numbers
+        hook("backward_start", window=window)  # before the seed: it may draw random numbers
         seed, foreign = loop.config.train.seed, loop.setup.parts.foreign_code
         seed_step(seed, progress.step, loop.mesh.dp_rank, loop.mesh.device, foreign)
-        gradients_ready = functools.partial(hook, "backward_end")
+        gradients_ready = functools.partial(hook, "backward_end", window=window)
         step = train_step(loop.setup, window, lambda: settle(loop), gradients_ready)
         progress.step += 1
         loop.pending = step
@@ -155,7 +155,7 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
     """Evaluate when due, and write the step's row; the host reads the device here."""
     progress = loop.progress
     row = build_row(loop.run, progress, step.verdict.read(), measure(loop, step, window, due))
-    call_hooks(loop, "step_end", progress.step, row, wanted=True)
+    call_hooks(loop, "step_end", progress.step, row, window=window, wanted=True)
     if loop.out.rows is not None and (due.tasks or due.evaluation):
         loop.out.rows.flush()  # this may take long
     if due.tasks:
@@ -165,7 +165,7 @@ def report(loop: Loop, step: Step, window: Window, due: Due) -> None:
         if "val/loss" in row:
             best = math.inf if progress.best_val_loss is None else progress.best_val_loss
             progress.best_val_loss = min(row["val/loss"], best)
-        call_hooks(loop, "evaluated", progress.step, row, wanted=True)
+        call_hooks(loop, "evaluated", progress.step, row, window=window, wanted=True)
     figures, loop.figures = loop.figures, {}
     for key, (value, (name, hook)) in figures.items():
         if key in row:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from llmexp.data.order import sequence_index
+from llmexp.data.sources import synthetic
 from tests.conftest import Result, train
 
 HOOKS = """
@@ -18,6 +22,14 @@ import torch
 
 def look(event, context):
     gradients = [p.grad for p in context.model.parameters() if p.grad is not None]
+    if event in ("step_start", "saved"):
+        assert context.micro_batches is None
+    elif event == "step_end":
+        pairs = [torch.cat(both) for both in zip(*context.micro_batches)]
+        rank = os.environ.get("RANK", "0")
+        torch.save(pairs, f"{os.environ['GRADIENTS']}/window {context.step} of {rank}.pt")
+    else:
+        assert len(context.micro_batches) == context.run.gradient_accumulation_steps
     if event == "backward_start":
         return {"mine/before": sum(float(g.abs().sum()) for g in gradients)}
     if event == "backward_end":
@@ -76,6 +88,23 @@ def test_the_gradient_is_that_of_the_window_however_it_is_cut(ways, way):
         assert row["mine/norm"] == pytest.approx(row["grad_norm"], rel=1e-5)  # before clipping
         assert row["grad_norm_post_clip"] < row["grad_norm"]
         assert row["mine/before"] == 0  # the gradients of the window before are gone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_sees_the_ids_of_the_window_of_its_rank(ways, way):
+    run, _ = ways[way]
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    stream = synthetic(
+        pattern="markov", n_tokens=3000, n_ids=64, val_ratio=config["data"]["val_ratio"], seed=0,
+        vocab_size=64,
+    ).train  # fmt: skip
+    index = sequence_index(config["train"]["seed"], np.arange(16), (len(stream) - 1) // 12, True)
+    wanted = torch.from_numpy(stream.gather(index * 12, 13)).view(2, 8, 13)
+    for step, rows in enumerate(wanted, 1):
+        kept = sorted((run.folder.parent / f"gradients of {way}").glob(f"window {step} of *.pt"))
+        inputs, targets = (torch.cat(some) for some in zip(*map(torch.load, kept), strict=True))
+        assert torch.equal(inputs, rows[:, :-1])
+        assert torch.equal(targets, rows[:, 1:])
 
 
 def test_what_a_hook_makes_of_the_gradient_is_measured_and_applied(ways, tmp_path):
