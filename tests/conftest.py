@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # in this process as in those that it starts
+# In this process as in those that it starts; `make test-processors` has others.
+THREADS = os.environ["OMP_NUM_THREADS"] = os.environ.get("LLMEXP_TEST_THREADS", "1")
 os.environ.pop("COLUMNS", None)
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -136,7 +137,7 @@ def environment(**more: str) -> dict[str, str]:
     cache = os.environ.get("LLMEXP_TEST_CACHE", "/tmp/llmexp-test-cache")
     found = {
         **kept,
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": THREADS,
         "WANDB_MODE": "offline",
         "LLMEXP_CACHE_DIR": cache,
         **more,
@@ -176,12 +177,15 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="session")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as the one
-    to ignore."""
-    path = tmp_path_factory.mktemp("tokens") / "train.npy"
+def write_tokens(path: Path) -> Path:
+    """Write a token file: 12 x 50 + 1 tokens of 60 ids with some structure, where id 7 serves as
+    the one to ignore."""
     rng = np.random.default_rng(0)
     ids = (np.cumsum(rng.integers(0, 3, 12 * 50 + 1)) * 5) % 60
     np.save(path, ids.astype(np.uint16))
     return path
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "train.npy")

@@ -35,7 +35,7 @@ def pretend_bf16() -> None:
 def begin() -> str:
     """Start a server, which ends with this process; return where its socket will be."""
     address = f"{tempfile.mkdtemp(prefix='llmexp-forks-')}/socket"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     subprocess.Popen(
         [sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0
     )
