@@ -259,12 +259,11 @@ def differences(found: Any, recorded: Any, rtol: float, where: str = "") -> list
     for equal bits."""
     if isinstance(recorded, dict) and isinstance(found, dict):
         keys = sorted({*recorded, *found})
-        missing = object()
         return [
             d
             for k in keys
             for d in differences(
-                found.get(k, missing), recorded.get(k, missing), rtol, f"{where}/{k}"
+                found.get(k, "absent"), recorded.get(k, "absent"), rtol, f"{where}/{k}"
             )
         ]
     if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
@@ -276,7 +275,7 @@ def differences(found: Any, recorded: Any, rtol: float, where: str = "") -> list
     same = found == recorded or (
         numbers and rtol > 0 and math.isclose(found, recorded, rel_tol=rtol, abs_tol=rtol)
     )
-    return [] if same else [f"{where}: {found!r}, recorded {recorded!r}"]
+    return [] if same else [f"{where}: {found!r}, before {recorded!r}"]
 
 
 @pytest.mark.parametrize("name", CASES)
