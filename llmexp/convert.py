@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from llmexp.config import NO_DEFAULT, Config, Knob, key_of
-from llmexp.values import AUTO, NAMED, VARIABLE, ConfigError, children, fill, hint, nearest, refuse
+from llmexp.values import AUTO, VARIABLE, ConfigError, children, fill, hint, nearest, refuse
 
 T = TypeVar("T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
@@ -32,8 +32,8 @@ def build(mapping: Mapping[str, Any]) -> Config:
 
 
 def _look_through(mapping: Mapping[str, Any]) -> None:
-    """Remember the variables that a config names. Raises ConfigError for one without an end, and
-    for numbers that are not finite, which no JSON file holds."""
+    """Raise ConfigError for a config without an end, and for numbers that are not finite, which no
+    JSON file holds."""
     waiting: list[tuple[Any, int, str]] = [(mapping, 0, "")]
     seen = 0
     while waiting:
@@ -42,8 +42,6 @@ def _look_through(mapping: Mapping[str, Any]) -> None:
         if seen > MAX_VALUES or depth > MAX_DEPTH:
             text = f"has more than {MAX_VALUES:,} values, or nests deeper than {MAX_DEPTH} sections"
             raise ConfigError(f"this config {text}")
-        if isinstance(node, str):
-            NAMED.update(VARIABLE.findall(node))
         if isinstance(node, float) and not math.isfinite(node):
             raise refuse(key, node, "a finite number is needed")
         for name, child in children(node):

@@ -22,6 +22,7 @@ from llmexp.config import ConfigError, fill
 from llmexp.data.files import cut_files
 from llmexp.fileio import read_json
 from llmexp.redact import redacted
+from llmexp.values import remember_variables
 
 CUT = "cut: no end was recorded (power cut or reboot?)"  # the error of a run that was mended
 
@@ -166,6 +167,7 @@ def bus_error(path: Path, code: int) -> str:
     with contextlib.suppress(ConfigError):
         recorded = read_json(path / rundir.RUN).get("data_files") or {}
         sizes = {name: size for name, size in recorded.items() if isinstance(size, int)}
+        remember_variables(list(sizes))
         states = {str(fill(name, "data_files")): size for name, size in sizes.items()}
     cause = cut_files(states) or "a data file may have been cut, or its disk has failed"
     return redacted(f"; {cause}")

@@ -16,8 +16,12 @@ from typing import Any
 from llmexp.values import ConfigError
 
 
+class Unwritable(OSError):
+    """A file of llmexp's own cannot be written; its text says all."""
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write under a temporary name, flushes to disk, renames."""
+    """Write under a temporary name, flush to disk, rename. Raises Unwritable."""
     # pids repeat on other hosts
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     # A name of a file may hold bytes that are no UTF-8, and then is no text that can be written as
@@ -31,7 +35,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         # Writing names no file, and the temporary one is none of theirs.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise Unwritable(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

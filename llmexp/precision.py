@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,33 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+@contextlib.contextmanager
+def deterministic_within(wanted: bool) -> Iterator[None]:
+    """Make the process deterministic where it is wanted, and put its settings back at the end: it
+    may look at other runs after this one."""
+    name, uninitialized = "CUBLAS_WORKSPACE_CONFIG", torch.utils.deterministic
+    before = (
+        os.environ.get(name),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        uninitialized.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    try:
+        if wanted:
+            make_deterministic()
+        yield
+    finally:
+        workspace, enabled, warn_only, filled, sdp, benchmark = before
+        if workspace is None:
+            os.environ.pop(name, None)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        uninitialized.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.backends.cuda.enable_cudnn_sdp(sdp)
+        torch.backends.cudnn.benchmark = benchmark
+
+
 def parameter_dtype(kind: str) -> torch.dtype:
     return torch.float64 if kind == "fp64" else torch.float32
 
@@ -88,7 +115,9 @@ def nudge(
     """
     if twin == 0:
         return
-    number = int.from_bytes(hashlib.blake2b(f"{seed}/twin {twin}".encode(), digest_size=8).digest())
+    number = int.from_bytes(
+        hashlib.blake2b(f"{seed}/twin {twin}".encode(), digest_size=8).digest(), "big"
+    )
     generator = torch.Generator().manual_seed(number)
     for p in model.parameters():
         if p.is_meta or not p.is_floating_point():

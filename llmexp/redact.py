@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.config import flatten
-from llmexp.values import NAMED, SECRET, VARIABLE
+from llmexp.values import NAMED, VARIABLE, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8
@@ -21,7 +21,7 @@ SHORTEST = 8
 
 def secrets() -> dict[str, str]:
     """Return where each secret is from ($NAME, or the host of a .netrc entry), and its value."""
-    found = {f"${name}": value for name, value in os.environ.items() if SECRET.search(name)}
+    found = {f"${name}": value for name, value in os.environ.items() if is_secret(name)}
     for host, password in netrc_passwords().items():
         found[f"the password of {host} in .netrc"] = password
     return {name: value for name, value in found.items() if len(value) >= SHORTEST}
@@ -93,7 +93,7 @@ def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, st
     for key, value in flatten(config).items():
         if not but(key):
             for name in VARIABLE.findall(str(value)):
-                if not SECRET.search(name):
+                if not is_secret(name):
                     found[name] = hashlib.sha256(os.environ.get(name, "").encode()).hexdigest()[:4]
     return found
 

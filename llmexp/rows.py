@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from llmexp.fileio import Unwritable
 from llmexp.rundir import walk_rows
 
 # json.dumps with options would make one for each row
@@ -78,7 +79,7 @@ class Rows:
         return len(self._waiting) >= MOST_WAITING or waited >= LONGEST_WAIT_S
 
     def flush(self) -> bool:
-        """Write the rows that wait; return whether there were any. Raises OSError where one cannot
+        """Write the rows that wait; return whether there were any. Raises Unwritable where one cannot
         be written; the file then ends with the row before it."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
@@ -95,14 +96,17 @@ class Rows:
                 self._file.truncate(before + whole)
             step = waiting[data[:whole].count(b"\n")][0]
             text = f"the row of step {step:,} could not be written: {error.strerror}"
-            raise OSError(f"{self._file.name}: {text}") from error
+            raise Unwritable(f"{self._file.name}: {text}") from error
         return True
 
     def sync(self) -> None:
         """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
-        ahead of its rows."""
+        ahead of its rows. Raises Unwritable."""
         self.flush()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise Unwritable(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         self.sync()

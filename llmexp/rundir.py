@@ -19,7 +19,7 @@ import yaml
 
 from llmexp.config import Config, ConfigError
 from llmexp.convert import build
-from llmexp.fileio import read_json, write_json
+from llmexp.fileio import Unwritable, read_json, write_json
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -229,7 +229,7 @@ def _overwrite(path: Path, text: str) -> None:
             f.seek(0)
             f.write(before)
             f.truncate(len(before))
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise Unwritable(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(f.fileno())
 
 

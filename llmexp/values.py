@@ -11,14 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Names in the environment.
+# Names of variables that hold a secret, and names that often do: of these the value decides.
 SECRET = re.compile(
-    r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_|PASSWORD$", re.I
+    r"(?:^|_)(?:API_?KEY|SECRET|PASSWORD|PASSWD)S?(?:_ID)?$|SECRET_|PASSWORD$", re.I
 )
+MAYBE_SECRET = re.compile(r"(?:^|_)(?:KEYS?|TOKEN)(?:_ID)?$", re.I)
+SHORTEST_TOKEN = 16  # characters
 # A variable of the environment in a composed or saved config, which never holds its value.
 VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+|(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?)")
-NAMED: set[str] = set()  # variables that the configs of this process name
+NAMED: set[str] = set()  # variables that the configs of this process's own runs name
 
 
 class ConfigError(ValueError):
@@ -40,9 +42,28 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     """Return the one form of a refusal: key, value, reason, a valid example."""
-    shown = "null" if value is None else value
+    words = {None: "null", True: "true", False: "false"}  # as YAML and a command line have them
+    shown, example = (words[v] if v is None or isinstance(v, bool) else v for v in (value, example))
     tail = f"; for example {key}={example}" if example is not None else ""
     return ConfigError(f"{key}={shown}: {why}{tail}")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable of the environment holds a secret: by its name, or, where a name
+    such as SORT_KEY says too little, as its value is long and no number."""
+    if SECRET.search(name):
+        return True
+    value = os.environ.get(name, "")
+    long = len(value) >= SHORTEST_TOKEN and not NUMBER.fullmatch(value)
+    return MAYBE_SECRET.search(name) is not None and long
+
+
+def remember_variables(node: Any) -> None:
+    """Remember the variables that a run of this process names, whose values no message shows."""
+    if isinstance(node, str):
+        NAMED.update(VARIABLE.findall(node))
+    for _, child in children(node):
+        remember_variables(child)
 
 
 def fill(value: Any, key: str) -> Any:
@@ -64,9 +85,8 @@ def fill(value: Any, key: str) -> Any:
             raise refuse(
                 key, value, f"{text}; set it where the run starts, such as with export {name}=..."
             )
-    NAMED.update(names)
     text = VARIABLE.sub(lambda found: os.environ[found[1]], value)
-    if not VARIABLE.fullmatch(value) or SECRET.search(names[0]):
+    if not VARIABLE.fullmatch(value) or is_secret(names[0]):
         return text
     if NUMBER.fullmatch(text):
         try:

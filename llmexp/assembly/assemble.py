@@ -130,8 +130,9 @@ def assemble(
     if _own(config.model) and not tried:
         meta = shared is not None or not write  # a process that trains nothing
         sizes = (length, tokenizer.n_vocab, config.model.get("vocab_size") or vocab_size)
-        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place.device, meta)
-        once("trial", [*deciding, _own(optimizer), *sizes], lambda: try_model(*asked))
+        asked = (str(config.model["_target_"]), loss.model, make_model, *sizes, place, meta)
+        tried_as = [*deciding, _own(optimizer), *sizes, place.deterministic]
+        once("trial", tried_as, lambda: try_model(*asked))
     tasks = tasks_of(once, config, tokenizer)
     corpus = corpus_of(once, config, tokenizer, vocab_size or tokenizer.n_vocab, write)
     more = facts_of_data(config, tokenizer, corpus) | initial | {"rates": rates}

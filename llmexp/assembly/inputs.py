@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmexp.assembly.targets import bind, described, locate, place
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, fill, refuse
+from llmexp.config import OPEN_SECTIONS, Config, ConfigError, fill, plain, refuse
 from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
+from llmexp.values import remember_variables
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"
@@ -41,6 +42,7 @@ class Shared:
 def filled(config: Config) -> Config:
     """Return the config with the values of the variables that its open sections name, which is what
     the functions below take. The one place where they are filled in. Raises ConfigError."""
+    remember_variables(plain(config))
     sections = {name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
     return dataclasses.replace(config, **sections)
 

@@ -29,19 +29,19 @@ class Placement:
     reason: str
     compiled: bool
     compiled_because: str  # in words; empty where nobody asked and there is nothing to compile for
+    deterministic: bool
 
 
 def placed(config: Config) -> Placement:
     """Return where a run computes. Raises ConfigError for what is not there."""
-    if config.train.deterministic:  # before the device computes anything
-        precision.make_deterministic()
     device = _device(config.train.device)
     layout = _layout(config, device)
     try:
         kind, reason = precision.choose(config.precision.kind, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Placement(device, layout, kind, reason, *_compiled(config.train.compile, device))
+    compiled = _compiled(config.train.compile, device)
+    return Placement(device, layout, kind, reason, *compiled, config.train.deterministic)
 
 
 def _compiled(wanted: bool | str, device: torch.device) -> tuple[bool, str]:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp.assembly.targets import described, locate, place
+from llmexp import precision
+from llmexp.assembly.placement import Placement
+from llmexp.assembly.targets import described, locate
+from llmexp.assembly.targets import place as line_of
 from llmexp.config import ConfigError
 
 ROWS, TOKENS = 2, 16  # of the batch of a real pass
@@ -23,14 +26,15 @@ def try_model(
     length: int,
     ids: int,
     wanted: int | None,
-    device: torch.device,
+    place: Placement,
     meta: bool,
 ) -> None:
-    """Run a model of the user's once, on tokens below `ids`, and refuse what it must not return.
+    """Run a model of the user's once, on tokens below `ids`, as the run will compute, and refuse
+    what it must not return.
 
     With `meta`, run `model`, which is on the meta device, on sequences of `length` tokens: only in
     a process that trains nothing, since what the user's code keeps from call to call, such as
-    positions, would stay on that device. Else, and where that fails, `build` one on the `device`
+    positions, would stay on that device. Else, and where that fails, `build` one on the device
     and run it on a tiny batch. Raise ConfigError, with the line of the user's file, for a pass that
     fails, and for anything but floating-point logits (batch, time, vocabulary), of `wanted` ids or,
     where it is None, of at least `ids`.
@@ -38,14 +42,18 @@ def try_model(
     done, wrong = _on_meta(model, length, ids, wanted) if meta else (False, None)
     if not done:
         try:
-            wrong = _on_device(dotted, build, length, ids, wanted, device)
+            with (
+                precision.deterministic_within(place.deterministic),
+                precision.autocast(place.precision, place.device),
+            ):
+                wrong = _on_device(dotted, build, length, ids, wanted, place.device)
         finally:
             # the process may live on beside the runs, as that which checks a sweep does
-            if device.type == "cuda":
+            if place.device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
     if wrong is not None:
-        raise ConfigError(f"model: {dotted}: {wrong}{_place(model, dotted)}")
+        raise ConfigError(f"model: {dotted}: {wrong}{_line(model, dotted)}")
 
 
 def _on_meta(
@@ -125,11 +133,11 @@ def _shape(tensor: Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def _place(model: nn.Module, dotted: str) -> str:
+def _line(model: nn.Module, dotted: str) -> str:
     """Return " (FILE:LINE)" of the forward pass, or of what made the model where the pass is not
     the user's."""
     forward = type(model).forward
     package = dotted.partition(".")[0]
     if str(getattr(forward, "__module__", "")).partition(".")[0] == package:
-        return place(forward)
-    return place(locate("model._target_", dotted))
+        return line_of(forward)
+    return line_of(locate("model._target_", dotted))

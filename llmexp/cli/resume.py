@@ -19,6 +19,7 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
+from llmexp.values import remember_variables
 
 
 def resume(arguments: list[str]) -> int:
@@ -78,6 +79,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
         child.say(line)
     environment.refuse_secrets(tree)
     config = build(tree)
+    remember_variables(plain(config))
     origin.refuse_given(config, given)
     refuse_past(config.train.profile_start, path, given)
     if not cut:

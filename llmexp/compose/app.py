@@ -25,9 +25,10 @@ from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.compose.overrides import key_of
-from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, refuse
+from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, plain, refuse
 from llmexp.convert import build
 from llmexp.run.budget import replace_budgets
+from llmexp.values import remember_variables
 
 
 @contextmanager
@@ -116,6 +117,7 @@ def typed(cfg: DictConfig) -> Config:
     forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
     take_sizes(tree, cfg)
     config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
+    remember_variables(plain(config))
     refuse_dead(cfg, config)
     if FOLDER_NAME.fullmatch(config.name) is None:
         text = "must be one folder name: 1 to 80 characters, no /, no dot or - at its start"

@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError
 from llmexp.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
-from llmexp.values import SECRET, children
+from llmexp.values import children, is_secret
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(
@@ -86,7 +86,7 @@ def refuse_secrets(node: Any, key: str = "") -> None:
             if secret in text or secret in name:
                 text = f"holds the value of {source}; a saved config must not hold a secret"
                 raise ConfigError(f"{redacted(name)}: {text}")
-        shown = [v for v in VARIABLE.findall(text) if SECRET.search(v)]
+        shown = [v for v in VARIABLE.findall(text) if is_secret(v)]
         if shown and isinstance(node, dict) and name.partition(".")[0] not in OPEN_SECTIONS:
             text = f"{shown[0]} is a secret by its name, and what is here is shown"
             raise ConfigError(f"{name}: {text}")

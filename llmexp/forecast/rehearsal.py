@@ -24,6 +24,7 @@ from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
 from llmexp.metrics.devices import Device
 from llmexp.models.planned import planned_for
+from llmexp.precision import deterministic_within
 from llmexp.run.layout import Layout
 from llmexp.train.step import Setup, set_up, train_step
 
@@ -79,6 +80,7 @@ def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> F
             stack.enter_context(_as_accelerator())
         stack.enter_context(planned_for(kind, device.gib * 2**30 if device is not None else 0.0))
         stack.enter_context(counting.resizing())
+        stack.enter_context(deterministic_within(config.train.deterministic))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         modes = stack.enter_context(contextlib.ExitStack())
         made = dataclasses.replace(

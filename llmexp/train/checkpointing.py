@@ -19,7 +19,8 @@ def save(loop: Loop, wait: bool = True, must: bool = False) -> None:
 
     Without `wait` it returns as soon as the state is copied to host memory, and `go_on_saving` does
     the rest between later steps. A failure is a warning, up to checkpoint.max_failures of them in a
-    row; one that comes after these, or where this save `must` succeed, raises OSError.
+    row; one that comes after these, or where this save `must` succeed, raises
+    TrainingFailed.
     """
     setup, progress, out = loop.setup, loop.progress, loop.out
     finish_saving(loop)
@@ -97,7 +98,7 @@ def refuse_changed_data(loop: Loop) -> None:
 
 def go_on_saving(loop: Loop, must: bool = False) -> None:
     """Take the next stage of the checkpoint that is on its way. All ranks are here at the same
-    step. Raises OSError for a failure too many, or for one that `must` not be."""
+    step. Raises TrainingFailed for a failure too many, or for one that `must` not be."""
     due, joined = loop.saving, loop.mesh
     assert due is not None
     error: OSError | None = None
@@ -121,7 +122,7 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
                 if must
                 else f"checkpoint.max_failures={most} in a row"
             )
-            raise OSError(
+            raise TrainingFailed(
                 f"the checkpoint of step {due.step:,} could not be saved ({why}); {limit}"
             ) from error
         if loop.out.main:
@@ -152,8 +153,8 @@ def go_on_saving(loop: Loop, must: bool = False) -> None:
 
 
 def finish_saving(loop: Loop, must: bool = False) -> None:
-    """Wait until the checkpoint that is on its way, if there is one, is committed. Raises OSError
-    as `save` does."""
+    """Wait until the checkpoint that is on its way, if there is one, is committed. Raises
+    TrainingFailed as `save` does."""
     while loop.saving is not None:
         # By turns, not in one long wait: a large checkpoint may take longer than a rank may be
         # missing.

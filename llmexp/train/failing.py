@@ -19,6 +19,8 @@ from llmexp.assembly.targets import own_line
 from llmexp.checkpoint.loading import CheckpointError
 from llmexp.child import FAILED, REFUSED, STOP
 from llmexp.config import ConfigError
+from llmexp.data.stream import DataChanged
+from llmexp.fileio import Unwritable
 from llmexp.mesh.agent import STARTED
 from llmexp.redact import redacted
 from llmexp.train import group
@@ -38,7 +40,7 @@ class Kind:
 # The first kind that fits.
 KINDS = (
     Kind((ConfigError, CheckpointError), REFUSED, explained=True),
-    Kind((TrainingFailed, OSError), FAILED, explained=True),
+    Kind((TrainingFailed, Unwritable, DataChanged), FAILED, explained=True),
     Kind((BaseException,), FAILED, explained=False),
 )
 UNUSED = r"finished reduction in the prior iteration[\s\S]*indices[^:]*: ([\d ]+)"  # of torch's DDP
@@ -70,6 +72,7 @@ def meaning(
     if kind.explained:
         return Failure(code, str(error))
     text = f"{type(error).__name__}: {error}"
+    local = isinstance(error, OSError)  # a file system, say, that timed out: no rank is missing
     if isinstance(error, torch.AcceleratorError):  # the rest is advice for a debugger
         text = (
             f"{text.splitlines()[0]}; the operation before may have failed: with "
@@ -91,7 +94,7 @@ def meaning(
             "model's order, from 0)"
         )
         return Failure(code, text, final=False)
-    elif path is not None and parts is not None and joined is not None:
+    elif path is not None and parts is not None and joined is not None and not local:
         absent = group.absent_ranks(path, joined, text, parts.config.parallelism)
         if absent:
             return Failure(code, absent, final=False)

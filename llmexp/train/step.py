@@ -224,9 +224,8 @@ def seed_step(
     """Seed the RNG of a window, a pure function of (seed, step, rank): nothing that happens between
     two windows can disturb it, and a resumed run needs no RNG state. Without `everywhere` it is
     torch's alone: nobody draws from the others."""
-    number = int.from_bytes(
-        hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    )
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
     # torch.manual_seed queues a call a step where CUDA is not started
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
@@ -241,6 +240,8 @@ def set_up(parts: Parts, joined: mesh.Mesh, fresh: bool = True) -> Setup:
     """Model, loss, wrapping, optimizers and scaler on this rank's device. `fresh` false: a
     checkpoint follows."""
     config = parts.config
+    if config.train.deterministic:  # before the device computes anything
+        precision.make_deterministic()
     precision.apply(parts.precision)
     # on the CPU, the same on each rank: what is split is split from whole tensors
     model = parts.build_model(fresh=fresh)

@@ -90,7 +90,7 @@ def finish_last_save(loop: Loop) -> None:
     """Finish the checkpoint that is on its way, before the run fails."""
     try:
         finish_saving(loop)
-    except (OSError, TrainingFailed) as error:  # what is wrong with the step comes first
+    except TrainingFailed as error:  # what is wrong with the step comes first
         loop.out.console.line(f"WARNING: {error}")
 
 

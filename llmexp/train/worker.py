@@ -159,8 +159,7 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
     summary = summarise(loop)
     try:
         if out.rows is not None:
-            show_rows(loop)
-            out.rows.close()
+            close_rows(loop, state)
         if out.main and state != "failed":
             ending.record_end(out.path, state, code, None, summary=summary, **details(loop))
     except BaseException:
@@ -171,6 +170,19 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
         if state == "failed":
             out.console.close()
     return summary
+
+
+def close_rows(loop: Loop, state: str) -> None:
+    """Write and close metrics.jsonl. Raises Unwritable where its last rows may be lost; where the run has
+    `failed`, that is a line, and the user gets the error that ended it."""
+    assert loop.out.rows is not None
+    try:
+        show_rows(loop)
+        loop.out.rows.close()
+    except OSError as error:
+        if state != "failed":
+            raise
+        loop.out.console.line(f"WARNING: the rows may not all be on the disk: {error}")
 
 
 def end_sample(loop: Loop) -> str | None:

@@ -327,7 +327,7 @@ def test_compile_on_cuda(monkeypatch):
     compiled, why = placement._compiled("auto", gpu)
     assert not compiled
     assert why.startswith("off: compiling for CUDA needs Triton")
-    with pytest.raises(ConfigError, match=r"train.compile=True: .*Triton.*train.compile=false"):
+    with pytest.raises(ConfigError, match=r"train.compile=true: .*Triton.*train.compile=false"):
         placement._compiled(True, gpu)
     monkeypatch.setattr(placement, "_missing_to_compile", lambda device: "")
     assert placement._compiled("auto", gpu) == (True, "on, chosen for this GPU")

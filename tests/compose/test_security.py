@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from llmexp import ending, redact, rundir
 from llmexp.__main__ import run
 from llmexp.assembly import targets
+from llmexp.assembly.inputs import filled
 from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
 from llmexp.config import Config, ConfigError, plain
@@ -332,6 +333,55 @@ def test_a_data_file_that_was_cut_is_found_by_the_name_that_was_recorded(tmp_pat
 )
 def test_names_that_only_sound_like_secrets_are_none(key):
     environment.refuse_secrets({"data": {key: "abc"}})
+
+
+COUNT = "10000000"
+
+
+@pytest.mark.parametrize("given", [COUNT, "${oc.env:MAX_TOKENS}"])
+def test_variables_that_only_sound_like_secrets_are_none(home, monkeypatch, capsys, given):
+    """A launch script's counts and words, in a config and in a message."""
+    for name in ("MAX_TOKENS", "NUM_TOKENS", "TRAIN_TOKENS", "MAX_TOKEN", "LAST_KEY"):
+        monkeypatch.setenv(name, COUNT)
+    monkeypatch.setenv("SORT_KEY", "val/loss")
+    budget = ["train.max_steps=null", f"train.max_tokens={given}", "tracker.notes=by val/loss"]
+    assert run(["plan", *TINY, "data=synthetic", "data.n_tokens=5000", *budget]) == 0
+    assert capsys.readouterr().err == ""
+    text = "the sort key val/loss"
+    assert redact.redacted(text) == text
+    assert redact.secrets() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_API_KEY", "12345678"),
+        ("OPENAI_APIKEYS", "a-b-c-d-e"),
+        ("AWS_SECRET_ACCESS_KEY", "abc/def+"),
+        ("DB_PASSWORD", "hunter22"),
+        ("MY_SECRETS", "hunter22"),
+        ("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE"),
+        ("SSH_KEY", "abcdefghijklmnop"),
+        ("GITHUB_TOKEN", "ghp_0123456789abcdef"),
+    ],
+)
+def test_names_and_values_of_secrets_are_some(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert redact.redacted(f"it is {value}") == f"it is <${name}>"
+    with pytest.raises(ConfigError, match=f"holds the value of .{name}"):
+        environment.refuse_secrets({"data": f"a {value}"})
+
+
+def test_messages_name_the_variables_of_this_processs_runs_only(tmp_path, monkeypatch):
+    """Reading another run's config, as compare does, replaces nothing in later messages."""
+    monkeypatch.setenv("CANARY_OF_ANOTHER", "canary-of-another")
+    tree = plain(BASE)
+    tree["tracker"]["notes"] = "${oc.env:CANARY_OF_ANOTHER}"
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    config = rundir.built_config(tmp_path)
+    assert redact.redacted("it is canary-of-another") == "it is canary-of-another"
+    filled(config)  # as a process does with its own
+    assert redact.redacted("it is canary-of-another") == "it is ${oc.env:CANARY_OF_ANOTHER}"
 
 
 def test_redacted_text_has_names_for_values(monkeypatch):

@@ -172,4 +172,4 @@ def test_a_mask_needs_documents(tmp_path):
     mask = ["batch.document_mask=true", "data=synthetic"]
     result = llmexp("plan", *TINY, *mask, cwd=tmp_path)
     assert result.code == 2
-    assert "batch.document_mask=True: data=synthetic has no documents" in result.err
+    assert "batch.document_mask=true: data=synthetic has no documents" in result.err

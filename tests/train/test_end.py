@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from llmexp import rundir
+from llmexp.data.stream import DataChanged
+from llmexp.fileio import Unwritable
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
@@ -189,15 +192,30 @@ def test_a_save_that_fails_then_is_reported(tmp_path):
     assert said == ["WARNING: the checkpoint of step 2 was not finished: no room"]
 
 
-@pytest.mark.parametrize("broken", ["device", "disk"])
+def test_only_known_errors_of_files_are_final():
+    """What a file server or a user's code raises gets its trace, and a restart."""
+    for error in (TrainingFailed("x"), Unwritable("x"), DataChanged("x")):
+        found = failing.meaning(error)
+        assert (found.text, found.final, found.trace, found.exit_code) == ("x", True, "", 3)
+    try:
+        raise OSError(errno.ESTALE, "Stale file handle", "data.bin")
+    except OSError as error:
+        found = failing.meaning(error)
+    assert found.text == f"OSError: [Errno {errno.ESTALE}] Stale file handle: 'data.bin'"
+    assert not found.final
+    assert "Traceback" in found.trace
+
+
+@pytest.mark.parametrize("broken", ["device", "disk", "both"])
 def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     """Also where the device answers no more, as after a CUDA error, or the disk does not."""
+    said: list[str] = []
     loop, ended = made([row(2)], step=3), []
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def close(name: str, *arguments: Any) -> None:
         ended.append((name, *arguments))
-        if (name, broken) == ("rows", "disk"):
+        if name == "rows" and broken != "device":
             raise OSError("no room")
 
     def tokens_seen() -> Any:
@@ -209,9 +227,9 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
         )
     }
     parts["tracker"] = SimpleNamespace(finish=lambda *found: close("tracker", *found))
-    parts["console"] = SimpleNamespace(close=lambda: close("console"))
+    parts["console"] = SimpleNamespace(close=lambda: close("console"), line=said.append)
     loop.out = dataclasses.replace(loop.out, path=tmp_path, **parts)
-    if broken == "device":
+    if broken != "disk":  # the run has failed: its own error is the one that counts
         loop.meter.tokens_seen = tokens_seen
         found = worker.finish(loop, "failed", 3)
         assert found["steps"] == 3
@@ -219,6 +237,9 @@ def test_a_run_that_fails_closes_all_it_has_open(tmp_path, broken):
     else:
         with pytest.raises(OSError, match="no room"):
             worker.finish(loop, "finished", 0)
+    assert said == (
+        ["WARNING: the rows may not all be on the disk: no room"] if broken == "both" else []
+    )
     assert [name for name, *_ in ended] == ["rows", "tracker", "console"]
     assert ended[1][2] == 3
     assert failing.meaning(lost).exit_code == 3

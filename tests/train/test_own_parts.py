@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from llmexp.__main__ import run
@@ -138,6 +139,34 @@ class Late(Bigram):
         if self.calls > 2:
             raise ArithmeticError("too late")
         return super().forward(tokens_bt)
+
+
+class Missing(Bigram):
+    calls = 0
+
+    def forward(self, tokens_bt):
+        self.calls += 1
+        if self.calls > 2:
+            open("rope_cache.bin")
+        return super().forward(tokens_bt)
+
+
+class Sixteen(Bigram):
+    """A kernel that takes 16 bits only."""
+
+    def forward(self, tokens_bt):
+        logits = super().forward(tokens_bt)
+        if logits.dtype != torch.bfloat16:
+            raise RuntimeError("only fp16 and bf16 are supported")
+        return logits
+
+
+class Puts(Bigram):
+    """By an operation that torch has no deterministic kernel for."""
+
+    def forward(self, tokens_bt):
+        place = torch.tensor([tokens_bt.max().item()])
+        return super().forward(tokens_bt) + torch.zeros(99).put_(place % 99, torch.zeros(1)).sum()
 
 
 def never(update, total):
@@ -697,18 +726,50 @@ def test_a_parameter_without_a_part_in_the_loss(own, kind, code):
         )
 
 
-def test_an_error_of_the_users_code_in_training_names_its_line(own):
+@pytest.mark.parametrize(
+    ("model", "says", "line"),
+    [
+        ("Late", "ArithmeticError: too late", 'ArithmeticError("too late")'),
+        (
+            "Missing",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'rope_cache.bin'",
+            'open("rope_cache.bin")',
+        ),
+    ],
+)
+def test_an_error_of_the_users_code_in_training_names_its_line(own, model, says, line):
+    """With its type, the place and the trace, also where it is one of files."""
     done = llmexp(
-        "train",
-        *BASE,
-        "--allow",
-        "mymodel",
-        "model._target_=mymodel.Late",
-        "hydra.run.dir=late",
-        cwd=own,
-    )
+        "train", *BASE, "--allow", "mymodel", f"model._target_=mymodel.{model}",
+        f"hydra.run.dir={model}", "train.max_steps=4", cwd=own,
+    )  # fmt: skip
     assert done.code == 3
-    assert f"ArithmeticError: too late ({line_of(own, 'too late')})" in done.err.splitlines()[-1]
+    assert f"{says} ({line_of(own, line)})" in done.err.splitlines()[-1]
+    assert "Traceback" in done.err
+
+
+def test_a_model_for_16_bits_only_is_tried_as_it_is_trained(own):
+    """Under the autocast of the run."""
+    done = llmexp(
+        "train", *BASE, "--allow", "mymodel", "model._target_=mymodel.Sixteen", "precision=bf16",
+        "train.max_steps=1", "hydra.run.dir=sixteen", cwd=own,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("values", ["true,false", "false,true"])
+def test_the_check_of_a_deterministic_point_changes_no_other(own, capsys, monkeypatch, values):
+    monkeypatch.chdir(own)
+    monkeypatch.setenv("LLMEXP_ALLOW", "mymodel")
+    monkeypatch.syspath_prepend(str(own))
+    points = ["model._target_=mymodel.Puts", f"train.deterministic={values}"]
+    assert run(["plan", "-m", *BASE, *points]) == 2
+    out, err = capsys.readouterr()
+    refused = values.split(",").index("true")
+    assert re.findall(r"refused: (\S+?):", err) == [f"{refused}-deterministic_True"]
+    assert f"\n{1 - refused}          false " in out
+    assert "put_ does not have a deterministic implementation" in err
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_an_optimizer_that_changes_the_model_gets_one_of_its_own_for_each_point(
