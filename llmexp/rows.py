@@ -79,8 +79,8 @@ class Rows:
         return len(self._waiting) >= MOST_WAITING or waited >= LONGEST_WAIT_S
 
     def flush(self) -> bool:
-        """Write the rows that wait; return whether there were any. Raises Unwritable where one cannot
-        be written; the file then ends with the row before it."""
+        """Write the rows that wait; return whether there were any. Raises Unwritable where one
+        cannot be written; the file then ends with the row before it."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return False

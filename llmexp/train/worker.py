@@ -173,8 +173,8 @@ def finish(loop: Loop, state: str, code: int) -> dict[str, Any]:
 
 
 def close_rows(loop: Loop, state: str) -> None:
-    """Write and close metrics.jsonl. Raises Unwritable where its last rows may be lost; where the run has
-    `failed`, that is a line, and the user gets the error that ended it."""
+    """Write and close metrics.jsonl. Raises Unwritable where its last rows may be lost; where the
+    run has `failed`, that is a line, and the user gets the error that ended it."""
     assert loop.out.rows is not None
     try:
         show_rows(loop)
