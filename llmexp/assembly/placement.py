@@ -118,8 +118,9 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     if tp == 1:
         return
     check_split(config.model, tp)
-    if config.model.get("qk_norm", "none") != "none":
-        text = f"model.qk_norm={config.model['qk_norm']} is not computed on a part of the heads"
+    if config.model.get("qk_norm", "none") not in ("none", "head"):
+        given = f"model.qk_norm={config.model['qk_norm']}"
+        text = f"{given} normalizes all heads at once, and each rank holds only a part of them"
         raise refuse("parallelism", p.kind, text, "fsdp")
     if not mesh.tensor_parallel_plan(loss.model) or not hasattr(loss.model, "head_weight"):
         text = f"there is no plan for splitting the layers of {config.model['_target_']} over ranks"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from llmexp.mesh.groups import Mesh, gather_last
 from llmexp.models.loss import WindowLoss
@@ -67,6 +67,7 @@ def wrap(
         for module in loss.model.modules():
             if hasattr(module, "split_over_ranks"):  # a compiled graph cannot ask the parameters
                 module.split_over_ranks = True
+        _share_head_norms(mesh, loss.model)
         loss.share_vocabulary(_vocab_shard(mesh, loss.model))
     recompute_blocks(loss.model, activation_checkpointing)
     if compiled and mesh.sharded:
@@ -97,6 +98,30 @@ def wrap(
             loss, device_ids=ids, gradient_as_bucket_view=True
         )
     return loss
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Weights that several ranks use, each for its own heads: their gradient is the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _share_head_norms(mesh: Mesh, model: nn.Module) -> None:
+    """Let each rank normalize its own heads with the same weights."""
+    assert mesh.tensor is not None
+    group = mesh.tensor.get_group()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("q_norm", "k_norm"):
+            module.shared = lambda weight: _SumOfGradients.apply(weight, group)
 
 
 def reshard(module: nn.Module) -> None:

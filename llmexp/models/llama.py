@@ -9,7 +9,7 @@ key/value heads, k head width, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -108,10 +108,13 @@ def apply_rope(x_bhtk: Tensor, cos_tk: Tensor, sin_tk: Tensor) -> Tensor:
 
 class Norm(nn.RMSNorm):
     """RMSNorm in the dtype of its input, computed in fp32. With weights of another dtype torch
-    takes six kernels for one."""
+    takes six kernels for one. `shared`: takes the weights where several ranks have them."""
+
+    shared: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight if self.shared is None else self.shared(self.weight)
+        return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

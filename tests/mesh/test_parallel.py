@@ -360,6 +360,30 @@ def test_what_does_not_fit_is_refused(settings, capsys, overrides):
     assert any(text in err for text in ("for example", "Known", "must be one of", "leave it out"))
 
 
+HEADS = [
+    "model=qwen3_0_6b", "model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8",
+    "model.vocab_size=320", "precision=fp64", *TINY[1:2], *TINY[3:10], "train.max_steps=5",
+]  # fmt: skip
+
+
+def test_norms_of_heads_are_shared_by_tensor_parallel_ranks(tmp_path, settings, capsys):
+    """Their weights act on the heads of every rank; from the second step on, a lost part of the
+    gradient would show in the losses."""
+    split = ["parallelism=tp", "parallelism.nproc_per_node=2"]
+    rows = []
+    for name, more in (("one", ["parallelism=single"]), ("two", split)):
+        run = llmexp("train", *HEADS, *settings, *more, f"hydra.run.dir={name}", cwd=tmp_path)
+        assert run.code == 0, run.err
+        rows.append(run.rows())
+    for one, two in zip(*rows, strict=True):
+        for key in ("train/loss", "grad_norm", "weight_norm"):  # sums in another order, fp64
+            assert two[key] == pytest.approx(one[key], rel=1e-12), key
+    capsys.readouterr()
+    assert command(["plan", *HEADS, *settings, *split, "model.qk_norm=full"]) == 2
+    text = "model.qk_norm=full normalizes all heads at once, and each rank holds only a part"
+    assert text in capsys.readouterr().err
+
+
 def test_recomputation_changes_no_bit(tmp_path, settings):
     settings = [*settings, "model.dropout=0.1", "train.max_steps=6", "precision=fp32"]
     rows = [
