@@ -84,7 +84,7 @@ def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
         state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(
             f"hydra.run.dir={wanted}: holds a run already (state: {state}); to go on with it: "
-            f"llmexp resume {wanted}"
+            f"{rundir.how_to_resume(wanted)}"
         )
     if not holds_run and resume == "must":
         raise ConfigError(

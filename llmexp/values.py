@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,20 @@ def hint(word: str, known: Iterable[str]) -> str:
     """Return the closest known word, or all of them where none is close."""
     known = list(known)
     return nearest(word, known) or f" Known: {', '.join(known)}."
+
+
+def quoted(text: str) -> str:
+    """Return `text` as the value of an override: in quotes where Hydra's grammar needs them."""
+    if re.fullmatch(r"[A-Za-z0-9_./@-]+( [A-Za-z0-9_./@-]+)*", text):
+        return text
+    # backslashes stand for themselves, but before a quote
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def typed(key: str, value: object) -> str:
+    """Return KEY=VALUE as it is pasted into a shell, such as a path with spaces."""
+    return shlex.quote(f"{key}={quoted(str(value))}")
 
 
 def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:

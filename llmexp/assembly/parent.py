@@ -18,6 +18,7 @@ from llmexp.knobs import differing, is_record
 from llmexp.redact import as_recorded
 from llmexp.run import Parent
 from llmexp.tracker.fields import run_fields
+from llmexp.values import typed
 
 # Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
 ORDER = ("batch.sequence_length", "train.seed")
@@ -88,7 +89,8 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         keys = [key for key in new if key in changed]
         given = ", ".join(f"{key}={new[key]} ({old.get(key)} there)" for key in keys) or "model"
         text = f"a fork has the model of its parent, and {error}"
-        way = f"begin a new run with these weights where they fit: model.init_from={run}@{step}"
+        begin = typed("model.init_from", f"{run}@{step}")
+        way = f"begin a new run with these weights where they fit: {begin}"
         raise ConfigError(f"{given}: {text}; leave it out, or {way}") from None
     if config.fork.moments == "drop":
         return

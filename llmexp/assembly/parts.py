@@ -22,6 +22,7 @@ from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
+from llmexp.values import typed
 
 # Knobs of every model about its first weights, and of every optimizer for `solve_rates`: no
 # arguments of their functions.
@@ -106,7 +107,8 @@ def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenize
         return [f"the tokenizer of {folder} cannot be compared with the run's: {error}"]
     if other is not None and not same_ids(other, tokenizer):
         own = "take the section tokenizer of its config.yaml"
-        text = own if rundir.is_run(folder) else f"use tokenizer=file tokenizer.path={folder}"
+        use = f"use tokenizer=file {typed('tokenizer.path', folder)}"
+        text = own if rundir.is_run(folder) else use
         ids = f"other ids than that of this run ({tokenizer.name})"
         why = f"its tokenizer ({other.name}) gives {ids}, for which the weights are not made"
         raise refuse(key, folder, f"{why}; {text}")

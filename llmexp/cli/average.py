@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def average(arguments: list[str]) -> int:
     steps = ", ".join(f"{step:,}" for step in done.steps)
     kind = "ema" if done.weights == "ema" else "weights"
     print(f"{done.path}: mean of the {kind} of steps {steps}; {done.parameters:,} parameters")
-    print(f"use it: llmexp evaluate {done.path}")
+    print(f"use it: llmexp evaluate {shlex.quote(str(done.path))}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET
 from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
-from llmexp.values import remember_variables
+from llmexp.values import quoted, remember_variables, typed
 
 
 def resume(arguments: list[str]) -> int:
@@ -44,10 +45,10 @@ def resume(arguments: list[str]) -> int:
         return resume_run(path, args.overrides)
     if ledger.is_sweep(path):
         arguments = recordable(ledger.read(path).arguments)
-        here = f"sweep.resume={app.quoted(str(path))}"
+        here = f"sweep.resume={quoted(str(path))}"
         return train.train(["-m", *arguments, *args.overrides, here])
     if ledger.runs_in(path):
-        raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.ANEW}{path}")
+        raise ConfigError(f"{path}: has runs but no {ledger.LEDGER}; {ledger.anew(path)}")
     return resume_run(path, args.overrides)  # it says what is missing
 
 
@@ -58,10 +59,11 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     budget = set(given).intersection(BUDGETS)
     if rundir.read_status(path).get("state") == "finished" and not budget:
         if overrides:
-            words = " ".join(overrides)
+            words = shlex.join(overrides)
             text = f"this run is finished, so {words} would change nothing"
+            fork = typed("fork.run", path)
             way = "to train on, give a longer budget (train.max_steps=...), or fork it"
-            raise ConfigError(f"{path}: {text}; {way}: llmexp train fork.run={path} {words}")
+            raise ConfigError(f"{path}: {text}; {way}: llmexp train {fork} {words}")
         child.say(f"{path}: this run is finished; nothing to do")
         return 0
     tree["train"]["stop_step"] = None  # it has been there
@@ -70,6 +72,7 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     if cut:  # the real batch stays, and its cut is solved anew
         tree["batch"][micro if accum in cut else accum] = None
     note = None
+    overrides = choose(tree, overrides)
     if budget:
         note = extend(tree, recorded.get("warmup_updates"), given)
     change(tree, overrides, path, recorded.get("parallelism"))
@@ -91,6 +94,25 @@ def resume_run(path: Path, overrides: Sequence[str]) -> int:
     request |= {key: recorded.get(key) for key in ("overrides", "label", "group", "swept")}
     request["note"] = note
     return worker.Worker().run(request)[0]
+
+
+def choose(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Put the options of groups, such as schedule=constant, into the config of a run, as train and
+    a fork do; return the other overrides. Raises ConfigError."""
+    sections = {key for key, node in tree.items() if isinstance(node, dict)} - {"parallelism"}
+    refuse_several(overrides)
+    chosen = zip(overrides, parsed(overrides), strict=True)
+    groups = [o for o, p in chosen if p.key_or_group in sections and isinstance(p.value(), str)]
+    tree |= app.chosen_options(groups)
+    return [o for o in overrides if o not in groups]
+
+
+def refuse_several(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override with several values."""
+    for override in parsed(overrides):
+        if override.is_sweep_override():
+            text = "several values are a sweep; a run is resumed with one"
+            raise ConfigError(f"{override.input_line}: {text}")
 
 
 def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> str | None:
@@ -128,9 +150,6 @@ def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: s
         if not isinstance(node, dict) or name not in node:
             near = nearest(key, errors.flat_keys(tree))
             raise ConfigError(f"{key}: there is no such key in {path / rundir.CONFIG}.{near}")
-        if override.is_sweep_override():
-            text = "several values are a sweep; a run is resumed with one"
-            raise ConfigError(f"{override.input_line}: {text}")
         if key not in kinds:
             node[name] = override.value()
             continue

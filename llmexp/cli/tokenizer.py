@@ -11,6 +11,7 @@ from llmexp.compose import app, command_line
 from llmexp.config import ConfigError
 from llmexp.fileio import write_whole
 from llmexp.naming import check_new
+from llmexp.values import typed
 
 USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
@@ -52,7 +53,7 @@ def tokenizer(arguments: list[str]) -> int:
     )
     if found.n_vocab < args.vocab_size:
         print(f"fewer than {args.vocab_size:,}: the text has no more pairs to merge")
-    print(f"use it: llmexp train tokenizer=file tokenizer.path={found.path} ...")
+    print(f"use it: llmexp train tokenizer=file {typed('tokenizer.path', found.path)} ...")
     return 0
 
 

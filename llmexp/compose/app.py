@@ -98,6 +98,17 @@ def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[D
     return compose(run_mode=RunMode.MULTIRUN), True
 
 
+def chosen_options(groups: Sequence[str]) -> dict[str, Any]:
+    """Return the sections that overrides such as schedule=constant choose, as plain values. Raises
+    ConfigError."""
+    if not groups:
+        return {}
+    with hydra_app(None) as hydra:
+        cfg, _ = compose(hydra, groups)
+    with user_errors(), variables_kept():
+        return {key: OmegaConf.to_container(cfg[key], resolve=True) for key in map(key_of, groups)}
+
+
 def typed(cfg: DictConfig) -> Config:
     """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
     refuse_code(cfg)
@@ -141,13 +152,6 @@ def chosen_folder(cfg: DictConfig, key: str) -> Path:
 def fixed_folder(overrides: Sequence[str], key: str) -> bool:
     """Return whether the user chose the folder by an override of `key`."""
     return any(key_of(o) == key and "=" in o for o in overrides)
-
-
-def quoted(text: str) -> str:
-    """Return `text` as the value of an override: in quotes where Hydra's grammar needs them."""
-    if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
-        return text
-    return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def visible(overrides: Sequence[str]) -> list[str]:

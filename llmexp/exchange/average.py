@@ -17,6 +17,7 @@ from llmexp.checkpoint.pieces import Piece
 from llmexp.config import ConfigError, flatten
 from llmexp.exchange.sizes import FREE
 from llmexp.fileio import new_folder, read_json, write_json, write_whole
+from llmexp.values import typed
 
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 
@@ -93,7 +94,7 @@ def refuse_average(folder: Path) -> None:
     if (folder / RECORD).exists():
         raise ConfigError(
             f"{folder}: is an average of checkpoints, from which no run goes on; begin one with "
-            f"its weights: llmexp train ... model.init_from={folder}"
+            f"its weights: llmexp train ... {typed('model.init_from', folder)}"
         )
 
 

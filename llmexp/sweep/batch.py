@@ -22,6 +22,7 @@ from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
 from llmexp.sweep.show import warn
 from llmexp.sweep.twins import is_twin, run_twins
+from llmexp.values import typed
 
 LOCK = ".lock-sweep"
 
@@ -137,7 +138,8 @@ def open_ledger(current: Current) -> None:
         ledger = ledgers.read(path)
         ledger.launcher, ledger.arguments = current.launcher, arguments
     elif ledgers.is_sweep(path):
-        raise ConfigError(f"{path}: holds a sweep already; to go on with it: sweep.resume={path}")
+        again = typed("sweep.resume", path)
+        raise ConfigError(f"{path}: holds a sweep already; to go on with it: {again}")
     else:
         ledger = Ledger(path, name, str(path), current.launcher, arguments, [])
     given = any(o.lstrip("+").startswith("sweep.negligible=") for o in current.arguments)

@@ -21,10 +21,16 @@ from llmexp import fileio, rundir
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
 from llmexp.ending import state_now
 from llmexp.knobs import essence
+from llmexp.values import typed
 
 LEDGER, FORMAT = "sweep.json", 1
-ANEW = "the command of the sweep writes it anew from its runs: llmexp train -m ... sweep.resume="
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
+
+
+def anew(path: Path) -> str:
+    """Return how a ledger that is lost is written again."""
+    command = f"llmexp train -m ... {typed('sweep.resume', path)}"
+    return f"the command of the sweep writes it anew from its runs: {command}"
 
 
 @dataclass
@@ -162,7 +168,7 @@ def read(path: Path) -> Ledger:
         if not isinstance(tree, dict):
             raise ConfigError(f"{where}: holds no ledger")
     except ConfigError as error:
-        raise ConfigError(f"{error}; give it another name, then {ANEW}{path}") from None
+        raise ConfigError(f"{error}; give it another name, then {anew(path)}") from None
     if tree.get("format") != FORMAT:
         text = f"this version of llmexp reads format {FORMAT}"
         raise ConfigError(f"{where}: format={tree.get('format')}: {text}")

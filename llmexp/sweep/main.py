@@ -30,6 +30,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.launchers import check_launcher
 from llmexp.sweep.points import expand, is_grid, load_points
 from llmexp.sweep.settings import Sweep, build_sweep
+from llmexp.values import typed
 
 
 def sweep(
@@ -80,7 +81,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
     if ledgers.is_sweep(where):
-        text = f"holds a sweep already; to go on with it: sweep.resume={where}"
+        text = f"holds a sweep already; to go on with it: {typed('sweep.resume', where)}"
         raise refuse("hydra.sweep.dir", where, text)
     return settings, where
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from llmexp.assembly.assemble import Parts, rate_factor
 from llmexp.checkpoint import loading
 from llmexp.config import ConfigError, fill, refuse
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
+from llmexp.values import typed
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
@@ -65,4 +65,4 @@ def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     which both are the same, or that none is kept."""
     if step is None:
         return "no checkpoint from before that is kept, which a fork could go on from; train anew"
-    return f"fork it: llmexp train fork.run={shlex.quote(str(path))} fork.step={step} {key}={value}"
+    return f"fork it: llmexp train {typed('fork.run', path)} fork.step={step} {key}={value}"

@@ -28,6 +28,7 @@ from llmexp.naming import LINEAGE, lineage, refuse_folder
 from llmexp.redact import as_recorded, concealed, marks
 from llmexp.run import Parent
 from llmexp.train import extending
+from llmexp.values import typed
 
 REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
@@ -124,7 +125,7 @@ def refuse_other_config(
         raise ConfigError(
             f"{where}: is another run; differing keys, which change results and so are fixed: "
             f"{shown}; for a new run with other values that goes on from here: llmexp train "
-            f"fork.run={path} ..."
+            f"{typed('fork.run', path)} ..."
         )
     if keys:
         extending.check(path, old, parts, loaded)

@@ -125,7 +125,7 @@ def join(path: Path, parts: Parts) -> mesh.Mesh:
         asked = f"{layout.nnodes} x {layout.nproc_per_node}"
         raise ConfigError(
             f"parallelism.nnodes x parallelism.nproc_per_node={asked}: {error}; start as many, or "
-            f"go on with other numbers: llmexp resume {path} parallelism.nproc_per_node=2"
+            f"go on with other numbers: {rundir.how_to_resume(path)} parallelism.nproc_per_node=2"
         ) from None
     for what, value in (
         ("config", plain(parts.config)),

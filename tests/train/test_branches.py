@@ -223,7 +223,16 @@ def copy(trunk: Result, name: str) -> Result:
 def test_an_extended_run_is_the_longer_one(trunk):
     cwd = trunk.folder.parent
     longer = copy(trunk, "longer")
-    result = llmexp("resume", "longer", "train.max_steps=16", cwd=cwd)
+    for group in ("schedule=linear", "optimizer=sgd"):
+        refused = llmexp("resume", "longer", group, "train.max_steps=16", cwd=cwd)
+        assert refused.code == 2
+        section = group.partition("=")[0]
+        assert f"{section}._target_ (llmexp." in refused.err
+        assert "llmexp train fork.run=longer" in refused.err
+    refused = llmexp("resume", "longer", "schedule=constnt", "train.max_steps=16", cwd=cwd)
+    assert "Did you mean constant?" in refused.err
+    groups = ["schedule=constant", "tracker=none"]  # as it has them
+    result = llmexp("resume", "longer", *groups, "train.max_steps=16", cwd=cwd)
     assert result.code == 0, result.err
     more = ["data.train_files=[train.npy]", "schedule=constant", "train.max_steps=16"]
     refused = llmexp("resume", "longer", "train.max_steps=null", cwd=cwd)

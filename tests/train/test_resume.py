@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
+from llmexp.compose.overrides import parsed
 from llmexp.rundir import read_rows
+from llmexp.values import typed
 from tests import forks
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
@@ -154,6 +159,32 @@ def test_auto_resumes_in_place_and_a_finished_run_is_left_alone(whole, tmp_path)
     refused = llmexp("train", *TINY, *settings, f"hydra.run.dir={copy}", cwd=tmp_path)
     assert refused.code == 2
     assert "holds a run already (state: finished)" in refused.err
+
+
+def test_commands_to_copy_hold_paths_with_spaces(whole, tmp_path):
+    result, settings = whole
+    path = tmp_path / "my runs" / "one (1), it's"
+    shutil.copytree(result.folder, path)
+    for command, code, pasted in (
+        (["resume", str(path), "train.log_every=7"], 2, "llmexp train fork.run"),
+        (["train", *TINY, *settings, f'hydra.run.dir="{path}"'], 2, "llmexp resume"),
+        (["average", str(path), "--last", "2"], 0, "llmexp evaluate"),
+    ):
+        done = llmexp(*command, cwd=tmp_path)
+        assert done.code == code, done.err
+        (line,) = re.findall(r"llmexp (?:train|resume|evaluate) .*", done.out + done.err)
+        assert line.replace("'", "").startswith(pasted)
+        _, name, word, *_ = shlex.split(line)
+        given = parsed([word])[0].value() if name == "train" else word
+        assert Path(given).is_relative_to(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["a/b", "a b/c@3", "a  b", "it's", "a,b", "(1)", "a=b", "é", "a\\"]
+)
+def test_an_override_to_copy_is_what_hydra_reads(path):
+    (word,) = shlex.split(typed("fork.run", path))
+    assert parsed([word])[0].value() == path
 
 
 def test_another_cut_may_resume_but_another_model_may_not(whole, tmp_path):
