@@ -41,9 +41,10 @@ HEADS = ("source", "split", "files", "documents", "tokens", "bytes/token", "empt
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     per_token = row["bytes_per_token"]
-    counts = (f"{row[name]:,}" for name in ("files", "documents", "tokens"))
+    files = row["hf"] or f"{row['files']:,}"
+    counts = (f"{row[name]:,}" for name in ("documents", "tokens"))
     shown = "-" if per_token is None else f"{per_token:.3f}"
-    return (row["source"], row["split"], *counts, shown, f"{row['empty']:,}", f"{row['bad']:,}")
+    return (row["source"], row["split"], files, *counts, shown, f"{row['empty']:,}", f"{row['bad']:,}")
 
 
 def prepare(arguments: list[str]) -> int:

@@ -192,6 +192,7 @@ def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, An
                 "source": name,
                 "split": whole if first else split,
                 "files": len(one.source.files),
+                "hf": one.source.hf,  # in place of files
                 "documents": one.documents[split],
                 "tokens": tokens,
                 "bytes_per_token": one.text_bytes[split] / tokens if tokens else None,

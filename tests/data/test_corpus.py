@@ -22,6 +22,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmexp.cli.prepare import _cells
 from llmexp.data import encode, shards, sources, work
 from llmexp.data.corpus import corpus
 from llmexp.data.corpus import work as corpus_work
@@ -135,9 +136,11 @@ def test_a_dataset_of_hugging_face_in_a_folder(files, datasets):
     table = datasets.Dataset.from_dict({"body": texts_of("web", 80)})
     datasets.DatasetDict({"train": table}).save_to_disk(str(files / "saved"))
     found = made(files, sources={"web": {"hf": f"{files}/saved", "text_key": "body"}})
-    assert ids_of(found.train) == ids_of(
-        made(files, sources={"web": {"files": f"{files}/web.jsonl"}}).train
-    )
+    of_files = made(files, sources={"web": {"files": f"{files}/web.jsonl"}})
+    assert ids_of(found.train) == ids_of(of_files.train)
+    printed = [_cells(one.table[0])[:4] for one in (found, of_files)]
+    assert printed[0] == ("web", "train", f"{files}/saved", "80")  # the name in place of 0 files
+    assert printed[1] == ("web", "train", "1", "80")
 
 
 def test_an_address_is_read_like_a_file(files):
