@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from llmexp import mesh
 from llmexp.assembly.assemble import assemble
 from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatten, plain
 from llmexp.convert import build
+from llmexp.data.text_bytes import TextBytes
 from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
 from llmexp.tracker.stores import STORES
@@ -76,6 +76,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "model.sliding_window": {"model.sliding_window": 4},
     "data.val_files": {"data.val_files": "more.txt"},
     "data.ignore_id": {"data.ignore_id": 32},
+    "data.train_labels": {"data.train_labels": "ids.npy"},
+    "data.val_labels": {"data.val_labels": "more.npy"},
     "data.pattern": {"data.pattern": "copy"},
     "data.dtype": {"data.dtype": "uint32"},
     "data.seed": {"data.seed": 5},
@@ -114,6 +116,7 @@ LONG = {"train.max_steps": 14, "metrics.outlier_sigma": 0.5, "metrics.outlier_wi
 SKIPPING = {**LONG, "metrics.skip_outliers": True}
 WITH: dict[str, dict[str, Any]] = {
     "model.residual": {"precision.kind": "bf16"},
+    "data.val_labels": {"data.val_files": "more.bin"},
     "train.tail": {"train.max_steps": None, "train.max_tokens": 120},
     "metrics.outlier_sigma": SKIPPING,
     "metrics.outlier_window": SKIPPING,
@@ -196,7 +199,8 @@ def trained(config: Config) -> tuple[str, list[float]]:
         figures += [seen.loss_scale] if s.scaler.enabled else []
     for p in s.parameters:
         figures += [float(p.detach().double().sum()), float(p.detach().double().square().sum())]
-    figures += evaluate(s, torch.ones(4096, dtype=torch.int64)).values()
+    text_bytes = TextBytes(parts.tokenizer, parts.corpus.is_text, parts.run.facts.vocab_size)
+    figures += evaluate(s, text_bytes).values()
     digest.update(np.array(figures).tobytes())
     return digest.hexdigest(), figures
 
@@ -244,6 +248,9 @@ def work(tmp_path_factory) -> Iterator[Path]:
         np.random.default_rng(len(name)).integers(0, 50, 6000).astype(np.uint16).tofile(
             folder / name
         )
+    for name in ("ids", "more"):
+        ids = np.fromfile(folder / f"{name}.bin", np.uint16).astype(np.int32)
+        np.save(folder / f"{name}.npy", np.where(ids % 3, ids, -100))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LLMEXP_CACHE_DIR", str(folder / "cache"))

@@ -145,4 +145,7 @@ def _check_common_data(data: dict[str, Any], ids: int) -> None:
         raise refuse("data.shuffle", shuffle, "true or false is needed", "false")
     whole = isinstance(ignore, int) and not isinstance(ignore, bool)
     if ignore is not None and not (whole and 0 <= ignore < ids):
-        raise refuse("data.ignore_id", ignore, f"a token id below {ids}, or null, is needed", 0)
+        text = f"a token id below {ids}, or null, is needed"
+        if ignore == -100:
+            text += "; labels with -100 are files of their own, data=tokens data.train_labels=FILES"
+        raise refuse("data.ignore_id", ignore, text, 0)

@@ -44,7 +44,15 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     files = row["hf"] or f"{row['files']:,}"
     counts = (f"{row[name]:,}" for name in ("documents", "tokens"))
     shown = "-" if per_token is None else f"{per_token:.3f}"
-    return (row["source"], row["split"], files, *counts, shown, f"{row['empty']:,}", f"{row['bad']:,}")
+    return (
+        row["source"],
+        row["split"],
+        files,
+        *counts,
+        shown,
+        f"{row['empty']:,}",
+        f"{row['bad']:,}",
+    )
 
 
 def prepare(arguments: list[str]) -> int:

@@ -22,6 +22,7 @@ documents    text files as documents, for training and for validation
 encode       documents -> token ids
 prepare      token shards in the cache
 token_files  ids that somebody else has prepared
+labels       which of them are no targets
 cache        write into the token cache: lock, flush, errors
 progress     a line while a preparation lasts
 files        find and identify input files

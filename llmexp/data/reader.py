@@ -52,11 +52,13 @@ class Hidden:
     ignore_id: int | None = None
     document_end: int | None = None
 
-    def at(self, ids_nrs: np.ndarray) -> np.ndarray | None:
-        """Return bool (n, r, t) of the targets that do not count; None: all do."""
-        found = None
+    def at(self, ids_nrs: np.ndarray, hidden_nrs: np.ndarray | None = None) -> np.ndarray | None:
+        """Return bool (n, r, t) of the targets that do not count; None: all do. `hidden_nrs`: the
+        ids that are no targets by their labels."""
+        found = None if hidden_nrs is None else hidden_nrs[..., 1:]
         if self.ignore_id is not None:
-            found = ids_nrs[..., 1:] == self.ignore_id
+            ignored = ids_nrs[..., 1:] == self.ignore_id
+            found = ignored if found is None else found | ignored
         if self.document_end is not None:
             after = ids_nrs[..., :-1] == self.document_end
             found = after if found is None else found | after
@@ -82,6 +84,12 @@ class Order:
         """Return the ids (n, r, s) of the sequences that begin at these tokens."""
         width = self.sequence_length + 1
         return self.stream.gather(starts_nr.ravel(), width).reshape(*starts_nr.shape, width)
+
+    def labels(self, starts_nr: np.ndarray) -> np.ndarray | None:
+        """Return bool (n, r, s): which ids of these sequences are no targets by labels; None: all
+        are."""
+        found = self.stream.hidden(starts_nr.ravel(), self.sequence_length + 1)
+        return None if found is None else found.reshape(*starts_nr.shape, -1)
 
     def starts(self, k: np.ndarray) -> np.ndarray:
         """Return int64 [n]: the first token of each of the sequences `k` of the run."""
@@ -151,8 +159,9 @@ def _windows(
         starts_nr = known_nr[step - known_from :][:count, :rows]
         tokens_nrs = order.read(starts_nr)
         micro_steps = max(1, -(-most // cut.micro_batch_size))
+        masked = order.hidden.at(tokens_nrs, order.labels(starts_nr))
         batches, target_counts = _micro_batches(
-            tokens_nrs, micro_steps, cut.micro_batch_size, order.hidden, pin_memory
+            tokens_nrs, micro_steps, cut.micro_batch_size, masked, pin_memory
         )
         for i in range(count):
             digested = _digest(tokens_nrs[i], first_row) if digest else 0
@@ -175,7 +184,9 @@ def eval_batches(
     for first in range(cut.rank * per_rank, (cut.rank + 1) * per_rank, micro):
         starts = all_starts[first : max(first, min(first + micro, stop))]
         tokens_rs = stream.gather(starts, sequence_length + 1)
-        ((tokens_bt, targets_bt),) = _micro_batches(tokens_rs[None], 1, micro, hidden, False)[0][0]
+        masked = hidden.at(tokens_rs, stream.hidden(starts, sequence_length + 1))
+        masked = None if masked is None else masked[None]
+        ((tokens_bt, targets_bt),) = _micro_batches(tokens_rs[None], 1, micro, masked, False)[0][0]
         yield np.pad(starts, (0, micro - len(starts))), tokens_bt, targets_bt
 
 
@@ -190,10 +201,10 @@ def _micro_batches(
     tokens_nrs: np.ndarray,
     micro_steps: int,
     micro_batch_size: int,
-    hidden: Hidden,
+    masked_nrt: np.ndarray | None,
     pin_memory: bool,
 ) -> tuple[list[list[tuple[Tensor, Tensor]]], list[int]]:
-    """Per window its micro-batches and the number of their valid targets.
+    """Per window its micro-batches and the number of their valid targets, which are not masked.
 
     Filled through numpy: torch would start a team of threads of its own for the copies of this
     thread.
@@ -207,9 +218,9 @@ def _micro_batches(
     filled_tokens[:, :rows], filled_tokens[:, rows:] = tokens_nrs[..., :-1], 0
     filled_targets[:, :rows], filled_targets[:, rows:] = tokens_nrs[..., 1:], MASKED
     valid = np.full(windows, rows * length)
-    if (ignored := hidden.at(tokens_nrs)) is not None:
-        filled_targets[:, :rows][ignored] = MASKED
-        valid -= ignored.sum((1, 2))
+    if masked_nrt is not None:
+        filled_targets[:, :rows][masked_nrt] = MASKED
+        valid -= masked_nrt.sum((1, 2))
     cut_tokens = tokens.view(-1, micro_batch_size, length).unbind()
     cut_targets = targets.view(-1, micro_batch_size, length).unbind()
     pairs = list(zip(cut_tokens, cut_targets, strict=True))

@@ -24,6 +24,7 @@ from llmexp.data.files import (
     match_files,
     remembered,
 )
+from llmexp.data.labels import add_labels
 from llmexp.data.prepare import Split, prepare, refuse_tokenizer
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
@@ -212,11 +213,13 @@ def tokens(
     cache_dir: str | None,
     vocab_size: int,
     sequence_length: int,
+    train_labels: str | list[str] | None = None,
+    val_labels: str | list[str] | None = None,
     tokenizer: Tokenizer | None = None,
     write: bool = True,
 ) -> Corpus:
     """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header) or of Megatron
-    (with its .idx), other .bin and OLMo's .npy (flat, `dtype`).
+    (with its .idx), other .bin and OLMo's .npy (flat, `dtype`). Labels beside them hide targets.
 
     All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the
     last `val_ratio` of the tokens is for validation.
@@ -237,6 +240,8 @@ def tokens(
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
     _check_all_ids(arrays, vocab_size, dtype, cache, write)
+    marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
+    labels = add_labels(marked, streams, paths, arrays, cache, write)
 
     if len(streams) > 1:
         train, val = streams[0].part(0, max_tokens or len(streams[0])), streams[1]
@@ -244,24 +249,31 @@ def tokens(
         train, val = _split_stream(streams[0], amount)
     train_paths, val_paths = paths["data.train_files"], paths.get("data.val_files", [])
     if len(train) < sequence_length + 1:
-        text = f"{len(train):,} training tokens in {len(train_paths)} files"
-        text += " do not fill one sequence"
+        text = f"{len(train):,} training tokens in {len(train_paths)} files do not fill a sequence"
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
-    there, unmarked = documents_of(arrays, tokenizer, cache, write)
-    if there:
-        description += f", {_counted(there, 'document')} by their indexes"
-    if unmarked:
-        description += f" ({unmarked:,} do not end with the end-of-text id)"
+    about, unmarked = _documents_text(arrays, tokenizer, cache, write)
     fingerprint = {
         name: files_fingerprint(some, [digests[p] for p in some])
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
     }
     share = {"max_tokens": max_tokens, "val_ratio": None if val_paths else val_ratio}
-    found = Corpus(train, val or None, description, fingerprint | share, unmarked=unmarked)
+    content = fingerprint | labels | share
+    found = Corpus(train, val or None, description + about, content, unmarked=unmarked)
     both = _overlap(*({digests[p]: p for p in some} for some in (train_paths, val_paths)))
     return replace(found, warnings=both)
+
+
+def _documents_text(
+    arrays: dict[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path, write: bool
+) -> tuple[str, int]:
+    """Return what the indexes know of documents, in words, and how many lack the end-of-text id."""
+    there, unmarked = documents_of(arrays, tokenizer, cache, write)
+    text = f", {_counted(there, 'document')} by their indexes" if there else ""
+    if unmarked:
+        text += f" ({unmarked:,} do not end with the end-of-text id)"
+    return text, unmarked
 
 
 def _check_all_ids(

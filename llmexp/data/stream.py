@@ -15,6 +15,9 @@ import numpy as np
 from llmexp.data.files import cut_text
 from llmexp.data.mixture import Mixed
 
+OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
+OTHER_IDS += "missing"
+
 
 class DataChanged(OSError, ValueError):
     """A data file is not any more what it was when it was opened."""
@@ -91,6 +94,8 @@ class TokenStream:
         self.shards = [s for _, s in kept]
         self._ends = np.cumsum([0, *(len(a) for a in self._arrays)], dtype=np.int64)
         self._unprepared_length: int | None = None
+        # Of the same length: below 0 where an id is no target; None: all are.
+        self.labels: TokenStream | None = None
 
     @classmethod
     def unprepared(cls, length: int) -> TokenStream:
@@ -128,6 +133,7 @@ class TokenStream:
         ]
         stream = TokenStream([])
         stream._set(cuts, self.shards)
+        stream.labels = None if self.labels is None else self.labels.part(start, stop)
         return stream
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -144,6 +150,11 @@ class TokenStream:
         """int64 [count]: the tokens [start, start + count). Raises IndexError outside the
         stream."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
+
+    def hidden(self, starts: np.ndarray, count: int) -> np.ndarray | None:
+        """Return bool [n, count]: for each of `starts` which of the ids are no targets, by labels;
+        None: all are."""
+        return None if self.labels is None else self.labels.gather(starts, count) < 0
 
     def samples(self, piece_tokens: int, pieces: int = 16) -> Iterator[np.ndarray]:
         """Yield evenly spread pieces of the stream, first and last tokens among them."""
@@ -223,15 +234,22 @@ class Corpus:
         both = [shard for stream in streams for shard in stream.shards]
         return list({id(s.array): s for s in both}.values())
 
+    def _files(self) -> list[Shard]:
+        """Return the shards, and those of labels."""
+        streams = [self.train] + ([self.val] if self.val is not None else [])
+        labels = [stream.labels for stream in streams if stream.labels is not None]
+        beside = {id(s.array): s for stream in labels for s in stream.shards}
+        return [*self.shards(), *beside.values()]
+
     def differences(self, harmful: bool) -> Iterator[str]:
         """Yield what happened to the files since they were opened: of those from which other ids
         may be read now, or of those from which the old ones are. Microseconds per file."""
-        found = (shard.difference() for shard in self.shards())
+        found = (shard.difference() for shard in self._files())
         return (one[0] for one in found if one is not None and one[1] == harmful)
 
     def states(self) -> dict[str, int]:
         """Path -> bytes of the files when they were opened, for `cut_files`."""
-        return {s.name: s.state[1] for s in self.shards() if s.state is not None}
+        return {s.name: s.state[1] for s in self._files() if s.state is not None}
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
@@ -281,11 +299,12 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
         ids = np.asarray(array[start : start + block])
         if int(ids.max()) >= vocab_size or (limits.min < 0 and int(ids.min()) < 0):
             at = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
+            way = "labels with -100 are files of their own: data.train_labels"
+            way = way if ids[at] == -100 else OTHER_IDS
             place = f"{int(ids[at])} at position {start + at:,} (of {len(array):,})"
             raise ValueError(
                 f"{name}: token id {place} is not in the vocabulary of {vocab_size} ids; valid are "
-                f"0 to {vocab_size - 1}. Another tokenizer, a larger model.vocab_size or the right "
-                "data.dtype may be what is missing"
+                f"0 to {vocab_size - 1}. {way}"
             )
 
 

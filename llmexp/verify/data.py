@@ -246,7 +246,8 @@ def other_window(order: Order, cut: Cut, step: int) -> str:
     for row, start in enumerate(starts):
         ids = order.stream.read(start, length + 1)
         wanted = ids[1:]
-        if (hidden := order.hidden.at(ids)) is not None:
+        labels = order.labels(np.array([start]))
+        if (hidden := order.hidden.at(ids, None if labels is None else labels[0])) is not None:
             wanted = np.where(hidden, MASKED, wanted)
         if not np.array_equal(tokens[row], ids[:-1]) or not np.array_equal(targets[row], wanted):
             return f"row {row} is not sequence {first + row:,} of the run"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from llmexp import rundir
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
-from llmexp.config import Config, ConfigError, fill
+from llmexp.config import Config, ConfigError, fill, refuse
 from llmexp.convert import with_knobs
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
@@ -61,6 +61,8 @@ def verify(config: Config, path: Path, steps: int | None, shrink: bool) -> list[
     """Make the runs in folders under `path` and compare them. Raises ConfigError where they cannot
     be made."""
     config, steps = without_dropout(shrunk(config) if shrink else config), steps or STEPS
+    if (labels := config.data.get("train_labels")) is not None:
+        raise refuse("data.train_labels", labels, "the reference of verify reads no labels", "null")
     own = assemble(config, write=True)
     real = real_batch(own.run.real_batch_size)
     tail = real // 2 - 1  # so the second half of the ranks has no rows in it

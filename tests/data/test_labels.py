@@ -1,0 +1,132 @@
+"""Labels beside token files: what is no target by them, in every window and evaluation, and what
+does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmexp.data import sources
+from llmexp.data.reader import MASKED, Cut, Hidden, Order, eval_batches, read_windows
+from tests.conftest import TINY, llmexp, train
+
+LENGTH, IDS = 6, 50
+
+
+def write(folder: Path, name: str, count: int, kind: str = "int16") -> None:
+    rng = np.random.default_rng(count)
+    ids = rng.integers(0, IDS, count).astype(np.uint16)
+    np.save(folder / f"{name}.npy", ids)
+    labels = np.where(rng.random(count) < 0.3, -100, ids.astype(int))
+    np.save(folder / f"{name}-labels.npy", labels.astype(kind))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    for name, count, kind in (("a", 90, "int16"), ("b", 61, "int64"), ("v", 70, "int32")):
+        write(tmp_path, name, count, kind)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tokens(**changes: Any):
+    knobs = {
+        "train_files": ["a.npy", "b.npy"], "val_files": "v.npy", "dtype": "uint16",
+        "val_ratio": 0.1, "max_tokens": None, "cache_dir": "cache", "vocab_size": IDS,
+        "sequence_length": LENGTH, "train_labels": ["a-labels.npy", "b-labels.npy"],
+        "val_labels": "v-labels.npy",
+    }  # fmt: skip
+    return sources.tokens(**knobs | changes)
+
+
+def test_what_a_label_hides_is_no_target_and_stays_an_input(folder):
+    found = tokens()
+    ids, labels = (
+        np.concatenate([np.load(f"{name}{end}.npy").astype(int) for name in "ab"])
+        for end in ("", "-labels")
+    )
+    order = Order(found.train, LENGTH, 4, 25, 0, shuffle=False, hidden=Hidden(document_end=3))
+    at = 0
+    for window in read_windows(order, Cut(2), 0, 6):
+        count = 0
+        for inputs, targets in window.micro_batches:
+            for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+                after = ids[at : at + LENGTH] == 3
+                assert row == ids[at : at + LENGTH].tolist()
+                hidden = after | (labels[at + 1 : at + 1 + LENGTH] == -100)
+                expected = np.where(hidden, MASKED, ids[at + 1 : at + 1 + LENGTH])
+                assert wanted == expected.tolist()
+                count += int((~hidden).sum())
+                at += LENGTH
+        assert window.target_count == count
+    held = tokens(val_files=None, val_labels=None, val_ratio=0.3)  # cut from both alike
+    start = len(held.train)
+    for corpus, there, first in ((found, np.load("v-labels.npy"), 0), (held, labels, start)):
+        seen = [
+            (int(start), targets)
+            for starts, _, batch in eval_batches(
+                corpus.val, Cut(2), sequence_length=LENGTH, max_sequences=99, hidden=Hidden()
+            )
+            for start, targets in zip(starts, batch.tolist(), strict=True)
+        ]
+        for begin, targets in seen[: corpus.val.n_sequences(LENGTH)]:
+            wanted = there[first + begin + 1 : first + begin + 1 + LENGTH]
+            assert targets == np.where(wanted == -100, MASKED, wanted).tolist()
+
+
+def test_other_labels_are_other_data(folder):
+    before = tokens()
+    assert before.fingerprint["train_labels"].keys() == {"a-labels.npy", "b-labels.npy"}
+    labels = np.load("v-labels.npy")
+    labels[np.flatnonzero(labels >= 0)[0]] = -100
+    np.save("v-labels.npy", labels)
+    after = tokens().fingerprint
+    assert after["val_labels"] != before.fingerprint["val_labels"]
+    assert after["train_labels"] == before.fingerprint["train_labels"]
+    assert "train_labels" not in tokens(train_labels=None, val_labels=None).fingerprint
+    assert next(iter(before.differences(True))).startswith(str(folder / "v-labels.npy"))
+
+
+REFUSED = {
+    "count": ({"train_labels": "a-labels.npy"}, "1 files of labels do not fit 2 token files"),
+    "length": ({"val_labels": "a-labels.npy"}, "90 labels do not fit the 70 ids of v.npy"),
+    "kind": ({"val_labels": "v.npy"}, "labels are signed integers in .npy, .* these are uint16"),
+    "shifted": (
+        {"val_labels": "shifted.npy"},
+        r"label \d+ at position \d+ is neither -100 nor the id there, \d+ of v.npy; labels are not",
+    ),
+    "no files": ({"val_files": None}, "data.val_labels=v-labels.npy: there are no data.val_files"),
+    "ids": (
+        {"train_files": "a-labels.npy", "train_labels": None},
+        r"token id -100 at position .* labels with -100 are files of their own: data.train_labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(folder, name):
+    changes, reason = REFUSED[name]
+    ids = np.load("v.npy").astype(np.int32)
+    np.save("shifted.npy", np.append(ids[1:], -100).astype(np.int32))
+    with pytest.raises(ValueError, match=reason):
+        tokens(**changes)
+
+
+def test_a_run_trains_on_the_targets_that_its_labels_leave(folder):
+    """And `verify data` finds the same windows."""
+    settings = [
+        "data=tokens", "data.train_files=a.npy", "data.train_labels=a-labels.npy",
+        "data.val_files=v.npy", "data.val_labels=v-labels.npy", "data.shuffle=false",
+        "tokenizer=bytes", "batch.real_batch_size=2", "train.max_steps=2", "train.log_every=1",
+    ]  # fmt: skip
+    run = train(folder, "run", *settings)
+    labels = np.load("a-labels.npy")
+    wanted = [int((labels[1 + 24 * n : 25 + 24 * n] >= 0).sum()) for n in range(2)]
+    assert [row["target_tokens"] for row in run.rows()] == wanted
+    proof = llmexp("verify", "data", *TINY, *settings, "hydra.run.dir=proof", cwd=folder)
+    assert (proof.code, proof.err) == (0, "")
+    refused = llmexp("plan", *TINY, *settings, "data.ignore_id=-100", cwd=folder)
+    assert (refused.code, "data=tokens data.train_labels=FILES" in refused.err) == (2, True)
