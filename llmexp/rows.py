@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ class Rows:
     """metrics.jsonl, the record of a run: a strict JSON object a line, each logged step once.
 
     `add` keeps a row until `flush` writes all that wait, which `due` asks for: with the first row,
-    with each tenth one, after a second. A kill loses those that wait and tears none.
+    with each tenth one, after a second. While the loop is held up a thread writes them each second.
+    A kill loses those that wait and tears none.
     """
 
     def __init__(self, path: Path, keep_up_to_step: int, begins_at: int = 0) -> None:
@@ -63,28 +65,53 @@ class Rows:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._file.truncate(end)
         self._waiting: list[tuple[int, bytes]] = []
-        self._written_at = -math.inf
+        self._new = 0  # rows since the last flush
+        self._flushed_at = -math.inf
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._error: OSError | None = None  # of the thread
+        threading.Thread(target=self._write_each_second, name="rows", daemon=True).start()
 
     def add(self, row: dict[str, Any]) -> None:
         """Take a row, which `flush` writes."""
-        self._waiting.append((row["step"], f"{ROW.encode(row)}\n".encode()))
+        line = f"{ROW.encode(row)}\n".encode()
+        with self._lock:
+            self._waiting.append((row["step"], line))
+        self._new += 1
         self.figures.count(row)
 
     @property
     def due(self) -> bool:
         """Return whether rows have waited long enough to be written."""
-        if not self._waiting:
+        if not self._new:
             return False
-        waited = time.monotonic() - self._written_at
-        return len(self._waiting) >= MOST_WAITING or waited >= LONGEST_WAIT_S
+        return self._new >= MOST_WAITING or time.monotonic() - self._flushed_at >= LONGEST_WAIT_S
 
     def flush(self) -> bool:
-        """Write the rows that wait; return whether there were any. Raises Unwritable where one
-        cannot be written; the file then ends with the row before it."""
+        """Write the rows that wait; return whether rows were added since the last call. Raises
+        Unwritable where one cannot be written; the file then ends with the row before it."""
+        with self._lock:
+            error, self._error = self._error, None
+            if error is not None:
+                self._waiting = []
+                raise error
+            self._write()
+        any_new, self._new = self._new > 0, 0
+        self._flushed_at = time.monotonic()
+        return any_new
+
+    def _write_each_second(self) -> None:
+        while not self._closed.wait(LONGEST_WAIT_S):
+            with self._lock:
+                try:
+                    if self._error is None and not self._closed.is_set():
+                        self._write()
+                except OSError as error:  # the loop raises it
+                    self._error = error
+
+    def _write(self) -> None:
         waiting, self._waiting = self._waiting, []
         if not waiting:
-            return False
-        self._written_at = time.monotonic()
+            return
         data = b"".join(line for _, line in waiting)
         before, written = os.fstat(self._file.fileno()).st_size, 0
         try:
@@ -97,7 +124,6 @@ class Rows:
             step = waiting[data[:whole].count(b"\n")][0]
             text = f"the row of step {step:,} could not be written: {error.strerror}"
             raise Unwritable(f"{self._file.name}: {text}") from error
-        return True
 
     def sync(self) -> None:
         """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
@@ -110,4 +136,6 @@ class Rows:
 
     def close(self) -> None:
         self.sync()
-        self._file.close()
+        with self._lock:
+            self._closed.set()
+            self._file.close()

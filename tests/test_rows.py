@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,8 +45,8 @@ def test_rows_are_whole_up_to_the_last_ten_after_a_kill(tmp_path):
 
 def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     rows = Rows(tmp_path / "rows", 0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     rows.add(row(1))
     assert rows.due  # the first one
     assert rows.flush()
@@ -52,7 +54,6 @@ def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
         assert not rows.due
         rows.add(row(step))
     assert rows.due
-    assert len(read_rows(rows.path)) == 1
     assert rows.flush()
     assert not rows.flush()
     rows.add(row(12))
@@ -62,6 +63,20 @@ def test_rows_wait_for_ten_or_a_second(tmp_path, monkeypatch):
     assert rows.due
     rows.close()
     assert [r["step"] for r in read_rows(rows.path)] == list(range(1, 13))
+
+
+def test_rows_are_written_while_the_loop_is_held_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.05)
+    rows = Rows(tmp_path / "rows", 0)
+    for step in (1, 2, 3):
+        rows.add(row(step))
+    deadline = time.monotonic() + 20
+    while len(read_rows(rows.path)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert rows.flush()  # there are new ones to show
+    rows.close()
+    assert len(read_rows(rows.path)) == 3
 
 
 def test_a_resume_cuts_the_file_in_place_and_keeps_figures_alone(tmp_path):

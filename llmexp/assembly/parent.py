@@ -63,7 +63,7 @@ def find_parent(config: Config, model: nn.Module, corpus: Corpus) -> Parent | No
         tokens=before.get("tokens", 0) + (done - first) * length,
         tokens_seen=int(loaded.manifest["tokens_seen"]),
         order=order,
-        digest=dict(loaded.manifest["digest"]),
+        digest=loaded.digest,
     )
 
 

@@ -1,6 +1,8 @@
 """Write and read checkpoints. They hold no pickle and fit any layout of ranks. In reading order:
 
-pieces    the tensors of a model and its optimizers, and the boxes of them that a rank holds
-loading   the format; the newest whole checkpoint; parameters and optimizer state from its files
-saving    a snapshot, one file a rank, then the commit: manifest, rename; `Writer`, the thread
+pieces        the tensors of a model and its optimizers, and the boxes of them that a rank holds
+tensor_files  one file of tensors, hashed while it is written
+hashes        damage and change, found by size, sha256 and time
+loading       the format; the newest whole checkpoint; parameters and optimizer state from its files
+saving        a snapshot, one file a rank, then the commit: manifest, rename; `Writer`, the thread
 """

@@ -5,7 +5,7 @@ step_00000100/model.safetensors      parameters and persistent buffers under cle
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
               ema.safetensors        the average of train.ema: parameters that are trained, as in model.safetensors
               state.pt               plain containers (torch.load(weights_only=True))
-              manifest.json          format version, step, geometry, digest of the tensors, size and sha256 of each
+              manifest.json          format version, step, geometry, size and sha256 of each
                                      file; written last
 
 Where tensors are sharded, every rank writes the pieces that it holds
@@ -29,7 +29,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp.checkpoint.pieces import Shape, named_tensors, names_by_id, piece_of
+from llmexp.checkpoint.hashes import (
+    CheckpointError,
+    NewerFormat,
+    refuse_changed,
+    refuse_damaged,
+    state_of,
+)
+from llmexp.checkpoint.pieces import Stored, named_tensors, names_by_id, piece_of
 from llmexp.fileio import sha256
 
 FORMAT_VERSION = 2
@@ -50,26 +57,6 @@ DTYPES = {
 }  # fmt: skip
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged or does not fit; the text names the file."""
-
-
-class NewerFormat(CheckpointError):
-    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for
-    an older one."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A piece in a file: the box of `size` at `offset` of a full tensor of `shape`."""
-
-    file: Path
-    shape: Shape
-    offset: Shape
-    size: Shape
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint that was found whole. `model`, `optimizer` and `ema`: the pieces of each tensor,
@@ -82,6 +69,20 @@ class Loaded:
     model: dict[str, list[Stored]]
     optimizer: dict[str, list[Stored]]
     ema: dict[str, list[Stored]]
+    seen: dict[Path, tuple[int, ...]]  # the files as they were before they were hashed
+
+    @property
+    def digest(self) -> str:
+        """Return the sha256 of the manifest, which has those of all files: the identity of the
+        checkpoint."""
+        return sha256(self.path / MANIFEST)
+
+    def is_called(self, digest: Any) -> bool:
+        """Return whether this is the identity of the checkpoint; older records have the digests of
+        its tensors, which older manifests hold."""
+        if isinstance(digest, dict):
+            return bool(digest == self.manifest.get("digest"))
+        return bool(digest == self.digest)
 
 
 def steps(root: Path) -> list[Path]:
@@ -140,6 +141,7 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
+    hashed: dict[Path, dict[str, Any]] = {}
     for number, (name, expected) in enumerate(files):
         file = path / name
         if not FILE_NAME.fullmatch(name):
@@ -148,14 +150,10 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
             )
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if not name.startswith((*kinds, STATE)):
-            continue
-        try:
-            whole = number % part[1] != part[0] or fingerprint(file) == expected
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-        if not whole:
-            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+        if name.startswith((*kinds, STATE)) and number % part[1] == part[0]:
+            hashed[file] = expected
+    seen = {path / name: state_of(path / name) for name, _ in files}
+    refuse_damaged(hashed)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{path / STATE} is missing in {MANIFEST}")
     try:
@@ -169,7 +167,7 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
             pieces[kind] = _read_headers(held, step) if wanted else {}
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Loaded(path, step, manifest, state, **pieces)
+    return Loaded(path, step, manifest, state, **pieces, seen=seen)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -224,9 +222,17 @@ def restore_model(loaded: Loaded, model: nn.Module) -> None:
     """
     own = named_tensors(model)
     refuse_other_model(loaded, own)
+    fill_all(loaded, own, loaded.model)
+
+
+def fill_all(
+    loaded: Loaded, tensors: Mapping[str, Tensor], pieces: dict[str, list[Stored]]
+) -> None:
+    """Fill tensors from the pieces of the same names. Raises CheckpointError."""
     opened: dict[Path, Any] = {}
-    for name, tensor in own.items():
-        _fill(tensor, name, loaded.model[name], opened)
+    for name, tensor in tensors.items():
+        _fill(tensor, name, pieces[name], opened)
+    refuse_changed(opened, loaded.seen)
 
 
 def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tensor:
@@ -241,9 +247,7 @@ def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tenso
 def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
     """Fill an average of the weights: from the checkpoint's, or where it has none, as a copy of its
     weights."""
-    opened: dict[Path, Any] = {}
-    for name, tensor in average.items():
-        _fill(tensor, name, (loaded.ema or loaded.model)[name], opened)
+    fill_all(loaded, average, loaded.ema or loaded.model)
 
 
 def restore_optimizers(
@@ -290,6 +294,7 @@ def restore_optimizers(
         state = _empty_state(parameter.detach(), key, pieces[0], group)
         _fill(state, full_name, pieces, opened)
         optimizers[int(name.partition("/")[0])].state[parameter][key] = state
+    refuse_changed(opened, loaded.seen)
 
 
 def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
@@ -332,14 +337,8 @@ def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, An
         try:
             if piece.file not in opened:
                 opened[piece.file] = safe_open(piece.file, framework="pt")
-            file = opened[piece.file]
-            # a 0-dim tensor has no slices
-            part = file.get_slice(name)[there] if there else file.get_tensor(name)
+            # mapped into memory: the slice alone is read
+            part = opened[piece.file].get_tensor(name)[there]
         except Exception as error:
             raise CheckpointError(f"{piece.file} cannot be read: {error}") from None
         own.local[here].copy_(part)
-
-
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file."""
-    return {"size": path.stat().st_size, "sha256": sha256(path)}

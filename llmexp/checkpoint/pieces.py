@@ -1,15 +1,12 @@
-"""Pieces of tensors: which tensors a model and its optimizers have, which box of each this rank
-holds, and a digest of them all that does not depend on the cut."""
+"""Pieces of tensors: which tensors a model and its optimizers have, and which box of each this rank
+holds."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +25,17 @@ class Piece:
     @property
     def dtype(self) -> str:
         return str(self.local.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece in a file: the box of `size` at `offset` of a full tensor of `shape`."""
+
+    file: Path
+    shape: Shape
+    offset: Shape
+    size: Shape
+    dtype: torch.dtype
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -106,53 +114,3 @@ def is_writer(tensor: Tensor, rank: int) -> bool:
     return all(at == 0 for placement, at in axes if placement.is_replicate()) and bool(
         (mesh.mesh == 0).any()
     )
-
-
-def weighted_sum(pieces: dict[str, Piece]) -> int:
-    """Return the pieces' part of the digest of a state: the sum of all parts modulo 2**64 is the
-    digest.
-
-    Every 4-byte word of a tensor (the whole element where it is smaller) is multiplied by an odd
-    weight of its place in the full tensor; the sum over a tensor by one of its name, dtype and
-    shape. So the digest is the same however the tensors are cut over ranks, and one changed word
-    always changes it. It finds accidents, not forgeries.
-    """
-    total = 0
-    for name, piece in pieces.items():
-        words, offset = piece.local.detach().contiguous(), piece.offset
-        if not words.numel():
-            continue
-        if words.ndim == 0:
-            words, offset = words[None], (0,)
-        size = words.element_size()
-        words = words.view(torch.int32 if size >= 4 else torch.int16 if size == 2 else torch.uint8)
-        start = (*offset[:-1], offset[-1] * max(1, size // 4))
-        # words at a time: a CPU's cache, or 64 MiB of a GPU
-        most = 2**15 if words.device.type == "cpu" else 2**22
-        rows = max(1, most // math.prod(words.shape[1:]))
-        found = 0
-        for first in range(0, len(words), rows):
-            found += _box_sum(words[first : first + rows], (start[0] + first, *start[1:]))
-        key = f"{name} {piece.dtype} {piece.shape}"
-        weight = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") | 1
-        total += weight * (found + (not any(offset)))  # a tensor of zeros counts too
-    return total % 2**64
-
-
-def _box_sum(words: Tensor, offset: Shape) -> int:
-    """Return the weighted sum of a box of integers that is at `offset` of its tensor, modulo
-    2**64."""
-    for dim in reversed(range(words.ndim)):
-        words = (words * _weights(dim, offset[dim], words.shape[dim]).to(words.device)).sum(-1)
-    return int(words) % 2**64
-
-
-@functools.lru_cache(maxsize=4)
-def _weights(dim: int, start: int, count: int) -> Tensor:
-    """Return odd int64 weights of the places start, start + 1, ... of a dimension (splitmix64,
-    Steele et al. 2014)."""
-    x = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))

@@ -14,23 +14,20 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llmexp.checkpoint.hashes import fingerprint
 from llmexp.checkpoint.loading import (
     FORMAT_VERSION,
-    KINDS,
     MANIFEST,
     NOT_RESTORED,
     STATE,
-    fingerprint,
     of_step,
     steps,
 )
@@ -41,8 +38,8 @@ from llmexp.checkpoint.pieces import (
     named_tensors,
     names_by_id,
     piece_of,
-    weighted_sum,
 )
+from llmexp.checkpoint.tensor_files import write_tensors
 from llmexp.fileio import sync
 
 
@@ -126,11 +123,7 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
             with contextlib.suppress(OSError):
                 (temporary / name).unlink()
 
-    with (
-        _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo),
-        ThreadPoolExecutor(1) as beside,  # the digests are computed while the disk is busy
-    ):
-        sums = {name: beside.submit(weighted_sum, own) for name, own in pieces.files.items()}
+    with _undone_on_failure(f"{temporary} on rank {pieces.rank}", undo):
         root.mkdir(exist_ok=True)
         temporary.mkdir(exist_ok=True)
         written: dict[str, Any] = {}
@@ -140,26 +133,9 @@ def write(root: Path, step: int, pieces: Pieces) -> None:
                 for key, p in own.items()
             }
             metadata = {"format": "pt", "step": str(step), "pieces": json.dumps(boxes)}
-            save_file(
-                {key: p.local.contiguous() for key, p in own.items()}, temporary / name, metadata
-            )
-            _order_header(temporary / name)
-            written[name] = fingerprint(temporary / name) | {"sum": sums[name].result()}
-            sync(temporary / name)
+            tensors = {key: p.local for key, p in own.items()}
+            written[name] = write_tensors(temporary / name, tensors, metadata)
         _write_json(temporary / _note(pieces.rank), written)
-
-
-def _order_header(path: Path) -> None:
-    """Put the metadata of a safetensors file, which are in a random order, into that of their
-    names, in place."""
-    with open(path, "r+b") as f:
-        length = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:  # the same entries in another order
-            f.seek(8)
-            f.write(text.ljust(length))
 
 
 def commit(
@@ -183,14 +159,14 @@ def commit(
     """
     final, temporary = of_step(root, step), _temporary(root, step)
     with _undone_on_failure(str(final), lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        files, digests = _collect(temporary, pieces.world)
+        files = _collect(temporary, pieces.world)
         torch.save({**state, "optimizers": pieces.optimizers}, temporary / STATE)
         # what cannot be read again must not look saved
         torch.load(temporary / STATE, weights_only=True)
         files[STATE] = fingerprint(temporary / STATE)
         sync(temporary / STATE)
         about = {"format_version": FORMAT_VERSION, "step": step, **meta}
-        _write_json(temporary / MANIFEST, about | {"digest": digests, "files": files})
+        _write_json(temporary / MANIFEST, about | {"files": files})
         sync(temporary)
         old = root / f".{final.name}.old.tmp"
         if final.exists():  # it was found damaged, or the run would not be here again
@@ -205,21 +181,17 @@ def commit(
     return final
 
 
-def _collect(temporary: Path, world: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fingerprints of the files that all ranks have written, and the digests of what is
-    in them, from the ranks' notes."""
+def _collect(temporary: Path, world: int) -> dict[str, Any]:
+    """Return the fingerprints of the files that all ranks have written, from the ranks' notes."""
     files: dict[str, Any] = {}
     for rank in range(world):
         note = temporary / _note(rank)
         files |= json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
-    digests = {"model": 0, "optimizer": 0}
     for name, expected in files.items():
-        kind = next(kind for kind in KINDS if name.startswith(kind))
-        digests[kind] = (digests.get(kind, 0) + expected.pop("sum")) % 2**64
         if (temporary / name).stat().st_size != expected["size"]:
             raise OSError(f"{temporary / name} does not have the size that its rank has written")
-    return files, {kind: f"{total:016x}" for kind, total in digests.items()}
+    return files
 
 
 def _remove_before(root: Path, step: int, keep_every: int | None) -> None:

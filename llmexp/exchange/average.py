@@ -34,7 +34,7 @@ def average(checkpoints: Sequence[Loaded], weights: str, folder: Path) -> None:
         "mean_of": ", ".join(f"{r.name}@{c.step}" for r, c in zip(runs, checkpoints, strict=True)),
         "weights": weights,
         "checkpoints": [
-            {"run": os.path.abspath(run), "step": one.step, "digest": one.manifest.get("digest")}
+            {"run": os.path.abspath(run), "step": one.step, "digest": one.digest}
             for run, one in zip(runs, checkpoints, strict=True)
         ],
     }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmexp.checkpoint import tensor_files
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.exchange.card import card
@@ -26,7 +27,6 @@ from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.fileio import new_folder, write_json, write_whole
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,25 +102,15 @@ def _write_file(
 ) -> None:
     """Write one file in the format of safetensors: the length of the header, the header, and the
     tensors one after another."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for rule in shard:
-        name, shape = rule.theirs, shapes[rule.theirs]
-        end = at + math.prod(shape) * kinds[name].itemsize
-        header[name] = {
-            "dtype": NAMES[kinds[name]], "shape": list(shape), "data_offsets": [at, end]
-        }  # fmt: skip
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    named = [(rule.theirs, kinds[rule.theirs], shapes[rule.theirs]) for rule in shard]
     with open(file, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
+        f.write(tensor_files.header(named, {"format": "pt"}))
         for rule in shard:
             tensor = theirs(loaded, rule, kinds[rule.theirs])
             if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
                 tensor = tensor[: shapes[rule.theirs][0]]
             if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                kind = NAMES[kinds[rule.theirs]]
+                kind = tensor_files.TYPES[kinds[rule.theirs]]
                 raise ValueError(f"{rule.theirs} has values that are not finite in {kind}")
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         f.flush()

@@ -27,7 +27,7 @@ class Parent:
     tokens: int  # of the budget, all runs before the fork together
     tokens_seen: int  # target tokens that count, likewise
     order: str  # in words, how the data go on
-    digest: dict[str, str]  # of the checkpoint's tensors
+    digest: str | dict[str, str]  # of the checkpoint (see Loaded.is_called)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     where it is gone, or another one by now."""
     root = Path(parent.folder) / rundir.CHECKPOINTS
     loaded = checkpoint_at(root, joined, console, parent.step)
-    if loaded is None or loaded.manifest.get("digest") != parent.digest:
+    if loaded is None or not loaded.is_called(parent.digest):
         what = "is gone" if loaded is None else "is another one than when this fork was made"
         text = f"the checkpoint of step {parent.step} {what}"
         raise refuse("fork.run", parent.folder, f"{text}; put it back, or make another fork")

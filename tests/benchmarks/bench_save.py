@@ -1,22 +1,29 @@
-"""What the digest of a checkpoint costs: a state of 124M parameters with AdamW's moments, written
-with and without it, in turns.
+"""A checkpoint of 124M parameters with AdamW's moments (1.5 GB) beside torch.save and torch.load of
+the same tensors, in turns.
 
-    python tests/benchmarks/bench_save.py [FOLDER]
+    python tests/benchmarks/bench_save.py [FOLDER] [--rounds 5]
+
+Both write over files that are there, into pages that the machine has already, and flush them; both
+read into tensors that are there. Printed: medians of seconds by the clock and of processor; ratios.
 """
 
 from __future__ import annotations
 
-import shutil
+import argparse
+import os
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from llmexp.checkpoint import saving
+from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.pieces import piece_of
+from llmexp.fileio import sync
+
+STEP = 1
 
 
 def pieces() -> saving.Pieces:
@@ -33,26 +40,61 @@ def pieces() -> saving.Pieces:
     return saving.Pieces(0, 1, held, [])
 
 
-def seconds(root: Path, state: saving.Pieces, step: int) -> float:
-    started = time.perf_counter()
-    saving.write(root, step, state)
-    took = time.perf_counter() - started
-    shutil.rmtree(root)
-    return took
+def taken(function: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds by the clock and of processor."""
+    start, before = time.perf_counter(), os.times()
+    function()
+    after = os.times()
+    cpu = after.user + after.system - before.user - before.system
+    return time.perf_counter() - start, cpu
 
 
-def main(folder: str | None = None) -> None:
-    state, digest = pieces(), saving.weighted_sum
-    took: dict[str, list[float]] = {"with": [], "without": []}
-    for step in range(1, 7):
-        for kind, function in (("with", digest), ("without", lambda own: 0)):
-            saving.weighted_sum = function  # type: ignore[assignment]
-            took[kind].append(seconds(Path(tempfile.mkdtemp(dir=folder)), state, step))
-    ratios = [a / b for a, b in zip(took["with"], took["without"], strict=True)]
-    middle = {kind: statistics.median(found) for kind, found in took.items()}
-    print(f"{middle['with']:.2f} s with the digest, {middle['without']:.2f} s without;")
-    print(f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    state = pieces()
+    flat = {f"{file}/{k}": p.local for file, of in state.files.items() for k, p in of.items()}
+    found: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        root, plain = Path(name), Path(name) / "plain.pt"
+
+        def save_plainly() -> None:
+            torch.save(flat, plain)
+            sync(plain)
+
+        def load_plainly() -> None:
+            for key, value in torch.load(plain, weights_only=True).items():
+                flat[key].copy_(value)
+
+        def load() -> None:
+            loaded = loading.load(loading.of_step(root, STEP))
+            for kind, of in (("model", loaded.model), ("optimizer", loaded.optimizer)):
+                tensors = {k: p.local for k, p in state.files[f"{kind}.safetensors"].items()}
+                loading.fill_all(loaded, tensors, of)
+
+        saving.write(root, STEP, state)
+        saving.commit(root, STEP, state, {}, {}, None)
+        turns = {"torch.save": save_plainly, "save": lambda: saving.write(root, STEP + 1, state),
+                 "torch.load": load_plainly, "load": load}  # fmt: skip
+        for number in range(args.rounds + 1):
+            for what, function in turns.items():
+                seconds = taken(function)
+                if number:  # the first round makes files and pages
+                    found.setdefault(what, []).append(seconds)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; wall and CPU seconds")
+    for what, times in found.items():
+        print(
+            f"{what:12}" + "".join(f"{statistics.median(t):7.2f}" for t in zip(*times, strict=True))
+        )
+    for ours in ("save", "load"):
+        for number, of in enumerate(("wall", "CPU")):
+            pairs = zip(found[ours], found[f"torch.{ours}"], strict=True)
+            ratios = [a[number] / b[number] for a, b in pairs]
+            print(f"{ours}: {of} {statistics.median(ratios):.3f} of torch's "
+                  f"({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

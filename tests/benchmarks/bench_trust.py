@@ -24,7 +24,7 @@ import torch
 
 from llmexp import mesh
 from llmexp.assembly.assemble import assemble
-from llmexp.checkpoint import loading, saving
+from llmexp.checkpoint import hashes, saving
 from llmexp.compose import app
 from llmexp.train.step import Verdict, set_up, train_step, unusable
 from llmexp.train.windows import read_ahead
@@ -83,7 +83,7 @@ def main() -> None:
             steps.append(timed(step))
             found["look for what is not finite"].append(timed(look, 20))
             found["look at the data files"].append(timed(parts.corpus.changed, 20))
-            found["hashes"].append(timed(lambda: [loading.fingerprint(p) for p in files]))
+            found["hashes"].append(timed(lambda: [hashes.fingerprint(p) for p in files]))
     every = config.checkpoint.every or parts.run.max_steps
     one = statistics.median(steps)
     print(

@@ -20,7 +20,7 @@ from torch import nn
 
 from llmexp import rundir
 from llmexp.__main__ import run
-from llmexp.checkpoint import loading, saving
+from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
 from llmexp.config import ConfigError, plain
 from llmexp.convert import build
@@ -240,7 +240,7 @@ def put_back(*files: Path) -> Iterator[list[bytes]]:
 
 def hashed_again(manifest: Path, file: Path) -> None:
     tree = json.loads(manifest.read_bytes())
-    tree["files"][file.name] = loading.fingerprint(file)
+    tree["files"][file.name] = hashes.fingerprint(file)
     manifest.write_text(json.dumps(tree))
 
 

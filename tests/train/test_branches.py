@@ -24,6 +24,7 @@ from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import newest_step
 from llmexp.config import Config, ConfigError
+from llmexp.fileio import sha256
 from llmexp.schedule import cooldown, wsd
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import exact, same_state, wait_for, weights
@@ -67,8 +68,8 @@ def test_a_fork_that_changes_nothing_is_its_parent(trunk):
     assert exact(same) == [row for row in exact(trunk) if row["step"] > 4]
     same_state(same.checkpoint(12), trunk.checkpoint(12))
     parent = same.json("run.json")["parent"]
-    manifest = json.loads((trunk.checkpoint(4) / "manifest.json").read_text())
-    assert (parent["folder"], parent["step"], parent["digest"]) == ("trunk", 4, manifest["digest"])
+    digest = sha256(trunk.checkpoint(4) / "manifest.json")
+    assert (parent["folder"], parent["step"], parent["digest"]) == ("trunk", 4, digest)
     text = (same.folder / "lineage.jsonl").read_text()
     lineage = [json.loads(line) for line in text.splitlines()]
     assert lineage == trunk.rows()[:4]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from llmexp import rundir
 from llmexp.assembly.targets import locate
-from llmexp.checkpoint import loading
+from llmexp.checkpoint import hashes
 from llmexp.config import ConfigError
 from llmexp.convert import build
 from llmexp.verify import kills, record, resume, runs
@@ -204,7 +204,7 @@ def flip(run: Path) -> None:
     file.write_bytes(data)
     manifest = file.parent / "manifest.json"  # not damage: a run that has saved another number
     known = json.loads(manifest.read_text())
-    known["files"][file.name] = loading.fingerprint(file)
+    known["files"][file.name] = hashes.fingerprint(file)
     manifest.write_text(json.dumps(known))
 
 
@@ -361,7 +361,7 @@ def test_several_hosts_are_refused(proof):
 
 
 FORGETFUL = """
-from llmexp.checkpoint import loading
+from llmexp.checkpoint import hashes, loading
 
 loading.latest = lambda *_, **__: None  # begins anew each time, and so comes to the same end
 

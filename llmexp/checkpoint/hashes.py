@@ -1,0 +1,54 @@
+"""Look for damage: compare the files of a checkpoint with their size and sha256, and notice files
+that change while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from llmexp.fileio import sha256
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged or does not fit; the text names the file."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a newer version of this program wrote: whole, and not to be passed over for
+    an older one."""
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file."""
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
+
+
+def state_of(file: Path) -> tuple[int, ...]:
+    """Return what changes when a file does."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def refuse_damaged(expected: dict[Path, dict[str, Any]]) -> None:
+    """Compare files with their size and sha256, several at a time. Raises CheckpointError for the
+    first one that differs."""
+    with ThreadPoolExecutor() as threads:
+        # the largest one first, as it takes longest
+        order = sorted(expected, key=lambda file: -file.stat().st_size)
+        found = {file: threads.submit(fingerprint, file) for file in order}
+    for file, wanted in expected.items():
+        try:
+            whole = found[file].result() == wanted
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        if not whole:
+            raise CheckpointError(f"{file} does not match the size and sha256 of its manifest")
+
+
+def refuse_changed(files: Iterable[Path], before: dict[Path, tuple[int, ...]]) -> None:
+    """Raise CheckpointError where a file that was read is no longer the one that was hashed."""
+    for file in files:
+        if state_of(file) != before[file]:
+            raise CheckpointError(f"{file} was changed while it was read; resume again")

@@ -1,0 +1,68 @@
+"""Write tensors to a safetensors file, and hash it while it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**20  # bytes that are hashed while a processor's cache holds them
+# The format's names of types, in the order in which its library writes tensors.
+TYPES = {
+    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
+    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+ORDER = list(TYPES)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> dict[str, Any]:
+    """Write a safetensors file and flush it to the disk; return its size and sha256.
+
+    The library's own function returns no hash (the file would be read again for it), and writes the
+    metadata in a random order. Raises OSError.
+    """
+    named = sorted(tensors.items(), key=lambda item: (ORDER.index(item[1].dtype), item[0]))
+    head = header([(name, t.dtype, tuple(t.shape)) for name, t in named], metadata)
+    digest = hashlib.sha256(head)
+    with open(path, "wb") as file:
+        file.write(head)
+        for _, tensor in named:
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            data = flat.view(torch.uint8).numpy().data
+            for start in range(0, len(data), CHUNK):
+                part = data[start : start + CHUNK]
+                digest.update(part)
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def header(
+    named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the beginning of a safetensors file with these tensors in this order, one after
+    another."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    at = 0
+    for name, dtype, shape in named:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [at, end]
+        }  # fmt: skip
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # what follows is aligned
+    return len(text).to_bytes(8, "little") + text
