@@ -78,9 +78,12 @@ def test_saves_fail_and_recover_and_the_last_may_not(here, settings, whole):
         )  # fmt: skip
         assert failed.code == 3, failed.err
         # 4, 6 and then, as 8 was saved in between, 10 are counted from one again.
-        for step, count, newest, why in ((4, 1, 2, "os error 28"), (6, 2, 2, "os error 28"), (10, 1,
-        8, "Read-only"),
-                                         (14, 1, 12, "os error 27")):  # fmt: skip
+        for step, count, newest, why in (
+            (4, 1, 2, "No space left"),
+            (6, 2, 2, "No space left"),
+            (10, 1, 8, "Read-only"),
+            (14, 1, 12, "File too large"),
+        ):
             (line,) = [
                 text
                 for text in failed.out.splitlines()
@@ -206,7 +209,7 @@ def test_one_rank_of_two_cannot_write(here, settings):
     assert done.out.count("could not be saved") == 1
     logs = "".join(p.read_text() for p in (done.folder / "logs").rglob("*") if p.is_file())
     assert "the checkpoint of step 4 could not be saved: " in logs
-    assert "os error 27" in logs
+    assert "File too large" in logs
     assert_status(done, "finished", 0, None)
     assert_whole_files(done.folder)
 
