@@ -149,7 +149,8 @@ def _forecast(
     """Return the forecast of memory, where the model has one, and the size to begin with. Raises
     ConfigError where even one sequence is far too much."""
     try:
-        forecast = memory.Forecast(parts, parts.precision, room)
+        compiled = parts.config.train.compile is True
+        forecast = memory.Forecast(parts, parts.precision, room, compiled)
         if forecast.fits(forecast.cut):
             return forecast, sizes[0]
         largest = forecast.largest(forecast.cut, sizes[1] if len(sizes) > 1 else 0)

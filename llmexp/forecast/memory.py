@@ -60,10 +60,10 @@ def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> 
 
 
 class Forecast:
-    """The memory of cuts of one run on one device; each is rehearsed once."""
+    """The memory of cuts of one run on one device, `compiled` or not; each is rehearsed once."""
 
-    def __init__(self, parts: Parts, precision: str, room: Room) -> None:
-        self.parts, self.precision, self.room = parts, precision, room
+    def __init__(self, parts: Parts, precision: str, room: Room, compiled: bool) -> None:
+        self.parts, self.precision, self.room, self.compiled = parts, precision, room, compiled
         self.cut = cut_of(parts)
         with torch.device("meta"):
             self.has_blocks = bool(blocks_of(parts.build_model()))
@@ -71,7 +71,8 @@ class Forecast:
 
     def footprint(self, cut: Cut) -> Footprint:
         if cut not in self._known:
-            self._known[cut] = rehearse(self.parts, cut, self.precision, self.room.device)
+            device = self.room.device
+            self._known[cut] = rehearse(self.parts, cut, self.precision, device, self.compiled)
         return self._known[cut]
 
     def needed(self, cut: Cut) -> float:
@@ -110,13 +111,13 @@ def cut_to(cut: Cut, micro: int) -> Cut:
     return dataclasses.replace(cut, micro=micro, accumulation=whole // micro)
 
 
-def sections(forecast: Forecast, compiled: bool) -> list[tuple[str, str]]:
+def sections(forecast: Forecast) -> list[tuple[str, str]]:
     """Return (label, text) pairs: what a rank holds, whether it fits, what would."""
     cut, room = forecast.cut, forecast.room
     held, needed = forecast.footprint(cut), forecast.needed(cut)
     parts = [f"{kind} {gib(size)}" for kind, size in held.items() if size]
     parts.append(f"{'the process' if room.device is None else 'libraries'} {gib(room.taken)}")
-    eager = ", counted as not compiled" if compiled else ""
+    eager = ", all but the loss counted as not compiled" if forecast.compiled else ""
     rank = "a rank" if cut.layout.world_size > 1 else "in all"
     rows = [
         ("memory", f"{gib(needed)} GiB {rank} at the peak of a step{eager}: {', '.join(parts)}")

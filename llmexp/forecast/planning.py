@@ -85,25 +85,28 @@ class Planner:
         room = memory.room_of(parts, device, self._plan.memory_gib or limit)
         precision = memory.precision_on(parts, config.precision.kind, device)
         if room is not None:
-            forecast = memory.Forecast(parts, precision, room)
+            forecast = memory.Forecast(parts, precision, room, self._compiled(config))
             if (largest := forecast.largest(forecast.cut, forecast.cut.micro)) is not None:
                 return cut(config, largest.micro)
         return cut(config, 1)
 
+    def _compiled(self, config: Config) -> bool:
+        """Return whether the run is compiled on the device that it is planned for."""
+        wanted = config.train.compile
+        return self._device is not None if wanted == AUTO else bool(wanted)
+
     def _memory(self, parts: Parts, config: Config, precision: str) -> Memory:
         """Return what is known of the memory of a run: why it is not known where this host hides
         how much it has, or where the model needs memory to run."""
-        plan, compiled = self._plan, config.train.compile
+        plan = self._plan
         if plan.device is None:
             return Memory([] if parts.run.facts.memory else [("memory", NO_MEMORY)], {})
         room = memory.room_of(parts, self._device, plan.memory_gib)
         if room is None:
             return Memory([("memory", NO_ROOM)], {})
-        if compiled == "auto":
-            compiled = self._device is not None
         try:
-            forecast = memory.Forecast(parts, precision, room)
-            rows = memory.sections(forecast, bool(compiled))
+            forecast = memory.Forecast(parts, precision, room, self._compiled(config))
+            rows = memory.sections(forecast)
         except Exception as error:  # of a model of the user's, which has to see its values
             if parts.config.model["_target_"].startswith("llmexp."):
                 raise

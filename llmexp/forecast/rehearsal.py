@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
 from llmexp.metrics.devices import Device
 from llmexp.models.planned import planned_for
-from llmexp.precision import deterministic_within
+from llmexp.precision import deterministic_within, parameter_dtype
 from llmexp.run.layout import Layout
 from llmexp.train.step import Setup, set_up, train_step
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
+
+OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of products under autocast
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,12 @@ def cut_of(parts: Parts) -> Cut:
     return Cut(run.micro_batch_size, run.gradient_accumulation_steps, parallelism, layout)
 
 
-def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> Footprint:
+def rehearse(
+    parts: Parts, cut: Cut, precision: str, device: Device | None, compiled: bool = False
+) -> Footprint:
     """Return what rank 0 of the run, cut like this, holds in a step. `device`: the accelerator;
-    None is a CPU.
+    None is a CPU. `compiled`: with the loss of a compiled step; all else is counted as it runs
+    without a compiler.
 
     The second of two steps is counted, when the moments are there; of its micro-batches no more
     than two are taken, because each further one holds what the second does.
@@ -90,6 +96,9 @@ def rehearse(parts: Parts, cut: Cut, precision: str, device: Device | None) -> F
             build_model=lambda **_: _without_memory(parts, modes, fake, counting),
         )
         setup = set_up(made, joined)
+        if compiled and setup.loss.chunked and not joined.sharded:
+            dtype = OPERANDS.get(precision, parameter_dtype(precision))
+            setup.loss.run_whole = functools.partial(_whole_loss, setup.model, dtype)
         pretend.reduce_at_once(setup.module)
         for method in ("features", "forward"):
             _watch(counting, setup.model, method, "activations")
@@ -146,6 +155,31 @@ def _step(setup: Setup, cut: Cut, micro_batches: int) -> None:
         every - 1, [(ids_bt, ids_bt)] * micro_batches, cut.micro * length * micro_batches, 0
     )
     train_step(setup, window, lambda: 0)
+
+
+def _whole_loss(model: Any, dtype: torch.dtype, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+    """Take the memory of the model and of the loss that is compiled with it."""
+    loss: Tensor = _WholeLoss.apply(model.features(tokens_bt), model.head_weight, dtype)
+    return loss
+
+
+class _WholeLoss(torch.autograd.Function):
+    """Hold what the compiled loss of whole logits holds: its operands and the logits in the type of
+    the products, and the gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, h_btd: Tensor, weight_vd: Tensor, dtype: torch.dtype) -> Tensor:
+        logits_btv = h_btd.new_empty(*h_btd.shape[:-1], weight_vd.shape[0], dtype=dtype)
+        gradient_btv = torch.empty_like(logits_btv)  # the step goes back from here at once
+        ctx.save_for_backward(h_btd.to(dtype), weight_vd.to(dtype), logits_btv, gradient_btv)
+        ctx.dtypes = h_btd.dtype, weight_vd.dtype
+        return h_btd.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        h_btd, weight_vd, *_ = ctx.saved_tensors
+        found = torch.empty_like(h_btd), torch.empty_like(weight_vd)
+        return *(g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)), None
 
 
 def _name(counting: Counting, setup: Setup) -> None:

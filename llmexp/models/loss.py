@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmexp.models.chunked import chunk_sizes, chunked_cross_entropy, chunked_cross_entropy_sum
 from llmexp.models.operands import IGNORE_INDEX, VocabShard
+from llmexp.models.planned import kind_of, memory_of
 
 KERNELS = ("auto", "chunked", "plain")
 
@@ -74,7 +75,7 @@ class WindowLoss(nn.Module):
             and self._head_weight().shape[0] >= MIN_CHUNKED_VOCAB
         )
         self._run_trunk: Callable[[Tensor], Tensor] = self._trunk
-        self._run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.run_whole: Callable[[Tensor, Tensor], Tensor] | None = None
         self._compiled = self._served = False
 
     def _has_head(self) -> bool:
@@ -108,12 +109,12 @@ class WindowLoss(nn.Module):
         """Return whether a compiled step of so many tokens a micro-batch takes model and plain loss
         as one function: on an accelerator where their logits are small beside its memory, and
         always where the model gives logits only."""
-        if device.type != "cuda" or self.shard is not None:
+        if kind_of(device) != "cuda" or self.shard is not None:
             return False
         if not self.chunked:
             return True
-        room = WHOLE_SHARE * torch.cuda.get_device_properties(device).total_memory
-        return rows * self._head_weight().shape[0] * 2 <= room
+        logits = rows * self._head_weight().shape[0] * 2
+        return logits <= WHOLE_SHARE * memory_of(device)
 
     def _head_weight(self) -> Tensor:
         """Return the rows of the head that are on this rank (v, d); gradients flow back to the
@@ -147,7 +148,7 @@ class WindowLoss(nn.Module):
         """
         self._compiled = True
         self._run_trunk = torch.compile(self._trunk, dynamic=False)
-        self._run_whole = torch.compile(self._whole, dynamic=False)
+        self.run_whole = torch.compile(self._whole, dynamic=False)
 
     def compile_blocks(self) -> None:
         """Run each of the model's `blocks` through torch.compile from now on, or the trunk where it
@@ -174,7 +175,7 @@ class WindowLoss(nn.Module):
         """
         was_training = self.training
         same = getattr(self.model, "same_in_training", lambda: False)
-        self._served = self._run_whole is not None and same()
+        self._served = self.run_whole is not None and same()
         self.train(self._served)
         try:
             with torch.no_grad(), contextlib.nullcontext() if self._served else self._eager():
@@ -208,8 +209,8 @@ class WindowLoss(nn.Module):
             # Uncompiled: a text that grows token by token would be compiled anew for each length.
             with torch.no_grad(), self._eager():
                 return self._logits(tokens_bt)
-        if self._run_whole is not None and self.is_whole(tokens_bt.numel(), tokens_bt.device):
-            return self._compiled_call(self._run_whole, tokens_bt, targets_bt)
+        if self.run_whole is not None and self.is_whole(tokens_bt.numel(), tokens_bt.device):
+            return self._compiled_call(self.run_whole, tokens_bt, targets_bt)
         out = self._compiled_call(self._run_trunk, tokens_bt)
         if self.chunked:
             head, compiled = self._head_weight(), self._compiled

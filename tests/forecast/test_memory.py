@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -102,6 +103,21 @@ def test_every_layout_is_rehearsed(layout, ranks, share, device):
     assert held["loss"] > 0
 
 
+def test_the_loss_of_a_compiled_run_is_counted():
+    """Whole logits and their gradient in 16 bits up to a tenth of the device, beside the copies of
+    the operands; chunks beyond."""
+    h200 = device_named("h200")
+    parts = parts_of(*GPT, "model.vocab_size=50304", "batch.micro_batch_size=8")
+    cut, rows = dataclasses.replace(cut_of(parts), micro=512), 512 * 128  # logits of 6.1 GiB
+    held = {c: rehearse(parts, cut, "bf16", h200, c)["loss"] for c in (False, True)}
+    by_hand = 2 * 2 * rows * 50304 + 2 * 64 * (rows + 50304)
+    assert held[True] == pytest.approx(by_hand, rel=0.02)
+    assert held[False] < by_hand / 2
+    more = dataclasses.replace(cut, micro=2048)
+    eager, compiled = (rehearse(parts, more, "bf16", h200, c)["loss"] for c in (False, True))
+    assert compiled == pytest.approx(eager, rel=0.02)
+
+
 def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
     def activations(*overrides: str) -> int:
         parts = parts_of(*GPT, *overrides)
@@ -156,9 +172,9 @@ def test_the_largest_micro_batch_that_fits_is_reported(monkeypatch):
     assert needed[1] < needed[2] < needed[4]
     for usable, expected in ((needed[1] - 1, None), (needed[2], 2), (needed[4] - 1, 2)):
         room = memory.Room(None, "cpu", usable, usable, 0.0)
-        found = memory.Forecast(parts, "fp32", room).largest(cut, 4)
+        found = memory.Forecast(parts, "fp32", room, False).largest(cut, 4)
         assert (None if found is None else found.micro) == expected
-    rows = dict(memory.sections(memory.Forecast(parts, "fp32", room), compiled=False))
+    rows = dict(memory.sections(memory.Forecast(parts, "fp32", room, False)))
     assert rows["fits"].startswith("yes")
     assert rows["hint"].startswith("batch.micro_batch_size=2 with gradient_accumulation_steps 2 ")
 
