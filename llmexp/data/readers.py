@@ -218,28 +218,35 @@ def _json_lines(key: str, place: str, text_key: str, counts: Counts) -> Iterator
 
 def _json_array(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
     """Yield the records of an array, one after the other; each is in memory as a whole."""
-    number, texts = 0, _pieces(key, place, counts)
-    rest = next(texts, "").lstrip()[1:]  # without the bracket
+    texts, number = _pieces(key, place, counts), 0
+    held = next(texts, "")
+    at = held.find("[") + 1
     while True:
-        rest = rest.lstrip(" \t\r\n,") if number else rest.lstrip()
-        if rest.startswith("]"):
+        at = _after_space(held, at)
+        if not number and held.startswith("]", at):
             return
-        where = f"{key}={place}, item {number + 1:,}"
         try:
-            record, end = DECODER.raw_decode(rest)
-            # What comes next has to be there: a number may go on.
-            known = rest[end:].lstrip().startswith((",", "]"))
-            why = "no comma after it"
+            record, end = DECODER.raw_decode(held, at)
+            end = _after_space(held, end)
+            after, why = held[end : end + 1], "no comma after it"
         except (ValueError, RecursionError) as error:
-            known, why = False, str(error)
-        if not known:
-            more = next(texts, "")
-            if not more:
+            after, why = "", getattr(error, "msg", str(error))
+        if after not in ("]", ","):
+            more = "".join(itertools.islice(texts, 1 + (len(held) - at) // BLOCK))
+            if after or not more:
                 raise refuse(key, place, f"item {number + 1:,} is no valid JSON ({why})")
-            rest += more + "".join(itertools.islice(texts, len(rest) // BLOCK))
+            held, at = held[at:] + more, 0
             continue
-        number, rest = number + 1, rest[end:]
-        yield record_of(where, record, text_key)
+        number, at = number + 1, end + 1
+        yield record_of(f"{key}={place}, item {number:,}", record, text_key)
+        if after == "]":
+            return
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
 
 
 def record_of(where: str, record: Any, text_key: str) -> Found:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import importlib.util
 import json
+import lzma
 import os
 
 import pytest
@@ -43,6 +45,23 @@ def test_what_is_refused(tmp_path, monkeypatch, name):
     with pytest.raises(ConfigError, match=reason):
         prepare([*given, "data.cache_dir=cache"])
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_of_many_kinds_with_the_text_inside_of_objects(tmp_path, monkeypatch, capsys):
+    pyarrow, feather = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.feather")
+    monkeypatch.chdir(tmp_path)
+    records = [{"content": {"body": f"{n} words " * 3}} for n in range(9)]
+    (tmp_path / "web/b").mkdir(parents=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "web/a.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    (tmp_path / "web/b/b.json.bz2").write_bytes(bz2.compress(json.dumps(records).encode()))
+    feather.write_feather(pyarrow.Table.from_pylist(records), str(tmp_path / "web/c.feather"))
+    (tmp_path / "web/.hidden").write_bytes(b"\0")
+    given = ["data=corpus", "data.sources.web.files=web", "data.sources.web.text_key=content.body"]
+    assert prepare([*given, "data.cache_dir=cache", "batch.sequence_length=12"]) == 0
+    row = capsys.readouterr().out.splitlines()[2].split()
+    size = sum(len(record["content"]["body"]) + 1 for record in records)
+    assert row[:5] == ["web", "train", "3", "27", str(3 * size)]
 
 
 def test_a_missing_ray_is_named(monkeypatch):

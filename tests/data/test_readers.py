@@ -193,7 +193,8 @@ def test_a_json_array_with_a_bad_item(tmp_path):
         read(path)
     texts, counts = read(path, skip=True)
     assert (texts, counts.bad) == (["a", "good"], 2)
-    for cut in (b'[{"text": "a"}, {"te', b'[{"text": "a"} {"text": "b"}]', b'[{"text": "a"}, '):
+    for cut in (b'[{"text": "a"}, {"te', b'[{"text": "a"} {"text": "b"}]', b'[{"text": "a"}, ',
+        b'[{"text": "a"},]', b'[{"text": "a"},, "b"]'):  # fmt: skip
         path.write_bytes(cut)
         with pytest.raises(ValueError, match=r"a\.json: item [12] is no valid JSON"):
             read(path, skip=True)
