@@ -58,8 +58,8 @@ def typed(key: str, value: object) -> str:
 def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     """Return the one form of a refusal: key, value, reason, a valid example."""
     words = {None: "null", True: "true", False: "false"}  # as YAML and a command line have them
-    shown, example = (words[v] if v is None or isinstance(v, bool) else v for v in (value, example))
-    tail = f"; for example {key}={example}" if example is not None else ""
+    shown, valid = (words[v] if v is None or isinstance(v, bool) else v for v in (value, example))
+    tail = f"; for example {key}={valid}" if example is not None else ""
     return ConfigError(f"{key}={shown}: {why}{tail}")
 
 

@@ -363,7 +363,7 @@ REFUSED = {
     "no match": ({"sources": {"web": {"files": "FOLDER/x*"}}}, "no file matches"),
     "a key": ({"sources": {"web": WEB | {"file": 1}}}, "data.sources.web.file: there is no such"),
     "zero": ({"sources": {"web": WEB | {"weight": 0}}}, r"web.weight=0: all weights are 0; for ex"),
-    "false": ({"sources": {"web": WEB | {"weight": False}}}, "weight=False: a number from 0 is"),
+    "false": ({"sources": {"web": WEB | {"weight": False}}}, "weight=false: a number from 0 is"),
     "negative": ({"sources": {"web": WEB | {"weight": -1}}}, "weight=-1: a number from 0"),
     "some weights": (
         {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},

@@ -231,7 +231,7 @@ def test_files_that_cannot_be_used_are_refused(files: Any, message: str) -> None
         ({"val_ratio": -0.1}, r"data\.val_ratio=-0\.1"),
         ({"val_ratio": math.nan}, r"data\.val_ratio=nan"),
         ({"val_ratio": "x"}, r"data\.val_ratio=x"),
-        ({"val_ratio": True}, r"data\.val_ratio=True"),
+        ({"val_ratio": True}, r"data\.val_ratio=true: a share .*, for example 0\.1$"),
         ({"max_tokens": 0}, r"data\.max_tokens=0"),
         ({"max_tokens": 2.5}, r"data\.max_tokens=2\.5"),
         ({"seed": -1}, r"data\.seed=-1"),

@@ -77,7 +77,7 @@ def test_an_unknown_encoding_is_refused_with_the_nearest() -> None:
 
 def test_documents_need_an_end_of_text() -> None:
     encoding = tiktoken.Encoding("x", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={})
-    with pytest.raises(ValueError, match=r"x has no <\|endoftext\|>"):
+    with pytest.raises(ValueError, match=r"x has no end-of-text token, .*; add <\|endoftext\|>"):
         tokenizers.end_of_text_id(encoding)
 
 
