@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim._muon import muon as update_muon
 
+from llmexp.values import shown
+
 _MUON_KNOBS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
     "adjust_lr_fn",
@@ -47,7 +49,7 @@ def _rate(key: str, value: float, *, zero: bool = True) -> float:
         or value < 0
     ):
         raise ValueError(
-            f"optimizer.{key}={value}: a finite number from 0 is needed; for example "
+            f"optimizer.{key}={shown(value)}: a finite number from 0 is needed; for example "
             f"optimizer.{key}=3e-4"
         )
     if not zero and value == 0:
@@ -60,7 +62,7 @@ def _rate(key: str, value: float, *, zero: bool = True) -> float:
 def _decay(key: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ValueError(
-            f"optimizer.{key}={value}: a number from 0 to below 1 is needed; for example "
+            f"optimizer.{key}={shown(value)}: a number from 0 to below 1 is needed; for example "
             f"optimizer.{key}=0.9"
         )
     return float(value)
@@ -69,7 +71,8 @@ def _decay(key: str, value: float) -> float:
 def _flag(key: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise ValueError(
-            f"optimizer.{key}={value}: true or false is needed; for example optimizer.{key}=true"
+            f"optimizer.{key}={shown(value)}: true or false is needed; for example "
+            f"optimizer.{key}=true"
         )
     return value
 
@@ -77,7 +80,7 @@ def _flag(key: str, value: bool) -> bool:
 def _iterations(key: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 99:
         raise ValueError(
-            f"optimizer.{key}={value}: a whole number from 1 to 99 is needed; for example "
+            f"optimizer.{key}={shown(value)}: a whole number from 1 to 99 is needed; for example "
             f"optimizer.{key}=5"
         )
     return value

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from llmexp.values import shown
+
 
 def warmup_updates(
     total_updates: int, warmup_steps: int | None = None, warmup_ratio: float | None = None
@@ -31,7 +33,7 @@ def warmup_updates(
 def _share(key: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(
-            f"schedule.{key}={value}: a number from 0 to 1 is needed; for example "
+            f"schedule.{key}={shown(value)}: a number from 0 to 1 is needed; for example "
             f"schedule.{key}=0.1"
         )
     return value
@@ -140,7 +142,9 @@ def cooldown(
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or value < least
         ):
-            raise ValueError(f"schedule.{key}={value}: a whole number from {least} is needed")
+            raise ValueError(
+                f"schedule.{key}={shown(value)}: a whole number from {least} is needed"
+            )
     start = decay_start
     if start is None:
         whole = round(_share("decay_ratio", decay_ratio) * total_updates)

@@ -55,12 +55,17 @@ def typed(key: str, value: object) -> str:
     return shlex.quote(f"{key}={quoted(str(value))}")
 
 
+def shown(value: Any) -> Any:
+    """Return a value as YAML and a command line write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else value
+
+
 def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     """Return the one form of a refusal: key, value, reason, a valid example."""
-    words = {None: "null", True: "true", False: "false"}  # as YAML and a command line have them
-    shown, valid = (words[v] if v is None or isinstance(v, bool) else v for v in (value, example))
-    tail = f"; for example {key}={valid}" if example is not None else ""
-    return ConfigError(f"{key}={shown}: {why}{tail}")
+    tail = f"; for example {key}={shown(example)}" if example is not None else ""
+    return ConfigError(f"{key}={shown(value)}: {why}{tail}")
 
 
 def is_secret(name: str) -> bool:

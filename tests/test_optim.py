@@ -14,6 +14,7 @@ from llmexp.compose import app
 from llmexp.models.gpt2 import GPT2
 from llmexp.train.step import set_up, train_step
 from llmexp.train.windows import read_ahead
+from llmexp.values import shown
 from tests.conftest import TINY
 
 BUILDERS = {
@@ -176,7 +177,7 @@ def test_bad_rates_are_refused_by_name(name, rate):
 def test_bad_numbers_of_iterations_are_refused_by_name(steps):
     with pytest.raises(
         ValueError,
-        match=rf"optimizer\.ns_steps={steps}: a whole number from 1 to 99 .*\.ns_steps=5",
+        match=rf"optimizer\.ns_steps={shown(steps)}: a whole number from 1 to 99 .*\.ns_steps=5",
     ):
         optim.muon(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, ns_steps=steps)
 
@@ -185,7 +186,8 @@ def test_bad_numbers_of_iterations_are_refused_by_name(steps):
 @pytest.mark.parametrize("flag", ["text", 1, None, 0.5])
 def test_bad_flags_are_refused_by_name(name, flag):
     with pytest.raises(
-        ValueError, match=rf"optimizer\.nesterov={flag}: true or false .* optimizer\.nesterov=true"
+        ValueError,
+        match=rf"optimizer\.nesterov={shown(flag)}: true or false .* optimizer\.nesterov=true",
     ):
         getattr(optim, name)(GPT2(32, 8, 1, 2, 8, 8), lr=0.1, nesterov=flag)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 
+from llmexp.values import shown
+
+
+def _shown(value: object) -> object:
+    """Return a value as it is written; a text in quotes, which a number is not."""
+    return repr(value) if isinstance(value, str) else shown(value)
+
 
 def check_sizes(**sizes: int) -> None:
     """Raise ValueError for the first of `sizes` (name=value) that is no int above zero."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"model.{name}={value!r}: must be an integer above 0")
+            raise ValueError(f"model.{name}={_shown(value)}: must be an integer above 0")
 
 
 def check_positive(**numbers: float) -> None:
@@ -18,13 +25,13 @@ def check_positive(**numbers: float) -> None:
     for name, value in numbers.items():
         known = isinstance(value, int | float) and not isinstance(value, bool)
         if not known or not 0 < value < math.inf:
-            raise ValueError(f"model.{name}={value!r}: must be a finite number above 0")
+            raise ValueError(f"model.{name}={_shown(value)}: must be a finite number above 0")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless the value is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"model.{name}={value}: must be one of {', '.join(choices)}")
+        raise ValueError(f"model.{name}={shown(value)}: must be one of {', '.join(choices)}")
 
 
 def check_divides(divisor_name: str, divisor: int, whole_name: str, whole: int) -> None:
@@ -42,7 +49,7 @@ def check_dropout(dropout: float) -> None:
     """Raise ValueError unless `dropout` is a number in [0, 1)."""
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(
-            f"model.dropout={dropout!r}: must be a number from 0 up to but not including 1"
+            f"model.dropout={_shown(dropout)}: must be a number from 0 up to but not including 1"
         )
 
 
