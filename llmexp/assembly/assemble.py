@@ -52,6 +52,7 @@ from llmexp.models.loss import WindowLoss
 from llmexp.redact import redacted
 from llmexp.run import Facts, Parent, Run, check_model
 from llmexp.run.batch import solve_batch, solve_rates
+from llmexp.run.layout import Layout
 from llmexp.tasks.scoring import Task
 from llmexp.tracker import stores
 
@@ -203,17 +204,23 @@ def _initial(
     return {"initial": initial, "warnings": found}
 
 
+def kernel_of(
+    config: Config, loss: WindowLoss, layout: Layout, device: torch.device, compiled: bool
+) -> str:
+    """Return which kernel computes the loss of a run on the device."""
+    if (tp := layout.tensor_parallel_size) > 1:
+        rows = loss.model.head_weight.shape[0]
+        return f"chunked(vocab={rows // tp} of {rows})"
+    batch, whole = config.batch, layout.world_size == 1
+    together = compiled and (whole or config.parallelism.kind == "ddp")
+    tokens = int(batch.micro_batch_size or 1) * batch.sequence_length
+    return loss.loss_kernel(device, tokens if together else None)
+
+
 def _facts(config: Config, place: Placement, loss: WindowLoss, more: dict[str, Any]) -> Facts:
     """Return what the run is solved from. `more`: the facts that are of neither model nor
     device."""
-    model, batch, whole = loss.model, config.batch, place.layout.world_size == 1
-    together = place.compiled and (whole or config.parallelism.kind == "ddp")
-    rows = int(batch.micro_batch_size or 1) * batch.sequence_length if together else None
-    kernel = loss.loss_kernel(place.device, rows)
-    tp = place.layout.tensor_parallel_size
-    if tp > 1:
-        rows = model.head_weight.shape[0]
-        kernel = f"chunked(vocab={rows // tp} of {rows})"
+    model = loss.model
     flops = getattr(model, "flops_per_token", None)
     return Facts(
         parallelism=config.parallelism.kind,
@@ -224,7 +231,7 @@ def _facts(config: Config, place: Placement, loss: WindowLoss, more: dict[str, A
         max_position_embeddings=getattr(model, "max_position_embeddings", None),
         flops_per_token=flops(config.batch.sequence_length) if flops else None,
         flops_formula=getattr(model, "flops_formula", None),
-        loss_kernel=kernel,
+        loss_kernel=kernel_of(config, loss, place.layout, place.device, place.compiled),
         vocab_size=getattr(model, "vocab_size", None),
         device=place.device.type,
         device_name=hardware.device_name(place.device),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llmexp import rundir
-from llmexp.assembly.assemble import Parts, assemble
+from llmexp.assembly.assemble import Parts, assemble, kernel_of
 from llmexp.assembly.inputs import Shared
 from llmexp.assembly.remembered import MEMORY, kind_of, remember
 from llmexp.assembly.solving import keep_facts
@@ -22,6 +22,8 @@ from llmexp.forecast.planned import NO_MEMORY, NO_TIME, Memory, Planned, describ
 from llmexp.forecast.settings import Plan
 from llmexp.metrics import hardware
 from llmexp.metrics.devices import Device, device_named
+from llmexp.models.loss import WindowLoss
+from llmexp.models.planned import planned_for
 from llmexp.run.banner import banner_sections
 from llmexp.train.calibration import MOST
 from llmexp.values import AUTO
@@ -56,6 +58,10 @@ class Planner:
         if device is not None:
             rows = [_on(device, precision, label, text) for label, text in rows]
             whole |= {"device": "cuda", "device_name": device.name, "precision": precision}
+            with planned_for("cuda", device.gib * memory.GIB), torch.device("meta"):
+                where = (parts.run.facts.layout, torch.device("cpu"), self._compiled(config))
+                loss = WindowLoss(parts.build_model())
+                whole["loss_kernel"] = kernel_of(parts.config, loss, *where)
         name = parts.run.facts.device_name
         steps = min(parts.run.max_steps - parts.run.first_step, MOST)
         kind = (kind_of(parts.config, name), config.data, config.tokenizer, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -116,6 +117,16 @@ def test_the_loss_of_a_compiled_run_is_counted():
     more = dataclasses.replace(cut, micro=2048)
     eager, compiled = (rehearse(parts, more, "bf16", h200, c)["loss"] for c in (False, True))
     assert compiled == pytest.approx(eager, rel=0.02)
+
+
+def test_the_kernel_of_the_loss_is_that_of_the_planned_device(capsys):
+    asked = ["--json", *SMALL, *GPT, LARGE, "plan.device=h200", "train.device=auto"]
+    for compiled, kernel in (
+        ("auto", "plain, compiled with the model"),
+        ("false", "chunked(rows=16384, vocab=4096)"),
+    ):
+        assert run(["plan", *asked, f"train.compile={compiled}"]) == 0
+        assert json.loads(capsys.readouterr().out)["loss_kernel"] == kernel
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
