@@ -33,17 +33,20 @@ class Times:
     end_s: float = 0.0
 
 
-def estimated(run: Run, device: Device, precision: str, share: float) -> Times | None:
+def estimated(
+    run: Run, device: Device, precision: str, share: float, again: float = 0.0
+) -> Times | None:
     """Return times at a `share` of the device's peak rate; None where that or the model's
-    operations are not known."""
+    operations are not known. `again`: what a step computes again, as a share of its operations."""
     flops, peak = run.facts.flops_per_token, device.tflops.get(precision)
     if flops is None or peak is None:
         return None
     rate = share * peak * 1e12 * run.world_size
     validated = run.eval_sequences * run.sequence_length
-    # a forward pass is a third of a step
+    # a forward pass is a third of a step that computes nothing again
     return Times(
-        step_s=run.tokens_per_step * flops / rate, evaluation_s=validated * flops / 3 / rate
+        step_s=run.tokens_per_step * flops * (1 + again) / rate,
+        evaluation_s=validated * flops / 3 / rate,
     )
 
 

@@ -24,6 +24,7 @@ from llmexp.metrics import hardware
 from llmexp.metrics.devices import Device, device_named
 from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
+from llmexp.models.recompute import recomputed_share
 from llmexp.run.banner import banner_sections
 from llmexp.train.calibration import MOST
 from llmexp.values import AUTO
@@ -134,7 +135,15 @@ class Planner:
             return self._measured(parts, folder)
         if device is None:
             return None, NO_TIME
-        times = duration.estimated(run, device, precision, share)
+        kind, again = parts.config.parallelism.activation_checkpointing, 0.0
+        if kind != "none" and run.facts.flops_per_token is not None:
+            try:
+                again = recomputed_share(parts.build_model, kind, run.sequence_length)
+            except Exception as error:  # of a model of the user's, which has to see its values
+                if parts.config.model["_target_"].startswith("llmexp."):
+                    raise
+                return None, f"not known: what is computed again cannot be counted ({error!r})"
+        times = duration.estimated(run, device, precision, share, again)
         if times is None:
             what = "the model" if run.facts.flops_per_token is None else f"{device.name}"
             return None, f"not known: nobody knows the FLOPs of {what} in {precision}"

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 # `selective` keeps products and attention, which cost most to compute again. All else is a
 # matter of memory.
@@ -48,6 +49,20 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
         more["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
     for block in blocks_of(model):
         block.forward = _recomputed(block.forward, more)
+
+
+def recomputed_share(make: Callable[[], nn.Module], kind: str, length: int) -> float:
+    """Return the FLOPs that the backward pass computes again, as a share of those of a step without
+    recomputation: counted on a model without memory, of which `make` makes one each time."""
+    counted = []
+    for chosen in ("none", kind):
+        with torch.device("meta"):
+            model, tokens_bt = make(), torch.zeros(1, length, dtype=torch.int64)
+        recompute_blocks(model, chosen)
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            model(tokens_bt).sum().backward()
+        counted.append(counter.get_total_flops())
+    return counted[1] / counted[0] - 1
 
 
 def _recomputed(forward: Callable[..., Any], more: dict[str, Any]) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from llmexp.assembly import solving
 from llmexp.forecast import measuring, planning
 from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots, sections
 from llmexp.metrics.devices import device_named
+from llmexp.models.gpt2 import GPT2
+from llmexp.models.recompute import recomputed_share
 from llmexp.train import calibration
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
@@ -51,6 +53,25 @@ def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last
     assert found["row"] == sum(step % row == 0 for step in range(first + 1, steps + 1))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputation_costs_what_is_computed_again(dropout):
+    """Counted by hand: the forward pass of the blocks; without dropout nobody needs the output of
+    the last product of each, which torch does not compute again."""
+    layers, width, inner, vocab, length = 3, 32, 80, 96, 48
+    attention = 4 * length * width  # of the scores and the values
+    products = 2 * (4 * width**2 + 2 * width * inner)
+    step = layers * 3 * (products + attention) + 6 * vocab * width
+    last = 0 if dropout else 2 * width * inner
+
+    def make() -> GPT2:
+        return GPT2(vocab, length, layers, 4, width, inner, dropout)
+
+    assert make().flops_per_token(length) == step
+    found = recomputed_share(make, "full", length)
+    assert found == pytest.approx(layers * (products + attention - last) / step, rel=1e-12)
+    assert recomputed_share(make, "selective", length) == 0
+
+
 def test_an_estimate_is_arithmetic():
     facts = Namespace(flops_per_token=6e9)
     sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
@@ -60,6 +81,9 @@ def test_an_estimate_is_arithmetic():
     assert times.step_s == pytest.approx(2**19 / rate)
     assert times.evaluation_s == pytest.approx(10 * 1024 / 3 / rate)
     assert estimated(planned, device_named("t4"), "fp64", 0.4) is None
+    again = estimated(planned, device_named("h200"), "bf16", 0.4, 0.25)
+    assert again.step_s == pytest.approx(1.25 * times.step_s)
+    assert again.evaluation_s == times.evaluation_s
     config = Namespace(
         train=Namespace(eval_every=100, tasks=[], tasks_every=None, sample_every=None, log_every=10,
                         stop_step=None),

@@ -116,7 +116,8 @@ def test_one_state_is_equal_on_every_layout(fp64):
 
 def test_two_ranks_print_once(fp64):
     out = fp64["ddp 2"].out
-    assert sum("step" in line and "1/5" in line for line in out.splitlines()) == 1, out
+    # rows that come quickly are shown by the last of them
+    assert sum("step" in line and "5/5" in line for line in out.splitlines()) == 1, out
 
 
 def test_unmasked_and_unclipped(tmp_path, tokens):
