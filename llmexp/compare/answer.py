@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llmexp.compare import budgets
-from llmexp.compare.evidence import FEW, Floor, Rival, Verdict
+from llmexp.compare.evidence import FEW, Floor, Rival, Verdict, same_rows
 from llmexp.compare.figures import half_width, with_interval
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED, TWIN
@@ -148,7 +148,9 @@ def _one_computation(f: Findings) -> str:
             "spread."
         )
     if not f.floor.size:
-        return f"{start}, the same to the last bit."
+        if same_rows([r for rival in f.ranked for r in rival.entry.taking_part]):
+            return f"{start}, the same to the last bit."
+        return f"{start} in each, but other rows differ, so rounding does move these runs."
     return f"{start} to {high}. The spread of {f.floor.size:.2g} is what rounding makes."
 
 

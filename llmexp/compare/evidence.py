@@ -20,6 +20,7 @@ from llmexp.compare.statistics import Difference, paired_seeds, series_differenc
 from llmexp.knobs import is_record
 from llmexp.labels import label
 from llmexp.labels import shown as value
+from llmexp.metrics.keys import TIMINGS
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated
 
@@ -237,6 +238,21 @@ def _effect(
             against.append(rest)
     better, worse = (a, b) if d.mean > 0 else (b, a)
     return Effect(key, better, worse, d, " and ".join(against))
+
+
+def same_rows(runs: Sequence[Record]) -> bool:
+    """Tell whether the runs agree to the last bit in each row that they share, in all figures but
+    times and what is measured on single micro-batches."""
+    first, *others = runs
+    apart = {*TIMINGS, "noise_scale", "noise_scale_low", "noise_scale_high"}
+    for other in others:
+        x, y = first.columns["step"], other.columns["step"]
+        _, at_x, at_y = np.intersect1d(x, y, assume_unique=True, return_indices=True)
+        for key in ({*first.columns} & {*other.columns}) - apart:
+            a, b = first.columns[key][at_x], other.columns[key][at_y]
+            if not np.array_equal(a, b, equal_nan=True):
+                return False
+    return True
 
 
 def stepwise(a: Record, b: Record, align: str, at: float | None, level: float) -> Difference | None:

@@ -12,7 +12,7 @@ from llmexp.compare.evidence import Effect, Place, Verdict, same_batches, stepwi
 from llmexp.compare.figures import counts, evaluations, number, positions
 from llmexp.compare.judging import Findings
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import Record
+from llmexp.compare.records import Entry, Record
 from llmexp.compare.settings import varying
 from llmexp.labels import plural, short_keys
 from llmexp.labels import shown as value
@@ -56,14 +56,11 @@ def _budgets(f: Findings) -> Iterator[str]:
     the question."""
     places = _places(f)
     shares = [f"{100 * p.progress:.0f}" for p in places.values()]
-    if len(set(shares)) > 1 and len(places) > 4:
-        yield f"Losses are read at {shares[-1]} to {shares[0]} % of the whole runs."
-    elif len(set(shares)) > 1:
-        first, *others = places
-        if all(n.count("=") == 1 and n.split("=")[0] == first.split("=")[0] for n in places):
-            others = [name.partition("=")[2] for name in others]  # accum=1, 2, 4
-        names = ", ".join([first, *others])
-        yield f"Losses are read at {', '.join(shares)} % of the whole runs ({names})."
+    if len(set(shares)) > 1:
+        done = ", ".join(f"{s} % of {name}" for s, name in zip(shares, places, strict=True))
+        if len(places) > 4:
+            done = f"{shares[-1]} to {shares[0]} % of each run"
+        yield f"Done where losses are read: {done}."
     if equal(round(p.planned) for p in places.values()):
         return
     if any(key.startswith(("train.max_", "fork.step")) for r in f.c.runs for key in r.swept):
@@ -124,11 +121,15 @@ def _effect(e: Effect, f: Findings) -> str:
 
 def _left_out(f: Findings) -> Iterator[str]:
     """Name the runs that take no part, by reason."""
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for r in f.c.runs:
-        if r.out and r.rung is None:
-            by_reason[_LEFT_OUT.get(r.out, r.out)].append(f.c.label_of(r))
-    parts = [f"{plural(len(n), 'run')} {why} ({listed(n)})" for why, n in by_reason.items()]
+    by_reason: dict[str, dict[Entry, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for e in f.c.entries:
+        for r in e.runs:
+            if r.out and r.rung is None:
+                by_reason[_LEFT_OUT.get(r.out, r.out)][e].append(r)
+    parts = []
+    for why, found in by_reason.items():
+        count = plural(sum(map(len, found.values())), "run")
+        parts.append(f"{count} {why} ({listed([e.label_of(*runs) for e, runs in found.items()])})")
     if parts:
         yield f"Left out: {'; '.join(parts)}."
 

@@ -100,9 +100,13 @@ class Entry:
         """Say why it takes no part; empty where a run of it does."""
         return "" if self.taking_part else self.runs[0].out
 
-    def label_of(self, run: Record) -> str:
-        """Return the short name of one of its runs."""
-        return self.label if len(self.runs) == 1 else run.name
+    def label_of(self, *runs: Record) -> str:
+        """Return the short name of one or some of its runs: accum=1 seed=2,3."""
+        if len(self.runs) == 1:
+            return self.label
+        seeds = f"seed={','.join(r.seed for r in runs)}"
+        # the name of a fold that nothing sets apart is its seeds
+        return f"{self.label} {seeds}" if "=" in self.label else seeds
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,32 @@ def seeds(path: Path, offsets: dict[int, float], **more) -> None:
         make_run(path / f"{path.name}-seed_{seed}", seed=seed, offset=offset, **more)
 
 
+def test_runs_are_the_same_to_the_last_bit_only_if_all_rows_are(tmp_path):
+    for cut in (1, 2):
+        make_run(tmp_path / str(cut), micro=8 // cut, accumulation=cut)
+    assert compare([tmp_path]).headline.endswith("ways: val loss 2.6202, the same to the last bit.")
+    rows = tmp_path / "2/metrics.jsonl"
+    first, rest = rows.read_text().split("\n", 1)
+    row = json.loads(first)
+    row["train/loss"] = math.nextafter(row["train/loss"], 9)
+    rows.write_text(json.dumps(row, separators=(",", ":")) + "\n" + rest)
+    headline = compare([tmp_path]).headline
+    assert "last bit" not in headline
+    assert headline.endswith(
+        "2.6202 in each, but other rows differ, so rounding does move these runs."
+    )
+
+
+def test_failed_seeds_are_named_by_setting_and_seed(tmp_path):
+    for limit in (1.0, 2.0):
+        for seed in (1, 2, 3, 4):
+            state = "failed" if limit == 1 and seed > 2 else "finished"
+            make_run(tmp_path / f"{limit}-{seed}", max_norm=limit, seed=seed, state=state)
+    assert "Left out: 2 runs failed (clip=1.0 seed=3,4)." in compare([tmp_path]).notes
+    c = compare([tmp_path / "1.0-*"])  # where nothing but the seed varies
+    assert "Left out: 2 runs failed (seed=3,4)." in c.notes
+
+
 def test_a_setting_beside_cuts_of_one_batch_is_held_against_their_spread(tmp_path):
     points = {
         f"a_{a},c_{limit}": dict(
@@ -63,6 +89,7 @@ def of(limit: float, offsets: dict[int, float] | None = None, **more) -> list[di
 
 
 CUTS = [dict(micro=8 // a, accumulation=a, offset=0.0007 * a) for a in (1, 2, 4, 8)]
+SHARES = "Done where losses are read: 100 % of accum=1, 50 % of accum=2, 25 % of accum=4."
 ACCUM, LIMIT = "batch.gradient_accumulation_steps", "clip.max_norm"
 NAMES = ("lowest", *["same"] * 3)
 # By name: runs, the keys that their sweep varies (none: no sweep), options of compare, the start of
@@ -352,7 +379,7 @@ def test_budgets_differ_also_where_nothing_was_evaluated_on_the_way(tmp_path, co
     )
     assert c.headline.endswith("At equal tokens not all have an evaluation.")
     assert marks(c) == {"accum=1": "", "accum=2": "not evaluated", "accum=4": "not evaluated"}
-    assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
+    assert c.notes[0] == SHARES
     assert "To settle it" in c.notes[1]
 
 
@@ -462,7 +489,7 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
             ends == ["at equal", "at its own end"][align != "tokens" :]
         )  # one reading where both are the same
         assert [e.standing.difference for e in c.entries[1::2]] == pytest.approx([0.01] * 3)
-        assert any("whole runs" in note for note in c.notes) == (
+        assert any("Done where" in note for note in c.notes) == (
             align == "tokens"
         )  # else all are at their ends
     c = compare([sweep])
@@ -476,7 +503,7 @@ def test_unequal_budgets_are_never_ranked_and_both_readings_are_given(tmp_path):
         f"{first} at equal tokens ({equal[first]:.5g}), {last} at its own end ({end[last]:.5g})"
         in c.headline
     )
-    assert c.notes[0] == "Losses are read at 100, 50, 25 % of the whole runs (accum=1, 2, 4)."
+    assert c.notes[0] == SHARES
     assert c.notes[1] == "To settle it: the same with train.max_tokens=409600 for every point."
     shown = lines_of(c)
     assert len(shown) <= 12
