@@ -241,4 +241,18 @@ def hook(entry: Any, number: int) -> tuple[str, Callable[..., Any]]:
             f"context{''.join(f', {k}=...' for k in knobs)}): "
             f"{error}{place(found)}"
         ) from None
+    better = getattr(found, "better", {})
+    if not isinstance(better, Mapping) or any(
+        v not in ("lower", "higher") for v in better.values()
+    ):
+        raise ConfigError(
+            f"hooks={name}: its attribute better={better!r} must name lower or higher by key, for "
+            f"example {{'mine/norm': 'lower'}}{place(found)}"
+        )
     return name, functools.partial(found, **knobs) if knobs else found
+
+
+def better_of(hook: Callable[..., Any]) -> dict[str, str]:
+    """Return which of a hook's figures are better lower or higher, as its attribute `better`
+    says."""
+    return dict(getattr(getattr(hook, "func", hook), "better", {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from llmexp.compare.figures import (
     common_position,
     figures,
     left_out,
+    own_keys,
     rounded,
 )
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
@@ -88,7 +89,8 @@ def compare_records(
     at, limiting = common_position(alive, align) or (None, None)
     if at is not None and any(begins_after(r, align, at) for r in alive):
         at = limiting = None  # branches of a trunk: each is read at its own end
-    records = [replace(r, out=out.get(r, ""), figures=figures(r, align, at)) for r in records]
+    more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
+    records = [replace(r, out=out.get(r, ""), figures=figures(r, align, at, more)) for r in records]
     taking_part = [r for r in records if not r.out]
     groups = settings.folded(records)
     differing = settings.differing_keys([group[0] for group in groups])
@@ -97,10 +99,12 @@ def compare_records(
         settings.entry_of(group, differing, _tokenizer_note(group[0]) if mixed else "")
         for group in groups
     ]
-    metric = _metric(entries, sort, mixed)
+    better = {k: v for r in records for k, v in as_dict(r.facts.get("better")).items()}
+    better = {k: v for k, v in better.items() if v in ("lower", "higher")}
+    metric = _metric(entries, sort, mixed, better)
     factors = settings.factors([e for e in entries if e.out not in APART], differing)
     entries = settings.labelled(_ranked(entries, metric, mixed), factors)
-    columns = _columns(entries, metric, mixed, at, align)
+    columns = _columns(entries, metric, mixed, at, align, better)
     damage = [p if r.name in p else f"{r.name}: {p}" for r in records for p in r.problems]
     c = Comparison(
         entries=tuple(entries),
@@ -124,9 +128,11 @@ def compare_records(
     return replace(c, entries=standings(f), headline=headline(f), notes=notes, why=why)
 
 
-def _metric(entries: Sequence[Entry], sort: str | None, mixed: bool) -> Column:
+def _metric(
+    entries: Sequence[Entry], sort: str | None, mixed: bool, better: Mapping[str, str]
+) -> Column:
     """Return the column that orders the entries. Raises ConfigError for a name that is none."""
-    columns = {c.key: c for c in columns_of({key for e in entries for key in e.figures})}
+    columns = {c.key: c for c in columns_of({key for e in entries for key in e.figures}, better)}
     if sort is not None:
         key = {"step": "steps", "tokens": "tokens_seen", "time": "train_time"}.get(sort, sort)
         if key not in columns:
@@ -159,7 +165,12 @@ def _ranked(entries: Sequence[Entry], metric: Column, mixed: bool) -> list[Entry
 
 
 def _columns(
-    entries: Sequence[Entry], metric: Column, mixed: bool, at: float | None, align: str
+    entries: Sequence[Entry],
+    metric: Column,
+    mixed: bool,
+    at: float | None,
+    align: str,
+    better: Mapping[str, str],
 ) -> tuple[Column, ...]:
     """Return the columns of which an entry has a figure, the one that orders first; the loss at the
     common position only where it is not the final one."""
@@ -182,7 +193,9 @@ def _columns(
         if again or what != ("bits_per_byte" if mixed else "loss"):
             known.remove(key)
     found = [
-        replace(c, title=titles.get(c.key, c.title)) for c in columns_of(known) if c.key in known
+        replace(c, title=titles.get(c.key, c.title))
+        for c in columns_of(known, better)
+        if c.key in known
     ]
     return tuple(sorted(found, key=lambda c: c.key != metric.key))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -260,9 +260,25 @@ def common_position(records: Sequence[Record], align: str) -> tuple[float, int] 
     return min(known, default=None)
 
 
-def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
+def own_keys(record: Record) -> list[str]:
+    """Return the keys of a run's rows that its hooks have added."""
+    if not record.config.get("hooks"):
+        return []
+    return [key for key in record.columns if key not in KEYS and _is_other(key)]
+
+
+def _is_other(key: str) -> bool:
+    """Tell whether a key is none of the figures that every comparison knows."""
+    known = any(key == column.key for column in COLUMNS)
+    return not known and not is_of_named_set(key) and not key.startswith("task/")
+
+
+def figures(
+    record: Record, align: str, at: float | None, more: Iterable[str] = ()
+) -> dict[str, float]:
     """Return all figures known of the run. Losses are those at or before the position `at`, never
-    interpolated; a run that has not come so far has no `val/loss`."""
+    interpolated; a run that has not come so far has no `val/loss`. `more`: other keys of rows, each
+    with its last value up to there."""
     columns, place = record.columns, positions(record, align)
     rows, reached = len(columns["step"]), at is None
     if at is not None and len(place):
@@ -279,6 +295,8 @@ def figures(record: Record, align: str, at: float | None) -> dict[str, float]:
         if value is None:
             value = number(record.last.get(_IN_ROWS.get(key, key)))
         found[key] = value
+    for key in filter(_is_other, more):
+        found[key] = _last(_finite(columns, key, rows))
     for key in filter(TASK.fullmatch, record.last):  # scored at the end of each run
         found[key] = number(record.last[key])
     if found["train_time"] is None and record.state != "finished":
@@ -316,13 +334,18 @@ def _finite(columns: Mapping[str, np.ndarray], key: str, rows: int | None) -> np
     return values[np.isfinite(values)]
 
 
-def columns_of(known: Iterable[str]) -> tuple[Column, ...]:
-    """Return all columns, with those of the named validation sets and the tasks among the keys
-    `known`."""
+def columns_of(
+    known: Collection[str], better: Mapping[str, str] | None = None
+) -> tuple[Column, ...]:
+    """Return all columns, with those of the named validation sets, the tasks and other keys of rows
+    among the keys `known`. `better`: lower or higher, for keys of hooks."""
     named = sorted(key for key in known if is_of_named_set(key))
     tasks = sorted(key for key in known if TASK.fullmatch(key))
+    others = sorted(filter(_is_other, known))
     return (
         *COLUMNS,
         *(Column(key, title_of(key), "lower", 5) for key in named),
         *(Column(key, key.removeprefix("task/"), "higher", 3) for key in tasks),
+        *(_column(key) for key in others if key in KEYS),
+        *(Column(key, key, (better or {}).get(key, "")) for key in others if key not in KEYS),
     )

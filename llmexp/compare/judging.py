@@ -4,6 +4,7 @@ settings."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,8 +128,15 @@ def _rival(c: Comparison, entry: Entry, metric: str) -> Rival:
     seeds = {r.seed: r.figures[metric] for r in runs if metric in r.figures}
     # The best and the last loss are read at the run's own end.
     at = None if metric in ("final val/loss", "best val/loss") else c.align_at
-    place = place_of(runs[0], c.align, at, metric) if is_loss(metric) else None
-    return Rival(entry, seeds, place)
+    if not is_loss(metric):
+        return Rival(entry, seeds)
+    measured = [r for r in runs if metric in r.figures] or runs
+    places = [p for r in measured if (p := place_of(r, c.align, at, metric))]
+    if len(places) < len(measured):
+        return Rival(entry, seeds)
+    # of seeds the mean, as all that is printed of them
+    tokens = math.fsum(p.tokens for p in places) / len(places)
+    return Rival(entry, seeds, replace(places[0], tokens=tokens))
 
 
 def _by_budget(rivals: Sequence[Rival]) -> list[list[Rival]]:

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmexp.compare.curves import AXES, Curve, curve, downsample, lineage
+from llmexp.compare.figures import own_keys
 from llmexp.compare.plotting import GREY, Choice, Look, Plot, looks, packed
 from llmexp.compare.records import Comparison, Entry
 from llmexp.compare.rows import named_sets
@@ -197,13 +198,16 @@ def others(c: Comparison) -> Plot | None:
     """Return one quantity at a time, as it was logged, over the axis of the comparison."""
     options: list[tuple[str, list[Any]]] = []
     nothing = Curve({"steps": np.zeros(0)}, np.zeros((1, 0)))
-    for key in (*OTHERS, *sorted({key for r in c.runs for key in named_sets(r.columns)})):
+    named = sorted({key for r in c.runs for key in named_sets(r.columns)})
+    own = sorted({key for r in c.runs for key in own_keys(r)})
+    for key in dict.fromkeys((*OTHERS, *named, *own, c.metric if c.metric in KEYS else "lr")):
         found = [curve(e, key) or nothing for e in c.entries]
         if any(each is not nothing for each in found):
             drawn = [each.thinned(points(c)) for each in found]
             x = [packed(each.x.get(c.align, each.x["steps"])) for each in drawn]
             data = {"x": x, "y": [packed(each.mean) for each in drawn]}
-            title = title_of(key) if is_of_named_set(key) else KEYS[key].plot
+            title = KEYS[key].plot or KEYS[key].label if key in KEYS else key
+            title = title_of(key) if is_of_named_set(key) else title
             layout = {"yaxis.title.text": title, "yaxis.range": None}
             options.append((title, [data, layout, list(range(len(drawn)))]))
     if not options:

@@ -18,6 +18,7 @@ import yaml
 
 from llmexp import fileio, provenance, rundir
 from llmexp.assembly.assemble import Parts
+from llmexp.assembly.targets import better_of
 from llmexp.checkpoint import loading
 from llmexp.child import REFUSED
 from llmexp.config import ConfigError, flatten, plain
@@ -163,6 +164,8 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
         "data_fingerprint": parts.corpus.fingerprint,
         "data_files": parts.corpus.states(),
     }
+    if better := {k: v for _, hook in parts.hooks for k, v in better_of(hook).items()}:
+        run["better"] = better
     if parts.corpus.val_texts:
         run["val_texts"] = parts.corpus.val_texts
     fileio.write_json(path / rundir.RUN, concealed(run))

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare, compare_records
+from llmexp.compare.plot_training import others
 from llmexp.compare.records import Comparison, Record
-from llmexp.compare.table import show
+from llmexp.compare.table import columns_in_full, show, to_json
 from llmexp.config import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 
@@ -50,6 +51,51 @@ def test_runs_are_the_same_to_the_last_bit_only_if_all_rows_are(tmp_path):
     assert headline.endswith(
         "2.6202 in each, but other rows differ, so rounding does move these runs."
     )
+
+
+def test_any_key_of_the_rows_orders_and_is_a_column(tmp_path):
+    """A hook's figure in every fourth row: the last value up to the position at which losses are
+    read."""
+    for name, steps, slope in (("a", 400, 1.0), ("b", 202, 3.0)):
+        facts = {"better": {"mine/norm": "lower", "mine/odd": ["no"]}}
+        make_run(tmp_path / name, steps=steps, max_norm=slope, facts=facts, val_every=50)
+        config = tmp_path / name / "config.yaml"
+        config.write_text(config.read_text() + "hooks: [mymodel.watch]\n")
+        path = tmp_path / name / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows[3::4]:
+            row |= {"mine/norm": slope * row["step"], "weight_norm": slope, "mine/odd": 1.0}
+        path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows))
+    c = compare([tmp_path], sort="mine/norm")
+    # the last row up to step 202 that has it is the one of step 200
+    assert [e.figures["mine/norm"] for e in c.entries] == [200.0, 600.0]
+    assert "has the lowest mine/norm, 200; next is" in c.headline
+    assert c.metric == c.columns[0].key == "mine/norm"
+    assert json.loads(to_json(c))["runs"][1]["mine/norm"] == 600.0
+    assert columns_in_full(compare([tmp_path]))["mine/norm"]  # a column by itself
+    for key in ("mine/odd", "weight_norm"):  # of which nobody says which way is better
+        headline = compare([tmp_path], sort=key).headline
+        assert headline == f"No ranking: neither a higher nor a lower figure of {key} is better."
+    plot = others(compare([tmp_path]))
+    assert plot is not None
+    assert "mine/norm" in repr(plot)
+    with pytest.raises(ConfigError, match="Did you mean mine/norm"):
+        compare([tmp_path], sort="mine/nrm")
+
+
+def test_over_time_the_place_of_seeds_is_their_mean(tmp_path):
+    """Seeds of several speeds stand at other tokens after a time; the share that is done is of all
+    of them."""
+    for limit, times in ((1.0, (0.5, 1.0)), (2.0, (1.0, 1.0))):
+        for seed, step_time in enumerate(times):
+            make_run(
+                tmp_path / f"{limit}-{seed}", max_norm=limit, seed=seed, step_time=step_time,
+                val_every=10, schedule___target_="llmexp.schedule.cosine",
+            )  # fmt: skip
+    c = compare([tmp_path], align="time")
+    assert c.align_at == 200.0
+    # at 200 s: steps 400 and 200 of 400, and 200 twice
+    assert "Done where losses are read: 75 % of clip=1.0, 50 % of clip=2.0." in c.notes
 
 
 def test_failed_seeds_are_named_by_setting_and_seed(tmp_path):

@@ -84,6 +84,16 @@ def every(event, context, every: int, name: str = "mine/seen"):
         return {name: context.user["scale"] * context.step}
 
 
+every.better = {"mine/seen": "lower", "b": "higher"}
+
+
+def torn(event, context):
+    pass
+
+
+torn.better = {"mine/seen": "least"}
+
+
 class Tuple(Bigram):
     def forward(self, tokens_bt):
         return super().forward(tokens_bt), None
@@ -614,6 +624,10 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
     assert [{k: v for k, v in r.items() if not k.startswith(added)} for r in exact(done)] == exact(
         bare
     )
+    assert done.json("run.json")["better"] == {"mine/seen": "lower", "b": "higher"}
+    table = llmexp("compare", "args", "--sort", "mine/seen", cwd=own)
+    assert table.code == 0, table.err
+    assert "mine/seen 3, the only run" in table.out
     saved = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert saved["user"] == {"scale": 0.5, "deep": {"text": "a b"}, "home": "${oc.env:MY_HOME}"}
 
@@ -632,6 +646,10 @@ def test_a_hook_takes_arguments_and_reads_the_section_user(own, dropout_run):
         (["hooks=[mymodel.unread]"], "hooks=mymodel.unread: cannot be called as (event, context)"),
         (["hooks=[{every:2}]"], "hooks.0._target_: this key is missing"),
         (["hooks=[3]"], "hooks=[3]: a list of names of functions"),
+        (
+            ["hooks=[mymodel.torn]"],
+            "its attribute better={'mine/seen': 'least'} must name lower or",
+        ),
         (["+user.api_key=abcdefgh"], "user.api_key: is a secret by its name"),
         (["+user.x=${oc.env:NOT_SET_AT_ALL}"], "user.x: "),
         (["user.x=1"], "+user.x=..."),
