@@ -262,9 +262,8 @@ def common_position(records: Sequence[Record], align: str) -> tuple[float, int] 
 
 def own_keys(record: Record) -> list[str]:
     """Return the keys of a run's rows that its hooks have added."""
-    if not record.config.get("hooks"):
-        return []
-    return [key for key in record.columns if key not in KEYS and _is_other(key)]
+    keys = record.columns if record.config.get("hooks") else ()
+    return [key for key in keys if key not in KEYS and _is_other(key)]
 
 
 def _is_other(key: str) -> bool:
