@@ -30,6 +30,7 @@ from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Recor
 from llmexp.config import ConfigError, nearest
 from llmexp.metrics.keys import is_of_named_set
 
+UNFINISHED = ("preempted", "cut", "running")
 ALIGNMENTS = ("tokens", "steps", "time")
 NO_RUN = "there is no run to show; for example llmexp compare outputs/default"
 
@@ -177,10 +178,13 @@ def _columns(
     known = {key for e in entries for key in e.figures}
     alive = [e.figures for e in entries if not e.out]
     titles = {}
+    # what was stopped, or runs, has a loss of its own
+    unfinished = any(e.out in UNFINISHED and "final val/loss" in e.figures for e in entries)
     if all(of.get("val/loss") == of.get("final val/loss") for of in alive):
         final = metric.key == "final val/loss"
-        known.discard("val/loss" if final else "final val/loss")
-        titles["final val/loss"] = "val loss"
+        if final or not unfinished:
+            known.discard("val/loss" if final else "final val/loss")
+            titles["final val/loss"] = "val loss"
     elif at is not None:
         titles["val/loss"] = f"val loss at {rounded(at)} {'s' if align == 'time' else align}"
     if "own_tokens" in known:

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from llmexp.compare.answer import listed, planned
+from llmexp.compare.answer import listed
 from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.evidence import Effect, Place, Verdict, same_batches, stepwise
 from llmexp.compare.figures import counts, evaluations, number, positions
@@ -149,10 +149,10 @@ def _number(seed: str) -> tuple[int, str]:
 
 
 def _planned(f: Findings) -> Iterator[str]:
-    for sweep, count in planned(f.ranked).items():
+    left = {r.sweep: r.left for r in f.c.runs if r.sweep and r.left}
+    for sweep, count in left.items():
         are = "is" if count == 1 else "are"
-        more = plural(count, "more run")
-        yield f"{more} of these settings {are} planned: {how_to_resume(sweep)}"
+        yield f"{plural(count, 'run')} of the sweep {are} left to train: {how_to_resume(sweep)}"
     if f.mixed:
         yield "The tokenizers differ, so losses per token do not compare; bits per byte do."
 

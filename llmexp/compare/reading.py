@@ -47,6 +47,7 @@ class Sweep:
     negligible: float | None = None  # nats below which a difference does not matter
     # points still to train by setting, less the seed
     planned: dict[frozenset[str], int] = field(default_factory=dict)
+    left: int = 0  # all points still to train
 
 
 def clean_name(path: Path) -> str:
@@ -94,9 +95,11 @@ def _sweep(path: Path, problems: list[str]) -> Sweep:
         label, error = clean(p.get("label")), clean(p.get("error"))[:200]
         problems.append(f"{where}: {label} could not run: {error}")
     planned = Counter(_setting(p) for p in points if _is_to_train(path, p))
+    left = planned.total()
     planned.pop(frozenset(), None)
     by_folder = {str(p.get("folder")): p for p in points}
-    return Sweep(path, tuple(map(str, swept)), by_folder, number(tree.get("negligible")), planned)
+    negligible = number(tree.get("negligible"))
+    return Sweep(path, tuple(map(str, swept)), by_folder, negligible, planned, left)
 
 
 def _setting(point: dict[str, Any]) -> frozenset[str]:
@@ -165,6 +168,7 @@ def _record(path: Path, sweep: Sweep, columns: Columns) -> Record:
         negligible=sweep.negligible,
         rung=number(point.get("rung")),
         planned=sweep.planned.get(_setting(point), 0),
+        left=sweep.left,
         lost=lost,
         last=columns.last,
         before=Columns(path / LINEAGE) if as_dict(facts.get("parent")) else {},

@@ -36,6 +36,7 @@ class Record:
     negligible: float | None = None
     rung: float | None = None  # share of its steps after which successive halving left it out
     planned: int = 0  # seeds of its setting that its sweep has still to train
+    left: int = 0  # runs that its sweep has still to train
     lost: str = ""  # where its rows end before its status says that it did, in words
     last: dict[str, Any] = field(default_factory=dict)  # its last row
     # of a fork: the rows of its parents, up to its step

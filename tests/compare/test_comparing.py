@@ -474,9 +474,23 @@ def test_seeds_that_the_sweep_still_plans_are_trained_by_resuming_it(tmp_path):
     plan(sweep, "a=1 train.seed=1", "a=1 train.seed=2", "a=1 train.seed=3", "a=2 train.seed=1")
     c = compare([sweep])
     assert c.headline.endswith("Two seeds are too few for an interval; the sweep plans more.")
-    assert c.notes == (f"1 more run of these settings is planned: llmexp resume {sweep}",)
+    assert c.notes == (f"2 runs of the sweep are left to train: llmexp resume {sweep}",)
     plan(sweep, "a=1 train.seed=1", "a=1 train.seed=2", "a=2 train.seed=1", "a=2 train.seed=2")
     assert compare([sweep]).headline.endswith("add train.seed=3,4.")
+
+
+def test_of_a_stopped_sweep_losses_are_shown_and_the_runs_that_are_left_are_counted(tmp_path):
+    points = {str(i): dict(max_norm=float(i), offset=0.01 * i) for i in (1, 2, 3, 4)}
+    points["3"] |= dict(steps=250, state="preempted", point={"state": "preempted"})
+    points["4"] |= dict(steps=130, state="preempted", point={"state": "preempted"})
+    sweep = make_sweep(tmp_path / "s", points, ["clip.max_norm"])
+    plan(sweep, *(f"clip.max_norm={i}" for i in (1, 2, 3, 4, 5, 6)))
+    c = compare([sweep])
+    assert f"4 runs of the sweep are left to train: llmexp resume {sweep}" in c.notes
+    shown = "\n".join(lines_of(c))
+    # the last evaluations of those that were stopped, at steps 200 and 100
+    for offset, step in ((0.03, 200), (0.04, 100)):
+        assert f"{2.6 + 3 * math.exp(-step / 80) + offset:.5g}" in shown
 
 
 def trained(setting: int, seed: int, loss: float) -> Record:
