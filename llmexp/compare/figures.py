@@ -51,6 +51,7 @@ COLUMNS = (
     _column("skipped_steps"),
     _column("outlier_steps"),
 )
+_FIXED = frozenset(column.key for column in COLUMNS)
 # Figures whose name in the summary, or in a row, is another one.
 _IN_SUMMARY = {"tokens_per_sec": "mean tokens_per_sec"}
 _BEFORE = {"clipped_share": "clip_share"}  # in the summaries of older runs
@@ -268,8 +269,7 @@ def own_keys(record: Record) -> list[str]:
 
 def _is_other(key: str) -> bool:
     """Tell whether a key is none of the figures that every comparison knows."""
-    known = any(key == column.key for column in COLUMNS)
-    return not known and not is_of_named_set(key) and not key.startswith("task/")
+    return key not in _FIXED and not is_of_named_set(key) and not key.startswith("task/")
 
 
 def figures(
