@@ -78,7 +78,7 @@ def launch_ranks(plan: Plan) -> Death | None:
     here = logs / "hosts" / f"{name}.{os.getpid()}"
     here.parent.mkdir(parents=True, exist_ok=True)
     set_environment(plan)
-    launch = launch_config(plan, endpoint, run_id)
+    launch = launch_config(plan, endpoint, run_id, logs / name)
     with forwarded_signals() as signals:
         watch = Watch(plan, here, signals, plan.max_restarts)
         while True:
@@ -122,7 +122,7 @@ def set_environment(plan: Plan) -> None:
     }
 
 
-def launch_config(plan: Plan, endpoint: str, run_id: str) -> LaunchConfig:
+def launch_config(plan: Plan, endpoint: str, run_id: str, logs: Path) -> LaunchConfig:
     launch = LaunchConfig(
         min_nodes=plan.nnodes,
         max_nodes=plan.nnodes,
@@ -134,6 +134,7 @@ def launch_config(plan: Plan, endpoint: str, run_id: str) -> LaunchConfig:
         max_restarts=plan.max_restarts,
         monitor_interval=0.1,
         log_line_prefix_template="[rank ${rank}] ",
+        logs_specs=logs_of_ranks(logs, plan.nproc_per_node),  # without, it makes a folder in /tmp
     )
     if hasattr(launch, "signals_to_handle"):
         launch.signals_to_handle = "SIGQUIT"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +19,18 @@ from llmexp.tracker.fields import Fields
 Mode = Literal["online", "offline"]
 
 
-def set_up() -> Any:
-    """Return wandb's settings. Raises ImportError."""
+def set_up(temporary: Path | None = None) -> Any:
+    """Return wandb's settings. The folders for temporary files that wandb makes when it is imported
+    go into `temporary`, which is made anew. Raises ImportError."""
     # wandb reports its errors to its server, and at exit waits up to 20 s for a silent one.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
+    with contextlib.ExitStack() as stack:
+        if temporary is not None and "wandb" not in sys.modules:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
+            tempfile.tempdir = str(temporary)
+        import wandb
 
     return wandb.setup(wandb.Settings(silent=True)).settings
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -169,6 +170,7 @@ class Mirror:
         self._end = End(summary, exit_code)
         self._over.set()
         self._thread.join(self._settings.finish_timeout_s)
+        shutil.rmtree(temporary_files(self._run_dir), ignore_errors=True)
         if self._thread.is_alive():
             self._fail(f"not done after {self._settings.finish_timeout_s:g} s; left behind")
             self._leave_behind()
@@ -217,7 +219,7 @@ class Mirror:
 
     def _start(self, mode: str, position: Position) -> Feed:
         """Start the run in wandb, offline where online does not work."""
-        settings = calls.set_up()
+        settings = calls.set_up(temporary_files(self._run_dir))
         # Asked here, because wandb would prompt for a key on a terminal.
         online = calls.has_login(settings) and mode in ("auto", "online")
         if mode == "online" and not online:
@@ -248,6 +250,11 @@ def own_files(run_dir: Path) -> Path:
     if not given or (SWEEP_ID in os.environ and Path(given) == Path.cwd()):
         return run_dir
     return Path(given)
+
+
+def temporary_files(run_dir: Path) -> Path:
+    """Return the folder for what wandb would leave in the system's temporary folder."""
+    return run_dir / "wandb" / "temporary"
 
 
 def one_line(error: BaseException) -> str:

@@ -8,8 +8,10 @@ afresh. LLMEXP_TEST_BF16=1 tests as on a CPU with bf16 units, where precision=au
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,9 @@ def pretend_bf16() -> None:
 
 def begin() -> str:
     """Start a server, which ends with this process; return where its socket will be."""
-    address = f"{tempfile.mkdtemp(prefix='llmexp-forks-')}/socket"
+    folder = tempfile.mkdtemp(prefix="llmexp-forks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = f"{folder}/socket"
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     subprocess.Popen(
         [sys.executable, "-P", str(HERE / "server.py"), address], env=env, process_group=0

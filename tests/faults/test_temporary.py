@@ -1,0 +1,43 @@
+"""Nothing is left in the system's temporary folder, however a run ends."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import time
+
+import pytest
+
+from tests.conftest import TINY, start
+
+FRESH_PROCESSES = True  # forks have imported torch with another temporary folder
+
+RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100", "tracker=wandb",
+       "tracker.mode=offline", "parallelism=ddp", "parallelism.nproc_per_node=2",
+       "hydra.run.dir=run"]  # fmt: skip
+CACHE = {f"torchinductor_{getpass.getuser()}"}
+
+
+@pytest.mark.parametrize("how", [None, signal.SIGKILL, signal.SIGINT])
+def test_no_folder_is_left(how, tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    steps = 3 if how is None else 100_000
+    process = start("train", *RUN, f"train.max_steps={steps}", cwd=tmp_path, TMPDIR=str(temporary))
+    if how is not None:
+        deadline = time.monotonic() + 200
+        while not list(tmp_path.glob("run/wandb/offline-run-*")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "wandb was not started"
+            time.sleep(0.05)
+        os.killpg(process.pid, how)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == {None: 0, signal.SIGKILL: -9, signal.SIGINT: 75}[how], err + out
+    deadline = time.monotonic() + 60
+    # torch's cache of compiled kernels is one folder for all runs of a user
+    while (left := {*os.listdir(temporary)} - CACHE) and time.monotonic() < deadline:
+        time.sleep(0.1)  # ranks of a killed agent end by themselves
+    assert not left
+    if how is not signal.SIGKILL:
+        assert not list(tmp_path.glob("run/wandb/temporary"))
