@@ -254,7 +254,7 @@ def own_files(run_dir: Path) -> Path:
 
 def temporary_files(run_dir: Path) -> Path:
     """Return the folder for what wandb would leave in the system's temporary folder."""
-    return run_dir / "wandb" / "temporary"
+    return run_dir / ".wandb-temporary"
 
 
 def one_line(error: BaseException) -> str:

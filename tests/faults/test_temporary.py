@@ -40,4 +40,4 @@ def test_no_folder_is_left(how, tmp_path):
         time.sleep(0.1)  # ranks of a killed agent end by themselves
     assert not left
     if how is not signal.SIGKILL:
-        assert not list(tmp_path.glob("run/wandb/temporary"))
+        assert not list(tmp_path.glob("run/.wandb-temporary"))
