@@ -12,9 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # In this process as in those that it starts; `make test-processors` has others.
 THREADS = os.environ["OMP_NUM_THREADS"] = os.environ.get("LLMEXP_TEST_THREADS", "1")
@@ -37,6 +40,7 @@ if forks.PRETEND_BF16:
 settings.register_profile("all", deadline=None)
 settings.load_profile("all")
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 # Packages may lie in a folder that PYTHONPATH names.
@@ -63,6 +67,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """One server of forks for all processes of pytest-xdist."""
     if config.getoption("numprocesses", None) and os.environ.get("LLMEXP_TEST_FORKS") != "0":
         os.environ[forks.SHARED] = forks.begin()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how long the tests took, and what was skipped and why."""
+    minutes, seconds = divmod(round(time.monotonic() - BEGAN), 60)
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    terminalreporter.write_line("")
+    terminalreporter.write_line(f"took {minutes}:{seconds:02} min, skipped {len(reports)}")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:4}  {reason[:90]}")
 
 
 @pytest.hookimpl(tryfirst=True)
