@@ -73,7 +73,7 @@ def stored(model: nn.Module, folder: Path) -> Loaded:
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         pieces[name] = [Piece(file, shape, (0,) * tensor.ndim, shape, tensor.dtype)]
-    return Loaded(folder, 7, {}, {}, pieces, {}, {})
+    return Loaded(folder, 7, {}, {}, pieces, {}, {}, {})
 
 
 def exported(kind: str, tmp_path: Path) -> tuple[nn.Module, dict[str, Any], Path]:
