@@ -99,6 +99,17 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_object(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ValueError that begins with `name`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    return found
+
+
 def read_json(path: Path) -> Any:
     """Return the file's value. Raises ConfigError naming the file when it is missing or not
     JSON."""

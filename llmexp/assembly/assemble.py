@@ -85,9 +85,8 @@ class Parts:
         """Return whether code that is not ours runs in a step: hooks, own parts, transformers."""
         config = self.config
         parts = (config.model, config.data, config.tokenizer, config.optimizer, config.schedule)
-        targets = [str(part.get("_target_")) for part in parts]
-        ours = all(target.startswith("llmexp.") for target in targets)
-        return bool(self.hooks) or not ours or targets[0].startswith("llmexp.models.hf.")
+        foreign = config.model.get("_target_") == TRANSFORMERS or any(map(_own, parts))
+        return bool(self.hooks) or foreign
 
     @property
     def hidden(self) -> Hidden:

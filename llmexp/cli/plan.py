@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,8 +17,10 @@ from llmexp.config import Config, ConfigError
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import Plan, build_plan
 from llmexp.naming import refuse_folder
-from llmexp.sweep.planning import PlannedSweep, plan_points, print_sweep
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
+
+if TYPE_CHECKING:
+    from llmexp.sweep.planning import PlannedSweep
 
 
 def plan(arguments: list[str]) -> int:
@@ -27,7 +29,9 @@ def plan(arguments: list[str]) -> int:
     if hydra_flags.asked(args):
         return hydra_flags.answer(args)
     found = planned(args)
-    if isinstance(found, PlannedSweep):
+    if not isinstance(found, Planned):
+        from llmexp.sweep.planning import print_sweep
+
         return print_sweep(found, arguments, args.json)
     print(json.dumps(found.whole, indent=2, allow_nan=False) if args.json else found)
     return 0
@@ -62,6 +66,8 @@ def planned(args: Any) -> Planned | PlannedSweep:
             refuse_folder(wanted, there, config.checkpoint.resume)
     plan_of = planner(chosen, args.measure)
     if multirun:
+        from llmexp.sweep.planning import plan_points
+
         return plan_points(points, [*refused, *same], settings, plan_of)
     return plan_of(config, str(wanted))
 

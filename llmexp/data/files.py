@@ -24,7 +24,7 @@ from llmexp.values import refuse
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
 MOST_LINE = 1 << 24  # bytes of a first line that is looked at
 BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
-PARQUET = b"PAR1"
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
 XZ, BZIP2 = b"\xfd7zXZ\x00", tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 JSON_ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")
@@ -38,8 +38,8 @@ PACKED = {
     XZ: "compressed by xz",
     **dict.fromkeys(BZIP2, "compressed by bzip2"),
     PARQUET: "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"\xff\xff\xff\xff": "an Arrow stream",
+    ARROW_FILE: "an Arrow file",
+    ARROW_STREAM: "an Arrow stream",
 }
 UTF_16 = "convert it first: iconv -f {kind} -t UTF-8 {{path}} > FILE"
 OTHERS = {

@@ -20,10 +20,18 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from llmexp.data.files import BZIP2, JSON_ARRAY, XZ, refuse_others
+from llmexp.data.files import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    BZIP2,
+    JSON_ARRAY,
+    PARQUET,
+    XZ,
+    refuse_others,
+)
 from llmexp.data.places import need, open_file
 from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
-from llmexp.data.tables import ARROW_FILE, ARROW_STREAM, arrow, parquet
+from llmexp.data.tables import arrow, parquet
 from llmexp.values import refuse
 
 BOM = b"\xef\xbb\xbf"
@@ -31,7 +39,7 @@ BLANK = b" \t\r\n"
 BLOCK = 1 << 19  # bytes read at a time
 HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
-GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+GZIP = b"\x1f\x8b"
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
 STRINGS = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*[\"\]]")  # the first bytes of an array of strings
 ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one to skip

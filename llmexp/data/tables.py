@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from llmexp.data.files import ARROW_FILE
 from llmexp.data.places import need, open_file
 from llmexp.data.records import BadRecord, Counts, Found, as_text
 from llmexp.values import refuse
 
 ROWS = 1024  # read at a time
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-ARROW_FILE, ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"
 
 
 def parquet(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found]:
@@ -50,7 +50,7 @@ def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
         path.append(name)
         kind, left = kind.field(name).type, left[len(name) + 1 :]
         if left and not hasattr(kind, "names"):
-            kind, left = kind, ""
+            left = ""
     kind = getattr(kind, "value_type", kind) if hasattr(kind, "index_type") else kind
     if ".".join(path) != text_key or str(kind) not in TEXTS:
         raise refuse(key, place, f"the column {'.'.join(path)!r} is no text but {kind}")

@@ -25,6 +25,7 @@ from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
 from llmexp.fileio import new_folder, write_json, write_whole
+from llmexp.models.common import all_finite
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +110,7 @@ def _write_file(
             tensor = theirs(loaded, rule, kinds[rule.theirs])
             if shapes[rule.theirs] != tensor.shape:  # without the padding of the vocabulary
                 tensor = tensor[: shapes[rule.theirs][0]]
-            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            if not all_finite(tensor):
                 kind = tensor_files.TYPES[kinds[rule.theirs]]
                 raise ValueError(f"{rule.theirs} has values that are not finite in {kind}")
             f.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

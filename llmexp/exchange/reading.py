@@ -4,7 +4,6 @@ read tensor by tensor, so that no second copy of the model is held."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from llmexp.checkpoint.loading import ALL, NONE, Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.sizes import FREE, knobs_of
+from llmexp.fileio import read_object
+from llmexp.models.common import all_finite
 from llmexp.naming import WEIGHTS, named_checkpoint
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
@@ -182,13 +183,7 @@ def _open(file: Path) -> Any:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("holds no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from None
-    return found
+    return read_object(file, f"{file}: cannot be read")
 
 
 def check(source: Source, section: Mapping[str, Any], model: nn.Module) -> list[str]:
@@ -259,10 +254,7 @@ def _fits(
 def check_values(source: Source) -> None:
     """Raise ValueError for a tensor with a value that is not finite."""
     for rule in source.rules:
-        tensor = source.read(rule.theirs)
-        if not (tensor.is_floating_point() and tensor.numel()):
-            continue
-        if not torch.stack(tensor.aminmax()).isfinite().all():
+        if not all_finite(source.read(rule.theirs)):
             raise ValueError(f"{source.name}: {rule.theirs} has values that are not finite")
 
 

@@ -78,13 +78,12 @@ def launch_ranks(plan: Plan) -> Death | None:
     here = logs / "hosts" / f"{name}.{os.getpid()}"
     here.parent.mkdir(parents=True, exist_ok=True)
     set_environment(plan)
-    launch = launch_config(plan, endpoint, run_id, logs / name)
     with forwarded_signals() as signals:
         watch = Watch(plan, here, signals, plan.max_restarts)
         while True:
             known = len(watch.seen_at)
-            launch.max_restarts = watch.restarts_left
-            launch.logs_specs = logs_of_ranks(logs / name, plan.nproc_per_node)
+            rest = (logs / name, watch.restarts_left)
+            launch = launch_config(plan, endpoint, run_id, *rest)
             try:
                 with meeting(logs) if plan.nnodes == 1 else contextlib.nullcontext():
                     ranks = elastic_launch(launch, sys.executable)
@@ -122,7 +121,9 @@ def set_environment(plan: Plan) -> None:
     }
 
 
-def launch_config(plan: Plan, endpoint: str, run_id: str, logs: Path) -> LaunchConfig:
+def launch_config(
+    plan: Plan, endpoint: str, run_id: str, logs: Path, restarts: int
+) -> LaunchConfig:
     launch = LaunchConfig(
         min_nodes=plan.nnodes,
         max_nodes=plan.nnodes,
@@ -131,7 +132,7 @@ def launch_config(plan: Plan, endpoint: str, run_id: str, logs: Path) -> LaunchC
         rdzv_endpoint=endpoint,
         rdzv_configs={"join_timeout": int(plan.start_timeout_s) + 1},
         run_id=run_id,
-        max_restarts=plan.max_restarts,
+        max_restarts=restarts,
         monitor_interval=0.1,
         log_line_prefix_template="[rank ${rank}] ",
         logs_specs=logs_of_ranks(logs, plan.nproc_per_node),  # without, it makes a folder in /tmp

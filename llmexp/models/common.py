@@ -119,3 +119,10 @@ def flops_per_token(model: Any, sequence_length: int) -> int:
     matmul_parameters = sum(m.weight.numel() for m in linears) + model.head_weight.numel()
     width: int = model.blocks[0].attention.q_proj.out_features
     return 6 * matmul_parameters + 12 * len(model.blocks) * sequence_length * width
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds no infinity and no NaN; the host waits."""
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return True
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())

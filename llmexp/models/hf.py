@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from llmexp.fileio import read_object
 from llmexp.models.checks import check_length
+from llmexp.models.common import all_finite
 
 
 class HuggingFace(nn.Module):
@@ -93,13 +94,7 @@ def _config(path: str | None) -> tuple[Any, Any]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("holds no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"model.path={file.parent}: {file.name}: {error}") from None
-    return found
+    return read_object(file, f"model.path={file.parent}: {file.name}")
 
 
 def _files(folder: Path) -> list[str]:
@@ -121,9 +116,7 @@ def check_finite(folder: Path) -> None:
         with safe_open(folder / file, framework="pt") as held:
             for name in held.keys():  # noqa: SIM118
                 tensor = held.get_tensor(name)
-                if not (tensor.is_floating_point() and tensor.numel()):
-                    continue
-                if not torch.stack(tensor.aminmax()).isfinite().all():
+                if not all_finite(tensor):
                     text = f"{name} has values that are not finite"
                     raise ValueError(f"model.path={folder}: {text}")
 

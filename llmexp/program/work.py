@@ -98,11 +98,11 @@ def plan(overrides: Sequence[str] = (), *, measure: bool = False) -> Planned | l
     the list of those of its points. Raises ConfigError for what train would refuse."""
     from llmexp.cli.plan import planned
     from llmexp.compose.command_line import parse
-    from llmexp.sweep.planning import PlannedSweep
+    from llmexp.forecast.planned import Planned
     from llmexp.sweep.points import reasons
 
     found = planned(parse("plan", words_of(overrides, measure=measure)))
-    if not isinstance(found, PlannedSweep):
+    if isinstance(found, Planned):
         return found
     if found.refused:
         raise ConfigError("\n".join(reasons(found.refused)))

@@ -21,9 +21,10 @@ from llmexp import fileio, rundir
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
 from llmexp.ending import state_now
 from llmexp.knobs import essence
+from llmexp.naming import LEDGER
 from llmexp.values import typed
 
-LEDGER, FORMAT = "sweep.json", 1
+FORMAT = 1
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
 
 

@@ -170,13 +170,16 @@ class Mirror:
         self._end = End(summary, exit_code)
         self._over.set()
         self._thread.join(self._settings.finish_timeout_s)
-        shutil.rmtree(temporary_files(self._run_dir), ignore_errors=True)
         if self._thread.is_alive():
             self._fail(f"not done after {self._settings.finish_timeout_s:g} s; left behind")
             self._leave_behind()
 
     def _leave_behind(self) -> None:
         calls.forget_wandb(kill=False)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        shutil.rmtree(temporary_files(self._run_dir), ignore_errors=True)
 
     def _fail(self, text: str) -> None:
         """Say what happened, once: its reader needs the first cause, not its echoes."""
@@ -209,6 +212,7 @@ class Mirror:
         if there < feed.rows:
             self._fail(f"the server has {there} of {feed.rows} rows")
         calls.leave(self._end.exit_code)
+        self._remove_temporary()
 
     def _wait_for_a_row(self) -> None:
         """Wait for the first row of this process: importing wandb would hold up the first steps."""
