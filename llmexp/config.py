@@ -87,6 +87,13 @@ class Train:
     eval_every: int | None = count(
         "optimizer steps between evaluations; null: only at the end", 50, affects="nothing"
     )
+    eval_every_tokens: int | None = count(
+        "tokens of the budget between evaluations, instead of eval_every: like positions for "
+        "unlike batches",
+        409_600,
+        affects="nothing",
+        default=None,
+    )
     eval_tokens: int | None = count("validation tokens per evaluation; null: all of them", 65536)
     tasks: list[str] = knob(
         "tasks of multiple choice to score", ["tiny_facts"], affects="nothing", default=[]

@@ -21,7 +21,8 @@ FAULTS = (ConfigError, OSError, RuntimeError, TypeError)
 # Knobs of the section train that neither the memory nor the time of a step depends on.
 NO_MATTER = (
     "max_steps", "max_epochs", "max_tokens", "tail", "seed", "twin", "log_every", "eval_every",
-    "tasks_folder", "max_consecutive_skips", "stop_step", "profile_start", "profile_steps",
+    "eval_every_tokens", "tasks_folder", "max_consecutive_skips", "stop_step",
+    "profile_start", "profile_steps",
 )  # fmt: skip
 OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.optim.")  # which read no files
 VALUES = ("lr", "weight_decay", "beta1", "beta2")  # of the optimizer, likewise

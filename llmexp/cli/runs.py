@@ -20,9 +20,8 @@ from typing import Any
 
 from llmexp import ending, fileio, rundir
 from llmexp.child import DONE, REFUSED
-from llmexp.compare.figures import number
 from llmexp.compare.reading import Sweep, clean_name, find, read_file, state_of
-from llmexp.compare.records import as_dict
+from llmexp.compare.records import as_dict, number
 from llmexp.compare.rows import last_with
 from llmexp.compare.table import columns
 from llmexp.config import ConfigError

@@ -158,20 +158,23 @@ def _unequal(f: Findings) -> str:
     """Give both readings of runs with unequal budgets: where all have come, and at each run's own
     end."""
     rivals = [r for group in f.budgets for r in group]
-    if budgets.equal(round(r.place.planned) for r in rivals if r.place):
+    equal = budgets.equal(round(r.place.planned) for r in rivals if r.place)
+    if equal and not f.apart:
         return (
             f"No ranking at equal {f.c.align}: the runs stand at other parts of their schedules "
             "there. --align tokens reads them at their ends."
         )
     first = f.ranked[0]
     start = "No ranking, the budgets differ. Lowest"
+    if equal:
+        start = f"No ranking: the runs were never all evaluated at equal {f.c.align}. Lowest"
     if f.metric.key != "val/loss":
         return f"{start} {f.metric.title}: {first.label}, {f.figure(first)}."
     start += " val loss:"
     ends = {r: r.entry.figures.get("final val/loss", math.inf) for r in rivals}
     last = min(ends, key=ends.__getitem__)
     end = f"{last.label} at its own end ({f.digits(ends[last])})"
-    if f.without:
+    if f.without or (f.apart and not equal):
         return f"{start} {end}. At equal {f.c.align} not all have an evaluation."
     if last is first and ends[last] == first.entry.figures["val/loss"]:
         return f"{start} {end}."

@@ -26,6 +26,7 @@ class Spent:
     values: Mapping[str, Any]  # of the swept keys
     tokens: int  # in all; the schedule ends there
     steps: int  # optimizer steps in all
+    evaluated: int | None = None  # tokens between evaluations; None: only at the end
 
 
 def equal(tokens: Iterable[int]) -> bool:
@@ -62,8 +63,9 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
 
     `command` makes the sweep that would settle it from the override of its budget.
     """
+    unlike = _unlike_evaluations(points)
     if equal(point.tokens for point in points):
-        return []
+        return unlike
     groups: dict[tuple[str, ...], list[Spent]] = {}
     for point in points:  # a budget that is swept on purpose sets points apart
         chosen = tuple(str(point.values.get(key)) for key in (*BUDGETS, "fork.step"))
@@ -71,8 +73,9 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
     if all(equal(p.tokens for p in group) for group in groups.values()):
         low, high = min(p.tokens for p in points), max(p.tokens for p in points)
         return [
+            *unlike,
             f"note: the budget is swept, from {low:,} to {high:,} tokens; more training alone "
-            "lowers a loss"
+            "lowers a loss",
         ]
     causes = [f"{name}: {tokens:,}" for name, tokens in by_cause(points).items()]
     some = ", ".join(causes[:6]) + (f" and {len(causes) - 6} more" if len(causes) > 6 else "")
@@ -81,4 +84,17 @@ def warning(points: Sequence[Spent], command: Callable[[str], str]) -> list[str]
         "Their final losses do not compare, and where tokens are equal their schedules are not.",
         "To compare them at equal tokens:",
         f"  {command(f'train.max_tokens={common(points)}')}",
+        *unlike,
+    ]
+
+
+def _unlike_evaluations(points: Sequence[Spent]) -> list[str]:
+    """Return the line that says that batches of several sizes are evaluated at unlike tokens; none
+    where they are not."""
+    between = {p.evaluated for p in points if p.evaluated and p.evaluated < p.tokens}
+    if len(between) < 2 or len({p.tokens // p.steps for p in points}) < 2:
+        return []
+    return [
+        f"note: these points are evaluated every {min(between):,} to {max(between):,} tokens; for "
+        f"evaluations at like tokens: train.eval_every_tokens={max(between)}"
     ]

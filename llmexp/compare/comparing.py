@@ -14,17 +14,10 @@ from pathlib import Path
 
 from llmexp.compare import settings
 from llmexp.compare.answer import headline
-from llmexp.compare.figures import (
-    begins_after,
-    columns_of,
-    common_position,
-    figures,
-    left_out,
-    own_keys,
-    rounded,
-)
+from llmexp.compare.figures import columns_of, figures, left_out, own_keys, rounded
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
 from llmexp.compare.notes import notes_and_why
+from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
 from llmexp.config import ConfigError, nearest
@@ -87,11 +80,14 @@ def compare_records(
     """Compare runs that have been read."""
     out = left_out(records, align, sort or "val/loss")
     alive = [r for r in records if r not in out]
-    at, limiting = common_position(alive, align) or (None, None)
-    if at is not None and any(begins_after(r, align, at) for r in alive):
-        at = limiting = None  # branches of a trunk: each is read at its own end
+    read = common_position(alive, align, sort or "val/loss")
+    if read is not None and any(begins_after(r, align, read.at) for r in alive):
+        read = None  # branches of a trunk: each is read at its own end
+    at = None if read is None else read.at
     more = {key for r in records for key in own_keys(r)} | ({sort} if sort else set())
-    records = [replace(r, out=out.get(r, ""), figures=figures(r, align, at, more)) for r in records]
+    records = [
+        replace(r, out=out.get(r, ""), figures=figures(r, align, read, more)) for r in records
+    ]
     taking_part = [r for r in records if not r.out]
     groups = settings.folded(records)
     differing = settings.differing_keys([group[0] for group in groups])
@@ -123,7 +119,7 @@ def compare_records(
     if negligible is None and len(of_sweeps) == 1:
         (negligible,) = of_sweeps
     negligible = NEGLIGIBLE if negligible is None else negligible
-    last = None if limiting is None else taking_part[limiting]
+    last = None if read is None else taking_part[read.limiting]
     f = find_out(c, metric, negligible, mixed, last)
     notes, why = notes_and_why(f)
     return replace(c, entries=standings(f), headline=headline(f), notes=notes, why=why)

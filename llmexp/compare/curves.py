@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from llmexp.compare.figures import counts, number, positions
-from llmexp.compare.records import Entry
+from llmexp.compare.figures import counts
+from llmexp.compare.position import positions
+from llmexp.compare.records import Entry, number
 from llmexp.labels import shown
 
 AXES = {"tokens": "Tokens seen", "steps": "Steps", "time": "Training time (s)"}

@@ -13,8 +13,8 @@ from enum import Enum
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
-from llmexp.compare.figures import number, positions, rows_until
-from llmexp.compare.records import SEED, TWIN, Entry, Record
+from llmexp.compare.position import positions, rows_until
+from llmexp.compare.records import SEED, TWIN, Entry, Record, number
 from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, paired_seeds, series_difference, unpaired_seeds
 from llmexp.knobs import is_record

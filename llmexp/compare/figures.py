@@ -7,11 +7,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from llmexp.compare.records import APART, Column, Entry, Record, as_dict
+from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
+from llmexp.compare.records import APART, Column, Entry, Record, as_dict, number
 from llmexp.compare.rows import elapsed, named_sets
 from llmexp.knobs import is_record
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
@@ -65,13 +65,6 @@ def is_loss(key: str) -> bool:
 
 def is_score(key: str) -> bool:
     return TASK.fullmatch(key) is not None
-
-
-def number(value: Any) -> float | None:
-    """Return a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        return None
-    return float(value)
 
 
 def rounded(number: float) -> str:
@@ -142,40 +135,8 @@ def over_items(key: str, runs: Sequence[Record]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
-def positions(record: Record, align: str) -> np.ndarray:
-    """Return the position of each row in target tokens, steps, or seconds of training; empty where
-    not known; of a fork with what its parents had. Document masks hide other targets in each
-    mixture: there it is in tokens read."""
-    parent = record.parent
-    if align == "time":
-        own = elapsed(record.columns, number(parent.get("step")) or 0.0)
-        return own + (time_before(record) or 0.0)
-    per_step, most = record.facts.get("tokens_per_step"), record.facts.get("max_tokens")
-    if align == "tokens" and per_step and most and record.config.get("batch.document_mask"):
-        step, tokens = (number(parent.get(key)) or 0.0 for key in ("step", "tokens"))
-        return np.minimum(tokens + (record.columns["step"] - step) * per_step, most)
-    return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
-
-
-def time_before(record: Record) -> float | None:
-    """Return the seconds of training of a fork's parents up to its step, as far as it has their
-    rows."""
-    return _last(elapsed(record.before)) if record.before else None
-
-
 def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
-
-
-def rows_until(where: np.ndarray, at: float) -> int:
-    """Return how many rows stand at or before the position."""
-    return int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
-
-
-def evaluations(record: Record, align: str) -> np.ndarray:
-    """Return the positions at which the run has a validation loss."""
-    where, values = positions(record, align), record.columns.get("val/loss", np.zeros(0))
-    return where[: len(values)][np.isfinite(values[: len(where)])]
 
 
 def counts(record: Record) -> bool:
@@ -248,19 +209,6 @@ def _short(alive: Sequence[Record], align: str) -> list[Record]:
     return [r for r in short if spoils(r)]
 
 
-def begins_after(record: Record, align: str, at: float) -> bool:
-    """Tell whether a fork has no row of its own up to the position."""
-    return bool(record.parent) and not rows_until(positions(record, align), at)
-
-
-def common_position(records: Sequence[Record], align: str) -> tuple[float, int] | None:
-    """Return the last position that all runs have reached, and the place in the list of the run
-    that came no further."""
-    ends = [(i, positions(r, align)) for i, r in enumerate(records)]
-    known = [(float(np.nanmax(x)), i) for i, x in ends if len(x) and x[-1] > 0]
-    return min(known, default=None)
-
-
 def own_keys(record: Record) -> list[str]:
     """Return the keys of a run's rows that its hooks have added."""
     keys = record.columns if record.config.get("hooks") else ()
@@ -273,20 +221,23 @@ def _is_other(key: str) -> bool:
 
 
 def figures(
-    record: Record, align: str, at: float | None, more: Iterable[str] = ()
+    record: Record, align: str, read: Position | None, more: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Return all figures known of the run. Losses are those at or before the position `at`, never
-    interpolated; a run that has not come so far has no `val/loss`. `more`: other keys of rows, each
-    with its last value up to there."""
+    """Return all figures known of the run. Losses are those where all are `read`, never
+    interpolated; a run that was not evaluated there has no `val/loss`. None: at its own end.
+    `more`: other keys of rows, each with its last value up to there."""
     columns, place = record.columns, positions(record, align)
-    rows, reached = len(columns["step"]), at is None
-    if at is not None and len(place):
-        rows, reached = rows_until(place, at), place[-1] >= at * (1 - 1e-9)
+    rows, evaluated = len(columns["step"]), read is None
+    if read is not None and len(place):
+        rows, seen = rows_until(place, read.at), evaluations(record, align)
+        least = (read.at - read.slack) * (1 - 1e-9)
+        evaluated = any(least <= at for at in seen[: rows_until(seen, read.at)][-1:])
+        evaluated &= align != "time" or bool(place[-1] >= read.at * (1 - 1e-9))
     found: dict[str, float | None] = {}
     if record.lost:  # of the end it has only what it wrote down itself
         found["final val/loss"] = number(record.summary.get("final val/loss"))
     else:
-        found |= _losses(columns, record.before, rows, bool(reached))
+        found |= _losses(columns, record.before, rows, evaluated)
     for key in (column.key for column in COLUMNS if column.key not in LOSSES):
         value = number(record.summary.get(_IN_SUMMARY.get(key, key)))
         if value is None:
@@ -310,12 +261,13 @@ def figures(
 
 
 def _losses(
-    columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, reached: bool
+    columns: Mapping[str, np.ndarray], before: Mapping[str, np.ndarray], rows: int, evaluated: bool
 ) -> dict[str, float]:
-    """Return the losses of the first `rows` rows, and the final one. The mean that is the train
-    loss goes back into the rows `before`, of a fork's parents."""
+    """Return the losses of the first `rows` rows, those of validation if the run was `evaluated`
+    there, and the final one. The mean that is the train loss goes back into the rows `before`, of a
+    fork's parents."""
     found = {}
-    for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if reached else ():
+    for key in ("val/loss", "val/bits_per_byte", *named_sets(columns)) if evaluated else ():
         if len(seen := _finite(columns, key, rows)):
             found[key] = float(seen[-1])
     if len(known := _finite(columns, "val/loss", None)):

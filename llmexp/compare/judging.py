@@ -59,6 +59,13 @@ class Findings:
         return len(self.budgets) < 2 and self.tasks < 2
 
     @property
+    def apart(self) -> bool:
+        """Tell whether each loss is read at its run's own end, as no position has an evaluation of
+        every run."""
+        forks = any(r.parent for r in self.c.taking_part)
+        return self.metric.key.startswith("val/") and self.c.align_at is None and not forks
+
+    @property
     def extreme(self) -> str:
         return "lowest" if self.metric.sign > 0 else "highest"
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from llmexp.compare.answer import listed
 from llmexp.compare.budgets import Spent, common, equal
 from llmexp.compare.evidence import Effect, Place, Verdict, same_batches, stepwise
-from llmexp.compare.figures import counts, evaluations, number, positions
+from llmexp.compare.figures import counts
 from llmexp.compare.judging import Findings
+from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
-from llmexp.compare.records import Entry, Record
+from llmexp.compare.records import Entry, Record, number
 from llmexp.compare.settings import varying
 from llmexp.labels import plural, short_keys
 from llmexp.labels import shown as value
@@ -54,6 +55,8 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _budgets(f: Findings) -> Iterator[str]:
     """Say how far each budget had come where losses are read, and name the sweep that would settle
     the question."""
+    if f.apart and (every := _like_tokens(f)):
+        yield f"train.eval_every_tokens={every} evaluates runs of all batches at like tokens."
     places = _places(f)
     shares = [f"{100 * p.progress:.0f}" for p in places.values()]
     if len(set(shares)) > 1:
@@ -179,7 +182,12 @@ def _where(f: Findings) -> Iterator[str]:
         return
     ends = {round(float(p[-1]), 3) for r in runs if len(p := positions(r, c.align))}
     which = f"which every run reached ({c.label_of(f.limiting)} ends there)"
-    which = "where all runs end" if len(ends) == 1 else which
+    if f.metric.key.startswith("val/") and c.align_at < min(ends):
+        which = "the last position at which every run was evaluated"
+    elif len(ends) == 1:
+        which = "where all runs end"
+    elif c.align_at > min(ends):
+        which = f"which every run reached to a step ({c.label_of(f.limiting)} ends there)"
     text = f"Losses are read at {c.align_at:,.0f} {UNITS[c.align]}, {which}."
     late = c.align_at * (1 + 1e-9)
     without = [c.label_of(r) for r in runs if not (evaluations(r, c.align) <= late).any()]
@@ -188,6 +196,13 @@ def _where(f: Findings) -> Iterator[str]:
         text += f" {len(without)} of {len(runs)} runs {have} no evaluation up to there: "
         text += f"{listed(without)}."
     yield text
+
+
+def _like_tokens(f: Findings) -> int:
+    """Return tokens between evaluations that all runs can keep to a step: the longest interval that
+    is there, if the shortest run is as long; 0 where nothing is known of that."""
+    found = [x for r in f.c.taking_part if len(x := evaluations(r, "tokens"))]
+    return int(min(max(x[0] for x in found), min(x[-1] for x in found))) if found else 0
 
 
 def _halving(f: Findings) -> Iterator[str]:

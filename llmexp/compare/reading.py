@@ -21,8 +21,7 @@ from typing import Any
 import yaml
 
 from llmexp import ending, rundir
-from llmexp.compare.figures import number
-from llmexp.compare.records import Record, as_dict
+from llmexp.compare.records import Record, as_dict, number
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
 from llmexp.knobs import default_of

@@ -61,7 +61,7 @@ def counts(run: Run, config: Config) -> dict[str, int]:
     def at_last(every: int | None) -> bool:
         return every is not None and steps % every == 0
 
-    evaluations = times(chosen.eval_every) + (not at_last(chosen.eval_every))
+    evaluations = run.evaluations(chosen, first, steps - 1) + 1  # the last one comes at the end
     scores = times(chosen.tasks_every) + (not at_last(chosen.tasks_every))
     both = math.lcm(saving.every or 1, saving.keep_every or 1)
     saves = times(saving.every) + times(saving.keep_every)

@@ -129,6 +129,15 @@ class Run:
         first, before = (parent.sequences, parent.tokens) if parent else (0, 0)
         return before + (self.sequences_at(step) - first) * self.sequence_length
 
+    def evaluations(self, chosen: Train, after: int, until: int) -> int:
+        """Return how many of the steps after one and up to another end with an evaluation, but for
+        those at the end of a run: each that comes to, or past, a multiple of the interval."""
+        if chosen.eval_every_tokens is None:
+            every = chosen.eval_every
+            return until // every - after // every if every else 0
+        tokens = [self.tokens_at(step) // chosen.eval_every_tokens for step in (after, until)]
+        return min(tokens[1] - tokens[0], until - after)
+
     def as_dict(self) -> dict[str, Any]:
         """Flat and plain, for run.json and the tracker."""
         flat = asdict(self)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from llmexp import rundir
 from llmexp.child import say
-from llmexp.compare.budgets import Spent
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.config import ConfigError, refuse
@@ -39,7 +38,7 @@ def run_batch(
     able, refused = checked(current, points, refused, again)
     resumed = current.settings.resume is not None
     if current.grid and not resumed:
-        spent = [Spent(p.values, p.facts.max_tokens, p.facts.max_steps) for p in able]
+        spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
         warn(spent, current.settings, current.arguments)
     if current.opened is None:
         open_ledger(current)

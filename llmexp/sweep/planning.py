@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.compare import budgets
 from llmexp.config import Config, ConfigError, plain
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
@@ -88,9 +87,7 @@ def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = F
         print_points(able, [cells(one) for one in sweep.plans], settings.twins)
         if total := in_all(sweep.total, settings):
             print(fitted(total), flush=True)
-        spends = [
-            budgets.Spent(p.values, one.run.max_tokens, one.run.max_steps) for p, one in pairs
-        ]
+        spends = [p.spent(one.run.max_tokens, one.run.max_steps) for p, one in pairs]
         of_training = [a for a in arguments if a != "--measure" and not a.startswith("plan.")]
         warn(spends, settings, of_training)
     for line in reasons(refused):

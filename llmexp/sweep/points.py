@@ -15,6 +15,7 @@ from hydra._internal.hydra import Hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of, parsed
@@ -66,6 +67,13 @@ class Point:
         """Return what the checker knows of the run, once it has been asked."""
         assert self.checked is not None
         return self.checked
+
+    def spent(self, tokens: int, steps: int) -> Spent:
+        """Return its budget, of so many tokens and steps in all; with how far its evaluations stand
+        apart, where they come by steps."""
+        chosen = self.config.train
+        every = None if chosen.eval_every_tokens else chosen.eval_every
+        return Spent(self.values, tokens, steps, every and every * (tokens // steps))
 
     @functools.cached_property
     def identity(self) -> str:

@@ -19,6 +19,7 @@ from llmexp.config import Config
 from llmexp.data.reader import Window
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
+from llmexp.run import Run
 from llmexp.train.checkpointing import go_on_saving, save
 from llmexp.train.evaluation import evaluate, score_tasks
 from llmexp.train.hooks import call_hooks
@@ -49,12 +50,14 @@ class Due:
         return self.row or self.checkpoint or self.sample
 
 
-def due_after(step: int, last: bool, config: Config, by_time: bool = False) -> Due:
+def due_after(step: int, last: bool, config: Config, run: Run, by_time: bool = False) -> Due:
+    """Return what follows a step: a function of the step and the config, but for `by_time`."""
+
     def every(steps: int | None) -> bool:
         return steps is not None and step % steps == 0
 
     chosen = config.train
-    evaluation = last or step == chosen.stop_step or every(chosen.eval_every)
+    evaluation = last or step == chosen.stop_step or run.evaluations(chosen, step - 1, step) > 0
     tasks = bool(chosen.tasks) and (last or every(chosen.tasks_every))
     return Due(
         row=evaluation or tasks or every(chosen.log_every),
@@ -92,7 +95,7 @@ def train(loop: Loop) -> str:
             save(loop, must=True)
             break
         last = progress.step + 1 == max_steps
-        due = due_after(progress.step + 1, last, config, by_time)
+        due = due_after(progress.step + 1, last, config, loop.run, by_time)
         window, step = take_step(loop, windows, due)
         if due.row:
             report(loop, step, window, due)

@@ -32,8 +32,8 @@ def trial(config: Config, steps: int, **sections: dict[str, Any]) -> Config:
     quiet: dict[str, dict[str, Any]] = {
         "train": {
             "max_steps": steps, "max_epochs": None, "max_tokens": None, "stop_step": None,
-            "log_every": 1, "eval_every": None, "sample_every": None, "sample_tokens": 0,
-            "data_digest": True, "profile_start": None,
+            "log_every": 1, "eval_every": None, "eval_every_tokens": None, "sample_every": None,
+            "sample_tokens": 0, "data_digest": True, "profile_start": None,
         },
         "metrics": {"picture": False, "single_rank_rates": None},
         "tracker": {"kind": "none"},

@@ -276,10 +276,18 @@ CASES = {
         [], {"sort": "tokens_per_sec"}, "clip=2.0 has the highest tokens/s, 30;",
         {"clip=2.0": "highest", "clip=1.0": ""},
     ),
-    "runs without an evaluation at the common position are named": (
-        [*of(1.0), *of(2.0, {1: 0.1}, steps=250), *of(3.0, val_every=300)], [], {}, "",
-        {"steps=400 clip=1.0": "lowest", "steps=250 clip=2.0": "other budget",
-         "steps=400 clip=3.0": "not evaluated"},
+    "runs that were never all evaluated at one position are not ranked": (
+        [*of(1.0), *of(2.0, {1: 0.1}, steps=250), *of(3.0, val_every=300)], [], {},
+        "No ranking, the budgets differ. Lowest val loss: steps=400 clip=1.0 at its own end "
+        "(2.6202). At equal tokens not all have an evaluation.",
+        {"steps=400 clip=1.0": "lowest", "steps=400 clip=3.0": "other budget",
+         "steps=250 clip=2.0": "other budget"},
+        "train.eval_every_tokens=204800 evaluates runs of all batches at like tokens.",
+    ),
+    "runs without an evaluation are named": (
+        [*of(1.0), *of(2.0, {1: 0.1}, steps=250), *of(3.0, val_every=500)], [], {}, "",
+        {"steps=400 clip=1.0": "lowest", "steps=400 clip=3.0": "not evaluated",
+         "steps=250 clip=2.0": "other budget"},
         "1 of 3 runs has no evaluation up to there: steps=400 clip=3.0.",
     ),
     "losses of several tokenizers are not ranked, bits per byte are": (
@@ -424,8 +432,11 @@ def test_budgets_differ_also_where_nothing_was_evaluated_on_the_way(tmp_path, co
         "No ranking, the budgets differ. Lowest val loss: accum=4 at its own end ("
     )
     assert c.headline.endswith("At equal tokens not all have an evaluation.")
-    assert marks(c) == {"accum=1": "", "accum=2": "not evaluated", "accum=4": "not evaluated"}
-    assert c.notes[0] == SHARES
+    assert marks(c) == {
+        "accum=4": "lowest", "accum=2": "other budget", "accum=1": "other budget",
+    }  # fmt: skip
+    every = "train.eval_every_tokens=409600 evaluates runs of all batches at like tokens."
+    assert c.notes[0] == every
     assert "To settle it" in c.notes[1]
 
 
@@ -590,8 +601,7 @@ def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
             (where / "b" / "metrics.jsonl").read_text().splitlines()[300:]
         )  # no row where the shorter one ends
         (where / "b" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-        only = "steps=200 clip=1.0: val loss" if ranked else "No ranking"
-        assert compare([where]).headline.startswith(only)
+        assert compare([where]).headline.startswith("No ranking, the budgets differ.")
 
 
 def test_named_sets_of_other_text_are_not_ranked_by_them(tmp_path):
@@ -648,14 +658,16 @@ def test_an_unfinished_run_is_compared_as_far_as_it_is_while_no_two_have_finishe
             facts={"max_tokens": 400 * 1024},
         )  # fmt: skip
     c = compare([tmp_path])
-    assert c.align_at == 250 * 8 * 128
+    assert c.align_at == 200 * 8 * 128
     found = {e.name: e for e in c.entries}
     # Evaluated at 100, 200, ...
     assert found["long"].figures["val/loss"] == pytest.approx(2.6 + 3 * math.exp(-200 / 80))
     assert found["long"].figures["final val/loss"] == pytest.approx(2.6 + 3 * math.exp(-400 / 80))
     assert c.headline.startswith("Undecided, one seed each")
-    assert any("256,000 tokens" in text and "clip=2.0 ends there" in text for text in c.why)
-    assert compare([tmp_path], align="steps").align_at == 250
+    last = "204,800 tokens, the last position at which every run was evaluated."
+    assert any(last in text for text in c.why)
+    assert compare([tmp_path], align="steps").align_at == 200
+    assert compare([tmp_path], align="steps", sort="train/loss").align_at == 250
     # of half a second each
     assert compare([tmp_path], align="time").align_at == pytest.approx(125.0)
 

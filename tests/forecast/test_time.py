@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 
@@ -19,6 +20,7 @@ from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slo
 from llmexp.metrics.devices import device_named
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.recompute import recomputed_share
+from llmexp.run import Run
 from llmexp.train import calibration
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
@@ -30,23 +32,29 @@ DATA = ["data=synthetic", "data.n_tokens=5000"]
 @given(
     steps=st.integers(1, 40),
     every=st.tuples(EVERY, EVERY, EVERY, EVERY, EVERY, st.integers(1, 9)),
+    tokens=EVERY,
     last=st.booleans(),
     first=st.integers(0, 40),
 )
-def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, last, first):
+def test_what_comes_between_steps_is_counted_as_the_loop_does(steps, every, tokens, last, first):
     first %= steps  # of a fork
     evaluation, tasks, sample, save, keep, row = every
     config = Namespace(
         train=Namespace(
             eval_every=evaluation, tasks=["t"], tasks_every=tasks, sample_every=sample,
-            log_every=row, stop_step=None,
+            log_every=row, stop_step=None, eval_every_tokens=tokens,
         ),
         checkpoint=Namespace(every=save, keep_every=keep, last=last, save_initial=True),
     )  # fmt: skip
-    due = [due_after(step, step == steps, config) for step in range(first + 1, steps + 1)]
-    found = counts(Namespace(max_steps=steps, first_step=first), config)
+    planned = Namespace(max_steps=steps, first_step=first, tokens_at=lambda step: 3 * step)
+    planned.evaluations = partial(Run.evaluations, planned)
+    due = [due_after(step, step == steps, config, planned) for step in range(first + 1, steps + 1)]
+    found = counts(planned, config)
     assert found["step"] == steps - first
     assert found["evaluation"] == sum(d.evaluation for d in due)
+    if tokens:  # the steps after which another multiple is reached
+        reached = {step for step in range(first + 1, steps) if 3 * step % tokens < 3}
+        assert found["evaluation"] == len(reached) + 1
     assert found["tasks"] == sum(d.tasks for d in due)
     assert found["sample"] == sum(d.sample for d in due)
     assert found["save"] == (first == 0) + sum(d.checkpoint for d in due)
@@ -76,6 +84,7 @@ def test_an_estimate_is_arithmetic():
     facts = Namespace(flops_per_token=6e9)
     sizes = {"tokens_per_step": 2**19, "eval_sequences": 10, "sequence_length": 1024}
     planned = Namespace(facts=facts, world_size=8, max_steps=1000, first_step=0, **sizes)
+    planned.evaluations = partial(Run.evaluations, planned)
     times = estimated(planned, device_named("h200"), "bf16", 0.4)
     rate = 8 * 0.4 * 989e12 / 6e9  # tokens a second
     assert times.step_s == pytest.approx(2**19 / rate)
@@ -86,7 +95,7 @@ def test_an_estimate_is_arithmetic():
     assert again.evaluation_s == times.evaluation_s
     config = Namespace(
         train=Namespace(eval_every=100, tasks=[], tasks_every=None, sample_every=None, log_every=10,
-                        stop_step=None),
+                        stop_step=None, eval_every_tokens=None),
         checkpoint=Namespace(every=None, keep_every=None, last=True, save_initial=False),
     )  # fmt: skip
     cost = cost_of(planned, config, Times(step_s=2.0, start_s=7.0, evaluation_s=3.0), 8, 2.5)

@@ -1,0 +1,110 @@
+"""Find the position, in tokens, steps or seconds, at which the losses of several runs are compared.
+
+A validation loss belongs to the position at which it was measured. So the runs are compared at the
+last position at which each of them was evaluated, to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmexp.compare.records import Record, number
+from llmexp.compare.rows import elapsed
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position where losses are read, in tokens, steps or seconds."""
+
+    at: float
+    slack: float  # a validation loss counts that was measured at most so far before
+    limiting: int  # place in the list of the run that came no further than all others
+
+
+def positions(record: Record, align: str) -> np.ndarray:
+    """Return the position of each row in target tokens, steps, or seconds of training; empty where
+    not known; of a fork with what its parents had. Document masks hide other targets in each
+    mixture: there it is in tokens read."""
+    parent = record.parent
+    if align == "time":
+        own = elapsed(record.columns, number(parent.get("step")) or 0.0)
+        return own + (time_before(record) or 0.0)
+    per_step, most = record.facts.get("tokens_per_step"), record.facts.get("max_tokens")
+    if align == "tokens" and per_step and most and record.config.get("batch.document_mask"):
+        step, tokens = (number(parent.get(key)) or 0.0 for key in ("step", "tokens"))
+        return np.minimum(tokens + (record.columns["step"] - step) * per_step, most)
+    return record.columns.get({"tokens": "tokens_seen", "steps": "step"}[align], np.zeros(0))
+
+
+def time_before(record: Record) -> float | None:
+    """Return the seconds of training of a fork's parents up to its step, as far as it has their
+    rows."""
+    before = elapsed(record.before) if record.before else np.zeros(0)
+    return float(before[-1]) if len(before) else None
+
+
+def rows_until(where: np.ndarray, at: float) -> int:
+    """Return how many rows stand at or before the position."""
+    return int(np.searchsorted(where, at * (1 + 1e-9), side="right"))
+
+
+def evaluations(record: Record, align: str) -> np.ndarray:
+    """Return the positions at which the run has a validation loss."""
+    where, values = positions(record, align), record.columns.get("val/loss", np.zeros(0))
+    return where[: len(values)][np.isfinite(values[: len(where)])]
+
+
+def begins_after(record: Record, align: str, at: float) -> bool:
+    """Tell whether a fork has no row of its own up to the position."""
+    return bool(record.parent) and not rows_until(positions(record, align), at)
+
+
+def common_position(records: Sequence[Record], align: str, metric: str) -> Position | None:
+    """Return where the metric of all runs is read; None where there is no such position.
+
+    For a figure of validation it is the last position at which all runs that have evaluations were
+    evaluated, to a step of the one with the longer steps. Over time, and for other figures, it is
+    the end of the run that came no further.
+    """
+    ends = [positions(r, align) for r in records]
+    known = [(float(np.nanmax(x)), i) for i, x in enumerate(ends) if len(x) and x[-1] > 0]
+    if not known:
+        return None
+    end, limiting = min(known)
+    if align == "time":
+        return Position(end, end, limiting)
+    steps = [_step(r, align) for r in records]
+    if not metric.startswith(("val/", "final ", "best ")):
+        return Position(end, max(steps), limiting)
+    found = [evaluations(r, align) for r in records]
+    lacking = [end for end, i in known if not len(found[i])]  # runs without an evaluation so far
+    of_runs = [(x, step) for x, step in zip(found, steps, strict=True) if len(x)]
+    for at in _candidates([x for x, _ in of_runs], min(lacking, default=np.inf)):
+        if (slack := _apart(of_runs, at)) is not None:
+            return Position(at, slack, limiting)
+    return Position(end, 0.0, limiting) if lacking else None
+
+
+def _step(record: Record, align: str) -> float:
+    """Return the length of an optimizer step, in what positions are counted in."""
+    return 1.0 if align == "steps" else number(record.facts.get("tokens_per_step")) or 0.0
+
+
+def _candidates(found: Sequence[np.ndarray], most: float) -> Iterator[float]:
+    """Yield the positions of all evaluations up to `most`, the last one first."""
+    several = np.unique(np.concatenate(found)) if found else np.zeros(0)
+    return map(float, several[several <= most][::-1])
+
+
+def _apart(of_runs: Sequence[tuple[np.ndarray, float]], at: float) -> float | None:
+    """Return how far before `at` the last evaluations up to there stand; None where two of them
+    stand further apart than a step of either run."""
+    rows = [(rows_until(where, at), where, step) for where, step in of_runs]
+    if not all(count for count, _, _ in rows):
+        return None
+    last = {(float(where[count - 1]), step) for count, where, step in rows}  # few unlike ones
+    if any(abs(a - b) > max(s, t) for a, s in last for b, t in last):
+        return None
+    return at - min(a for a, _ in last)
