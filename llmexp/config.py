@@ -88,11 +88,7 @@ class Train:
         "optimizer steps between evaluations; null: only at the end", 50, affects="nothing"
     )
     eval_every_tokens: int | None = count(
-        "tokens of the budget between evaluations, instead of eval_every: like positions for "
-        "unlike batches",
-        409_600,
-        affects="nothing",
-        default=None,
+        "tokens between evaluations, in place of eval_every", 65536, affects="nothing", default=None
     )
     eval_tokens: int | None = count("validation tokens per evaluation; null: all of them", 65536)
     tasks: list[str] = knob(
@@ -135,9 +131,7 @@ class Train:
         "stop after more skipped updates in a row than this", 50, at_least=0, affects="nothing"
     )
     stop_step: int | None = count(
-        "save and stop after this optimizer step, as a signal does; null: never",
-        100,
-        affects="nothing",
+        "save and stop after this optimizer step; null: never", 100, affects="nothing"
     )
     profile_start: int | None = count(
         "first optimizer step of a torch.profiler trace; null: no trace", 10, affects="nothing"
@@ -148,9 +142,7 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     noise_scale_every: int | None = count(
-        "optimizer steps between measurements of the gradient noise scale; null: never",
-        10,
-        affects="nothing",
+        "optimizer steps between gradient noise scales; null: never", 10, affects="nothing"
     )
     outlier_sigma: float | None = knob(
         "an outlier's loss or norm is this many standard deviations off its trailing window; null: "
