@@ -1,0 +1,50 @@
+"""What carries the project on names what there is: workflows and hooks run the commands of the
+Makefile, and the templates of issues and changes are forms that GitHub reads."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def commands(target: str) -> list[str]:
+    """The lines of a rule of the Makefile."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)
+    assert found is not None, target
+    return found[1].split("\n\t")
+
+
+def jobs(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
+def test_workflows_run_the_commands_of_the_makefile(path):
+    runs = [step["run"] for job in jobs(path).values() for step in job["steps"] if "run" in step]
+    assert runs
+    for run in runs:
+        assert run.startswith("make "), run
+        assert commands(run.removeprefix("make "))
+
+
+def test_the_two_commands_run_on_each_python_that_is_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    job = jobs(ROOT / ".github/workflows/test.yml")["test"]
+    first, end = (int(minor) for minor in re.findall(r"3\.(\d+)", project["requires-python"]))
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, end)]
+    assert [s["run"] for s in job["steps"] if "run" in s] == ["make train", "make test"]
+
+
+def test_hooks_before_a_commit_are_what_make_check_runs():
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert [hook["entry"] for hook in repo["hooks"]] == [x.strip() for x in commands("check")]
+    assert not any(hook["pass_filenames"] for hook in repo["hooks"])
