@@ -89,5 +89,5 @@ def concluded(code: int, path: Path | None, stopped: bool) -> int:
     end = conclude(path, how_it_left(code), code=code, stopped=stopped)
     if end.found:
         what = "training failed: " if end.state == "failed" else ""
-        print(f"llmexp: {what}{end.error}; {what_is_left(path)}", file=sys.stderr)
+        print(f"llmexp: {what}{end.error}; {what_is_left(path, end.error or '')}", file=sys.stderr)
     return end.exit_code

@@ -76,6 +76,8 @@ def _repeat(setup: Setup, window: Window, look: Callable[[Tensor, str], None]) -
     for name, p in setup.model.named_parameters():
         if p.grad is not None:
             look(p.grad, f"the gradient of {name}, summed over the step")
+    norm = mesh.global_norm(setup.mesh, [p.grad for p in setup.parameters if p.grad is not None])
+    look(norm, "the norm of all gradients: every entry is finite, the sum of squares overflows")
 
 
 def _watch(

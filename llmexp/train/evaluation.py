@@ -10,6 +10,7 @@ from llmexp import mesh, precision
 from llmexp.data.reader import Cut, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
+from llmexp.ending import COMES_AGAIN
 from llmexp.metrics.keys import EMA
 from llmexp.tasks import scoring
 from llmexp.train.step import Setup, TrainingFailed
@@ -80,7 +81,7 @@ def evaluate_stream(
     if not targets:
         return {}
     if not math.isfinite(nll):
-        raise TrainingFailed("the validation loss is not finite")
+        raise TrainingFailed(f"the validation loss is not finite; {COMES_AGAIN}")
     found = {f"{name}/loss": nll / targets}
     if nll / targets < 700:  # beyond that exp overflows
         found[f"{name}/ppl"] = math.exp(nll / targets)

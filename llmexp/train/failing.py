@@ -155,7 +155,7 @@ def _taken(path: Path, locks: contextlib.ExitStack) -> bool:
 def _print(path: Path | None, code: int, text: str, trace: str) -> None:
     """Print a failure; with a `path`, also how to go on, and into the log there."""
     if path is not None and code != REFUSED:
-        text = f"training failed: {text}; {ending.what_is_left(path)}"
+        text = f"training failed: {text}; {ending.what_is_left(path, text)}"
     print(f"{trace}llmexp: {text}", file=sys.stderr)
     if path is not None:
         with (

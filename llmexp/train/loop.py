@@ -17,6 +17,7 @@ from llmexp.assembly.targets import place
 from llmexp.child import STOP
 from llmexp.config import Config
 from llmexp.data.reader import Window
+from llmexp.ending import COMES_AGAIN
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.run import Run
@@ -121,7 +122,8 @@ def train(loop: Loop) -> str:
     if progress.updates == 0:
         raise TrainingFailed(
             f"none of the {progress.step:,} steps applied an update: every window had no valid "
-            "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an outlier"
+            "target (as data.ignore_id may cause), overflowed in fp16, or was skipped as an "
+            f"outlier; {COMES_AGAIN}"
         )
     return "finished"
 

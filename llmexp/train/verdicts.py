@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from llmexp import mesh
+from llmexp.ending import COMES_AGAIN
 from llmexp.metrics.outliers import describe
 from llmexp.rows import Figures
 from llmexp.train.checkpointing import finish_saving
-from llmexp.train.diagnose import first_bad
+from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop
 from llmexp.train.step import (
     BAD_LOSS,
@@ -50,7 +51,8 @@ def settle(loop: Loop) -> int:
             progress.skipped_steps += 1
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
-            raise TrainingFailed(words)
+            again = "" if NOTHING in words else f"; {COMES_AGAIN}"
+            raise TrainingFailed(f"{words}{again}")
         if seen.code != SKIPPED_OUTLIER:  # of which `note` prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {WHAT[seen.code]}{how}; its update was skipped"

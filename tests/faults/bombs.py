@@ -26,7 +26,8 @@ class NoGradient(torch.autograd.Function):
 
 def lay(kind: str, layer: nn.Module, after_call: int = 0) -> None:
     """weight: one is nan. output: overflows (finite weights: a compiled layer too), or from the
-    call after `after_call` on. gradient: likewise, on the way back."""
+    call after `after_call` on. gradient: likewise, on the way back. large: gradients whose norm
+    overflows."""
     weight: Any = layer.weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     calls = 0
@@ -41,6 +42,8 @@ def lay(kind: str, layer: nn.Module, after_call: int = 0) -> None:
     with torch.no_grad():
         if kind == "weight":
             local.view(-1)[5] = float("nan")
+        elif kind == "large":  # each entry is finite, the sum of their squares in float32 is not
+            layer.weight.register_hook(lambda g: torch.full_like(g, 1e25))
         elif kind == "output" and not after_call:
             local.fill_(3e38)
         else:

@@ -55,7 +55,7 @@ def assert_says(err: str, *, what: str, where: str, intact: str, command: str) -
     """The one line of a failure, with all that it must hold; returns the line."""
     lines = [line for line in err.splitlines() if line.startswith("llmexp: training failed: ")]
     assert len(lines) == 1, err
-    for part in (what, where, intact, f"to go on: {command}"):
+    for part in (what, where, intact, f": {command}"):
         assert part in lines[0], (part, lines[0])
     assert "Traceback" not in err
     return lines[0]

@@ -4,6 +4,8 @@ layer is named."""
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from llmexp.compose import app
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.step import set_up
 from llmexp.train.windows import read_ahead
-from tests.conftest import llmexp
+from tests.conftest import TINY, llmexp
 from tests.faults import bombs
 from tests.faults.helpers import assert_says, assert_status, without_scale
 
@@ -103,7 +105,7 @@ def test_on_one_of_two_ranks(here, settings, kind, bomb, what, rank, more):
     assert failed.code == 3, failed.err
     line = assert_says(
         failed.err, what=what, where="step 7 has a ", intact="the last checkpoint is step_00000006",
-        command="llmexp resume run --allow bombs",
+        command="llmexp train fork.run=run optimizer.lr=",  # resumed, it would fail again
     )  # fmt: skip
     assert "the update was not applied" in line
     assert f"(rank {rank})" in line
@@ -131,7 +133,7 @@ def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
     line = assert_says(
         failed.err, what="the fp16 loss scale fell below 1", where="at step ",
         intact="the last checkpoint is step_0",
-        command="llmexp resume run --allow bombs",
+        command="llmexp train fork.run=run optimizer.lr=",  # resumed, it would fail again
     )  # fmt: skip
     assert LAYER in line
     assert_status(failed, "failed", 3, LAYER)
@@ -140,3 +142,21 @@ def test_a_scale_below_one_stops_and_names_the_layer(here, settings):
     assert {row["weight_norm"] for row in skipped} == {failed.rows()[2]["weight_norm"]}
     assert len({row["lr"] for row in skipped}) == 1
     assert torch.isfinite(torch.tensor([row["train/loss"] for row in skipped])).all()
+
+
+def test_a_norm_that_overflows_is_named_and_not_laid_to_the_machine(here):
+    """Every gradient is finite; a resumed run would compute the same, a fork at the rate that is
+    named goes on."""
+    failed = llmexp(
+        "train", *TINY, "data=synthetic", "data.n_tokens=5000", "train.max_steps=9",
+        "optimizer.lr=0.02", "checkpoint.every=1", "hydra.run.dir=run", "--allow", "bombs",
+        "hooks=[bombs.hook]", cwd=here, FAULT_BOMB="large 3 0",
+    )  # fmt: skip
+    assert failed.code == 3, failed.err
+    assert "the norm of all gradients: every entry is finite" in failed.err
+    assert "does not come from the config" not in failed.err
+    assert "to go on: llmexp resume" not in failed.err
+    command = re.search("settings: (llmexp train fork.run=run optimizer.lr=0.002) ", failed.err)
+    assert command, failed.err
+    done = llmexp(*shlex.split(command[1])[1:], "train.max_steps=4", "--allow", "bombs", cwd=here)
+    assert done.code == 0, done.err
