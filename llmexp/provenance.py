@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, rundir
+from llmexp import __version__, fileio, rundir
 from llmexp.redact import as_recorded, redacted
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
@@ -300,9 +300,10 @@ def image() -> str | None:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, of the llmexp that runs and of the packages that matter."""
     names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")
-    found = {"python": platform.python_version()}
-    for name in ("llmexp", *names):
+    found = {"python": platform.python_version(), "llmexp": __version__}
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -22,6 +23,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
+from llmexp import __version__
 from llmexp.__main__ import run
 from llmexp.config import Config, flatten
 from llmexp.data import train_tokenizer
@@ -358,28 +360,45 @@ def test_the_kubernetes_manifest_names_a_command_that_torchrun_takes():
     assert int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
 
 
-def test_the_wheel_brings_its_configuration(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The folder of a wheel's files, built from this source as version 7.8.9."""
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling, which builds the wheel, is not installed")
-    source, target = tmp_path / "source", tmp_path / "target"
+    path = tmp_path_factory.mktemp("wheel")
+    source, target = path / "source", path / "target"
     source.mkdir()
     for name in ("llmexp", "conf", "launchers", "pyproject.toml", "README.md"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
+    package = source / "llmexp" / "__init__.py"
+    package.write_text(package.read_text().replace(f'"{__version__}"', '"7.8.9"'))
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", path]
     subprocess.run(build, cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(target)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    code = (
-        "import llmexp, sys; print(llmexp.__file__, file=sys.stderr); from llmexp.__main__ "
-        "import main; main()"
-    )
+    (file,) = path.glob("*.whl")
+    zipfile.ZipFile(file).extractall(target)
+    return target
+
+
+def of_wheel(wheel: Path, cwd: Path, *arguments: str) -> str:
+    """What a command of the wheel prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code, "explain", "clip.max_norm"], cwd=elsewhere,
-        env=environment(PYTHONPATH=str(target)), capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "llmexp", *arguments], cwd=cwd,
+        env=environment(PYTHONPATH=str(wheel)), capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stderr.strip() == str(target / "llmexp" / "__init__.py")
-    assert "conf/clip/norm.yaml" in done.stdout
-    assert list(elsewhere.iterdir()) == []
+    return done.stdout
+
+
+@pytest.mark.fresh
+def test_the_wheel_brings_its_configuration(wheel, tmp_path):
+    assert "conf/clip/norm.yaml" in of_wheel(wheel, tmp_path, "explain", "clip.max_norm")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fresh
+def test_wheel_command_and_run_folder_have_one_version(wheel, tmp_path):
+    (about,) = wheel.glob("llmexp-*.dist-info")
+    assert importlib.metadata.Distribution.at(about).version == "7.8.9"
+    assert of_wheel(wheel, tmp_path, "--version") == "llmexp 7.8.9\n"
+    of_wheel(wheel, tmp_path, "train", "--queue", *TINY, "data=synthetic", "hydra.run.dir=run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["versions"]["llmexp"] == "7.8.9"
