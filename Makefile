@@ -9,7 +9,7 @@ ARGS ?=
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: train test test-all test-processors same check size locked clean
+.PHONY: train test test-all test-processors same check docs size locked clean
 train: .venv/.ready
 	.venv/bin/llmexp train $(ARGS)
 
@@ -37,6 +37,16 @@ check: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+# README.md and docs/ as a site in build/site; a link that leads nowhere is an error. `.venv/bin/mkdocs serve` shows changes.
+.venv/bin/mkdocs: .venv/.ready
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/bin/mkdocs
+	mkdir -p build/pages
+	ln -sfn $(CURDIR)/*.md $(CURDIR)/docs build/pages/
+	.venv/bin/mkdocs build --strict
 
 # Lines and tokens of each room of the package.
 size:

@@ -48,3 +48,10 @@ def test_hooks_before_a_commit_are_what_make_check_runs():
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert [hook["entry"] for hook in repo["hooks"]] == [x.strip() for x in commands("check")]
     assert not any(hook["pass_filenames"] for hook in repo["hooks"])
+
+
+def test_the_site_has_each_page_once():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    listed = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in pages)
