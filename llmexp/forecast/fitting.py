@@ -42,9 +42,7 @@ def fitted(config: Config, folder: str = "") -> Config:
         return config
     if folder and (old := _written(folder)) is not None:
         return cut(config, old)
-    if config.parallelism.nnodes > 1:
-        text = "sizes are tried on one host; give the number, tried with fewer hosts"
-        raise refuse(KEY, AUTO, text, 8)
+    _refuse_hosts(config)
     parts = assemble(config, write=True)
     room, deciding = _deciding(config, parts)
     found = remembered(SIZES, *deciding)
@@ -57,11 +55,25 @@ def fitted(config: Config, folder: str = "") -> Config:
 def known(config: Config, parts: Parts) -> Config:
     """Return the config with the number that was found for such a run before. Raises
     ConfigError."""
+    _refuse_hosts(config)
     found = remembered(SIZES, *_deciding(config, parts)[1])
     if found is None:
         text = "the size is found when the run starts; for a forecast add plan.device"
         raise refuse(KEY, AUTO, text, "auto plan.device=cpu")
     return cut(config, found["micro_batch_size"])
+
+
+def _refuse_hosts(config: Config) -> None:
+    """Raise ConfigError for a run on several hosts, with the trial on one of them that gives a rank
+    as many sequences."""
+    hosts, real = config.parallelism.nnodes, config.batch.real_batch_size
+    if hosts > 1 and real is not None:
+        trial = (
+            f"parallelism.nnodes=1 batch.real_batch_size={max(1, real // hosts)} "
+            "train.stop_step=1 hydra.run.dir=outputs/trial"
+        )
+        text = f"sizes are tried on one host, and this run has {hosts}; for the number add once, on"
+        raise refuse(KEY, AUTO, f"{text} one of them: {trial}; then give what it finds", 8)
 
 
 def _deciding(config: Config, parts: Parts) -> tuple[memory.Room, tuple[Any, ...]]:

@@ -108,13 +108,25 @@ def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
     [
         (["batch.real_batch_size=null"], "cuts batch.real_batch_size, which is needed"),
         (["batch.gradient_accumulation_steps=2"], "is solved with batch.micro_batch_size=auto"),
-        (["parallelism=ddp", "parallelism.nnodes=2"], "sizes are tried on one host"),
     ],
 )
 def test_what_auto_cannot_solve_is_refused(probed, more, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         fitted(composed(*SMALL, *AUTO, *more))
     assert probed.tried == []
+
+
+def test_several_hosts_are_refused_with_the_trial_on_one_of_them(probed):
+    """The trial gives a rank as many sequences; its overrides go behind those of the command."""
+    probed.takes = {8: (1, 1.0), 4: (1, 1.0)}
+    command = [*SMALL, *AUTO, "parallelism=ddp", "parallelism.nnodes=2", "batch.real_batch_size=16"]
+    with pytest.raises(
+        ConfigError, match="sizes are tried on one host, and this run has 2; "
+    ) as no:
+        fitted(composed(*command))
+    assert probed.tried == []
+    trial = str(no.value).partition("on one of them: ")[2].partition(";")[0].split()
+    assert fitted(composed(*command, *trial)).batch.micro_batch_size == 8
 
 
 def test_points_of_a_sweep_are_probed_once_and_keep_their_size(probed, tmp_path):
