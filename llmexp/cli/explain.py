@@ -16,12 +16,13 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
-from llmexp.compose.errors import flat_keys, nearest_key
+from llmexp.compose.errors import flat_keys, nearest_key, not_in_option
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
 from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.forecast.settings import Plan
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.labels import ALIASES, shown
+from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.sweep.settings import Sweep
 
@@ -31,6 +32,10 @@ CHANGES = {
     "rounding": "rounding only: the result stays the same to its last digits",
     "nothing": "no result: names, records and time",
 }
+CAN_END = (
+    "train.max_consecutive_skips", "train.stop_step", "checkpoint.max_failures",
+    "parallelism.start_timeout_s", "parallelism.timeout_s",
+)  # fmt: skip
 # Sections that are no part of a run's own config, and what each says.
 OF_COMMANDS: dict[str, tuple[type, str]] = {
     "sweep": (Sweep, "the points of a sweep are run"),
@@ -42,7 +47,7 @@ USAGE = """\
 usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
 KEY is a knob (clip.max_norm, or its short name clip), a number of the run (real_batch_size, warmup_updates),
-or a group (optimizer). With the same overrides as train and plan it tells the value, the file or override that
+a group or a section (optimizer, train), or a figure of the rows (val/loss). With the same overrides as train and plan it tells the value, the file or override that
 set it and what that replaced, what it is worked out from, where it acts, what it changes, and what uses it.
 
   llmexp explain batch.real_batch_size batch.gradient_accumulation_steps=4
@@ -93,17 +98,15 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
     every = layers(loader, CONFIG_NAME, given)
     flat = flatten(plain(config))
     flat |= {f"{name}.{key}": value for name in OF_COMMANDS for key, value in cfg[name].items()}
+    for layer in every:  # empty sections are no knobs yet
+        flat |= {k: v for k, v in layer.values.items() if v == {} and not knobs_in(k, every, flat)}
     if key in cfg.hydra.runtime.choices and key not in flat:
         return group(loader, cfg, every, flat, key)
     if key in DERIVED:
         found = {"key": key, "meaning": DERIVED[key].meaning, **solved(config, key)}
         return found | {"used_by": used_by(key)}
     if key not in flat:
-        own = [str(k) for k in cfg if k != "hydra"]
-        tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
-        known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
-        near = nearest_key(key, known)
-        raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}")
+        return of_no_knob(loader, cfg, every, flat, key)
     history = [
         {"value": layer.values[key], "from": layer.source}
         for layer in every
@@ -126,6 +129,24 @@ def explained(loader: Any, cfg: DictConfig, config: Config, key: str) -> dict[st
         found |= {k: v for k, v in solved(config, key).items() if k != "value"}
     found["used_by"] = [*used_by(key), *(other for other, acts in ACTS.items() if key in acts.keys)]
     return found
+
+
+def of_no_knob(
+    loader: Any, cfg: DictConfig, every: list[Layer], flat: dict[str, Any], key: str
+) -> dict[str, Any]:
+    """Return what is known of a section, or of a figure of the rows. Raises ConfigError for a key
+    that there is not."""
+    if knobs := knobs_in(key, every, flat):
+        return {"key": key, "knobs": knobs}
+    if row := row_key(key):
+        return {"key": key, "meaning": row, "of": "the rows of a run, metrics.jsonl"}
+    if refusal := not_in_option(loader, cfg.hydra.runtime.choices, key, "", flat):
+        raise ConfigError(refusal)
+    own = [str(k) for k in cfg if k != "hydra"]
+    tree: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own))
+    known = [*flat_keys(tree), "experiment", *(name for name in DERIVED if name not in tree)]
+    near = nearest_key(key, known)
+    raise ConfigError(f"{key}: there is no such key, group or number of a run.{near}")
 
 
 def solved(config: Config, key: str) -> dict[str, Any]:
@@ -182,14 +203,29 @@ def group(
             by = next((layer.source for layer in every if experiment in layer.source), by)
     if any(str(o).lstrip("+").startswith(f"{name}=") for o in cfg.hydra.overrides.task):
         by = COMMAND_LINE
+    found = {"key": name, "value": choices[name], "chosen_by": by}
+    knobs = knobs_in(name, every, flat)
+    return found | {"options": loader.get_group_options(name), "knobs": knobs}
+
+
+def knobs_in(section: str, every: list[Layer], flat: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the knobs of a section with their values; none where there is no such section."""
     knobs = []
-    for key in (k for k in flat if k.startswith(f"{name}.") and not k.endswith("._target_")):
+    for key in (k for k in flat if k.startswith(f"{section}.") and not k.endswith("._target_")):
         sources = [layer.source for layer in every if key in layer.values]
         if sources:
             found = {"key": key, "value": flat[key], "from": sources[-1]}
             knobs.append(found | {"meaning": meaning(key, every)})
-    found = {"key": name, "value": choices[name], "chosen_by": by}
-    return found | {"options": loader.get_group_options(name), "knobs": knobs}
+    return knobs
+
+
+def row_key(key: str) -> str | None:
+    """Return the meaning of a key of the rows, with its unit; None for a key that is none."""
+    _, name, what = key.split("/") if is_of_named_set(key) else ("", "", "")
+    if (known := KEYS.get(f"val/{what}" if name else key)) is None:
+        return None
+    unit = f" ({known.unit})" if known.unit else ""
+    return f"{known.meaning}{f', of the set {name}' if name else ''}{unit}"
 
 
 def meaning(key: str, every: list[Layer]) -> str:
@@ -219,6 +255,8 @@ def changes(key: str) -> str:
     """Return what another value changes."""
     if key.startswith(COMMANDS):
         return f"how {OF_COMMANDS[key.partition('.')[0]][1]}, and no result of a run"
+    if key in CAN_END:
+        return "when a run stops before its end, and nothing of a result until then"
     if key in SOMETIMES:
         return f"{CHANGES['result']} {SOMETIMES[key][1]}"
     if key.startswith("batch.") and affects(key) == "rounding":
@@ -228,13 +266,13 @@ def changes(key: str) -> str:
 
 def written(found: dict[str, Any]) -> list[str]:
     """Return the lines of one screen."""
-    lines = [f"{found['key']} = {text(found['value'])}"]
+    lines = [f"{found['key']} = {text(found['value'])}" if "value" in found else found["key"]]
     for name, words in lines_of(found):
         wrapped = textwrap.wrap(words, WIDTH - 13, break_on_hyphens=False)
         lines += [f"  {'' if n else name:<10} {line}" for n, line in enumerate(wrapped)]
     for knob in found.get("knobs", ()):
         setting = f"  {knob['key']} = {text(knob['value'])}"
-        line = f"{setting:<38} {knob['meaning']}".rstrip()
+        line = f"{setting:<38} {knob['meaning'].partition(';')[0]}".rstrip()
         lines.append(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}...")
     return lines
 
@@ -242,6 +280,7 @@ def written(found: dict[str, Any]) -> list[str]:
 def lines_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name and the words of each line; without words there is none."""
     yield "meaning", found.get("meaning", "")
+    yield "stands in", found.get("of", "")
     yield "chosen by", found.get("chosen_by", "")
     yield "options", ", ".join(found.get("options", ()))
     history = found.get("history", [])

@@ -147,6 +147,9 @@ def change(tree: dict[str, Any], overrides: Sequence[str], path: Path, before: s
         node: Any = tree
         for parent in parents:
             node = node.get(parent) if isinstance(node, dict) else None
+        if key == "experiment":
+            text = "an experiment is chosen where a run starts; give the keys that it sets"
+            raise ConfigError(f"{override.input_line}: {text}, for example train.max_steps=600")
         if not isinstance(node, dict) or name not in node:
             near = nearest(key, errors.flat_keys(tree))
             raise ConfigError(f"{key}: there is no such key in {path / rundir.CONFIG}.{near}")

@@ -135,7 +135,7 @@ def parse(command: str, arguments: Sequence[str]) -> Any:
 
 
 # Below these a name is the user's own.
-NAMED_BY_USER = ("data.sources.", "data.val.")
+NAMED_BY_USER = ("data.sources.", "data.sources={", "data.val.", "data.val={")
 
 
 def opened(override: str) -> str:

@@ -66,7 +66,8 @@ def file_at(loader: Any, path: str) -> tuple[str, dict[str, Any], list[str]]:
         bases = [f"base/{p}" for p in begins if p != "_self_"]
     if folder.name.startswith(PREFIX):
         name = "the parent's config.yaml"
-    return name, flatten(tree or {}), bases
+    empty = {key: value for key, value in (tree or {}).items() if value == {}}
+    return name, flatten(tree or {}) | empty, bases
 
 
 def option(loader: Any, path: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 from llmexp.__main__ import run
 from llmexp.cli import explain
 from llmexp.cli.derived import DERIVED
-from llmexp.compose import app
+from llmexp.compose import app, command_line
 from llmexp.compose.origin import layers
-from llmexp.config import OPEN_SECTIONS, flatten, plain
+from llmexp.config import OPEN_SECTIONS, ConfigError, flatten, plain
 from llmexp.knobs import ACTS, fields
 from llmexp.run import Facts, Run
 from llmexp.run.layout import Layout
@@ -158,3 +158,33 @@ def test_every_number_of_a_run_is_derived_from_what_there_is():
                 source in DERIVED or source in fields() or source.partition(".")[0] in OPEN_SECTIONS
             ), (name, source)
     assert all(key in fields() or key.partition(".")[0] in OPEN_SECTIONS for key in ACTS)
+
+
+def test_sections_figures_of_rows_and_keys_that_end_a_run(capsys):
+    """A section lists its knobs, a key of the rows has its meaning, a mapping without entries is a
+    knob."""
+    sections = ["sweep", "train", "checkpoint", "fork", "user"]
+    figures = ["val/loss", "val/code/ppl", "step_time"]
+    found = dict(zip([*sections, *figures], told([], *sections, *figures), strict=True))
+    for section in ("train", "checkpoint", "fork"):
+        keys = {knob["key"] for knob in found[section]["knobs"]}
+        assert keys == {key for key in fields() if key.startswith(f"{section}.")}
+    assert {"sweep.twins", "sweep.halving"} < {knob["key"] for knob in found["sweep"]["knobs"]}
+    assert found["user"]["value"] == {}
+    assert found["val/loss"]["meaning"].startswith("mean loss per target token of the validation")
+    assert "of the set code" in found["val/code/ppl"]["meaning"]
+    assert found["step_time"]["meaning"].endswith("(s)")
+    ends, sources = told(["data=corpus"], "train.max_consecutive_skips", "data.sources")
+    assert ends["affects"].startswith("when a run stops before its end")
+    assert (sources["value"], sources["history"][0]["from"]) == ({}, "conf/data/corpus.yaml")
+    with pytest.raises(ConfigError, match="data=stdlib has no such knob; these have it: corpus"):
+        told([], "data.sources")
+    given = "data.sources={a: {files: [x.txt], weight: 2}}"
+    (section,) = told(command_line.parse("plan", ["data=corpus", given]).overrides, "data.sources")
+    assert {k["key"]: k["value"] for k in section["knobs"]} == {
+        "data.sources.a.files": ["x.txt"], "data.sources.a.weight": 2,
+    }  # fmt: skip
+    assert run(["explain", "checkpoint"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "checkpoint"
+    assert max(map(len, lines)) <= 80
