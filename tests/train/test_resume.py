@@ -368,5 +368,5 @@ def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
 
 
 def test_an_experiment_is_not_chosen_after_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="^experiment=null: an experiment is chosen where a run "):
+    with pytest.raises(ConfigError, match="experiment=null: an experiment is chosen where a run"):
         change({"train": {"max_steps": 3}}, ["experiment=null"], tmp_path, None)
