@@ -14,6 +14,7 @@ says why. Standard library only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -299,6 +300,7 @@ def image() -> str | None:
     return f"of NVIDIA's build {build}" if build else None
 
 
+@functools.cache  # it parses the metadata of each package, a sixth of the start of a small run
 def versions() -> dict[str, str]:
     """Return the versions of Python, of the llmexp that runs and of the packages that matter."""
     names = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "wandb", "safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 from pathlib import Path
@@ -47,7 +46,6 @@ def kind_of(config: Config, device_name: str) -> dict[str, Any]:
     }
 
 
-_versions = functools.cache(provenance.versions)
 _own: dict[Path, dict[str, Any]] = {}  # of the user's own, which may be something else later
 
 
@@ -60,7 +58,7 @@ def known_memory(config: Config, device_name: str) -> str | None:
 
 
 def _file(what: str, deciding: Any) -> Path:
-    text = json.dumps([deciding, _versions()], sort_keys=True, default=repr)
+    text = json.dumps([deciding, provenance.versions()], sort_keys=True, default=repr)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_folder(None) / what / f"{name}.json"
 

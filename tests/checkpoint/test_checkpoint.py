@@ -3,6 +3,7 @@ good one."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -605,6 +606,8 @@ def on_four_ranks(rank: int, folder: str) -> None:
 def saved_by_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The matrix: runs with its own checks on the way and leaves the checkpoints behind."""
     folder = tmp_path_factory.mktemp("layouts")
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        importlib.import_module(name)  # once, not by each of the four
     torch.multiprocessing.start_processes(
         on_four_ranks, (str(folder),), nprocs=4, start_method="fork"
     )

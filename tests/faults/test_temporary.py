@@ -11,8 +11,6 @@ import pytest
 
 from tests.conftest import TINY, start
 
-FRESH_PROCESSES = True  # forks have imported torch with another temporary folder
-
 RUN = [*TINY, "data=synthetic", "data.n_tokens=4000", "train.eval_tokens=100", "tracker=wandb",
        "tracker.mode=offline", "parallelism=ddp", "parallelism.nproc_per_node=2",
        "hydra.run.dir=run"]  # fmt: skip

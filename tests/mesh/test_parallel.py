@@ -234,12 +234,13 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
     settings = [
         *settings,
         "precision=fp64",
-        "train.max_steps=16",
-        "checkpoint.every=2",
+        "train.max_steps=8",
+        "train.eval_every=4",
+        "checkpoint.every=1",
         "checkpoint.async=true",
     ]
     stayed = train(tmp_path, "stayed", *settings)
-    run = Result(0, "", "", cut_after(stayed, tmp_path, 2))
+    run = Result(0, "", "", cut_after(stayed, tmp_path, 1))
     for number, (name, (kind, *more)) in enumerate(LAYOUTS.items(), 1):
         overrides = [f"parallelism={kind}", *(f"parallelism.{m}" for m in more)]
         again = llmexp("resume", str(run.folder), *overrides, cwd=tmp_path)
@@ -261,11 +262,11 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
             assert ours.keys() - measured == theirs.keys() - measured
             for key in {"train/loss", "grad_norm", "val/loss"} & ours.keys():
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
-        for key, value in weights(stayed, 16).items():
-            assert torch.allclose(weights(run, 16)[key], value, rtol=0, atol=1e-11), key
+        for key, value in weights(stayed, 8).items():
+            assert torch.allclose(weights(run, 8)[key], value, rtol=0, atol=1e-11), key
         folder = tmp_path / f"part{number}"
         folder.mkdir()
-        run = Result(0, "", "", cut_after(run, folder, 2 * number + 2))
+        run = Result(0, "", "", cut_after(run, folder, number + 1))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp_tp"])

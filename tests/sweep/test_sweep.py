@@ -103,7 +103,6 @@ def same_run(folder: Path, other: Result) -> None:
     same_state(folder / "checkpoints" / last, other.folder / "checkpoints" / last)
 
 
-@pytest.mark.fresh
 def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_path):
     """2 x 3 points: one raises, one is killed; Ctrl-C in the middle, the sweep is killed later; one
     command goes on."""
@@ -147,14 +146,15 @@ def test_a_grid_that_fails_is_killed_and_stopped_is_resumed_to_completion(tmp_pa
 
     before = {name: (folder / name / "status.json").read_bytes() for name in by_state["finished"]}
     (tmp_path / "armed").touch()
+    forks.ALLOWED = False
     process = start("resume", "grid", "--allow", "own", cwd=tmp_path)
+    forks.ALLOWED = True
     wait_for(
         lambda: (tmp_path / "killed").exists() and "running" in states(folder).values(), process
     )
     process.kill()
     process.communicate()
     assert all_gone(process.pid, 30)
-    forks.ALLOWED = True
     done = llmexp("resume", "grid", "--allow", "own", cwd=tmp_path)
     assert done.code == 1, done.err
     found = states(folder)

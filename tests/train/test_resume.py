@@ -18,7 +18,6 @@ from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError
 from llmexp.rundir import read_rows
 from llmexp.values import typed
-from tests import forks
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
 
@@ -114,7 +113,6 @@ def test_resumed_at_an_epoch_boundary(tmp_path, tokens):
     same_state(resumed.checkpoint(15), result.checkpoint(15))
 
 
-@pytest.mark.fresh
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
 )
@@ -135,7 +133,6 @@ def test_a_signal_in_mid_run(whole, tmp_path, number):
         assert process.returncode == 75, err
         assert run.json("status.json")["state"] == "preempted"
         assert f"llmexp resume {Path('run')}" in out
-    forks.ALLOWED = True
     again = llmexp("resume", "run", "hooks=[]", cwd=tmp_path)
     assert again.code == 0, again.err
     assert exact(run) == exact(result)
