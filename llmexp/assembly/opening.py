@@ -18,13 +18,14 @@ from llmexp.assembly.inputs import (
     filled,
     padded,
 )
-from llmexp.assembly.parts import keep_inside_documents, model_maker
+from llmexp.assembly.parts import initial_weights, keep_inside_documents, model_maker
 from llmexp.checkpoint import loading
 from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import DTYPES, Exported, Stored, export
 from llmexp.exchange.families import TRANSFORMERS
-from llmexp.exchange.reading import open_checkpoint
+from llmexp.exchange.reading import begin_with, open_checkpoint
+from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import give_memory
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
@@ -58,6 +59,28 @@ def open_run(
     except loading.CheckpointError as error:
         raise ConfigError(str(error)) from None
     return Opened(path, loaded.step, config, tokenizer, model)
+
+
+def open_folder(folder: Path, config: Config) -> Opened:
+    """Open a Hugging Face folder with the model section of `config`, which `folder_model` makes;
+    the step is 0. Raises ConfigError."""
+    config = filled(config)
+    tokenizer, section = build_tokenizer(config)
+    model = _build(section)
+    model.to(precision.parameter_dtype(config.precision.kind))
+    keep_inside_documents(model, section["_target_"], document_end(config, tokenizer))
+    if (initial := initial_weights(section, model, True)) is not None:
+        begin_with(model, initial[0])
+    return Opened(folder, 0, config, tokenizer, model)
+
+
+def folder_model(folder: Path) -> dict[str, Any]:
+    """Return the model section for the weights of a Hugging Face folder: of a model of ours where
+    it computes the same, else that of `model=hf`."""
+    if (sizes := sizes_of(str(folder))) is None:
+        return {"_target_": TRANSFORMERS, "path": str(folder), "pretrained": True}
+    target, knobs = sizes
+    return {"_target_": target, **knobs, "init_from": str(folder)}
 
 
 def export_run(

@@ -19,6 +19,7 @@ from llmexp.convert import build
 from llmexp.naming import add_weights, named_checkpoint
 from llmexp.redact import redacted
 from llmexp.sweep import show
+from llmexp.values import typed
 
 BY = ("set", "document", "item")
 
@@ -34,6 +35,9 @@ def evaluate(arguments: list[str]) -> int:
 def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     """Return what `llmexp evaluate --json` prints, from a command line that was parsed. Raises
     ConfigError."""
+    folder = Path(args.run).expanduser()
+    if (folder / "config.json").is_file() and not rundir.is_run(folder):
+        return _of_folder(args, folder)
     path, step = named_checkpoint(args.run)
     config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
@@ -51,10 +55,68 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _of_folder(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the figures of the model in a Hugging Face folder. Raises ConfigError."""
+    names = _tasks(args)
+    if args.lm_eval:
+        command = f"lm_eval --model hf --model_args pretrained={folder} --tasks {args.lm_eval}"
+        raise ConfigError(f"--lm-eval: lm-eval takes such a folder itself: {command}")
+    if args.weights != "model":
+        raise ConfigError(f"--weights {args.weights}: {folder} is no run and holds one model")
+    if not names and not any(o.startswith("data=") for o in args.overrides):
+        example = "data=text data.train_files=book.txt data.val_ratio=0"
+        raise ConfigError(f"{folder}: is no run, so its data must be named; for example {example}")
+    config = folder_config(folder, args.overrides, args.config_dir)
+
+    from llmexp.assembly.opening import open_folder
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+
+    judge = place(open_folder(folder, config))
+    found = {"folder": str(folder), "sequence_length": config.batch.sequence_length}
+    if names:
+        tasks = evaluate_tasks(judge, names, args.tasks_folder, args.by == "item")
+        return found | tasks
+    tokens = _tokens(args.tokens, config.train.eval_tokens)
+    return found | evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+
+
+OF_FOLDER = ("data", "tokenizer", "precision", "batch")  # what a folder is evaluated with
+LONGEST = 1024  # tokens of a sequence where the folder's model takes more
+
+
+def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
+    """Return a config for the model and the tokenizer of a Hugging Face folder, on the data of the
+    overrides, in sequences as long as the model takes. Raises ConfigError."""
+    from llmexp.assembly.opening import folder_model
+
+    command_line.check_overrides(overrides)
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+    for key, override in zip(keys, overrides, strict=True):
+        if key.partition(".")[0] not in OF_FOLDER:
+            text = f"of a folder evaluate takes {', '.join(OF_FOLDER)}"
+            raise ConfigError(f"{override}: {text}; for example batch.sequence_length=512")
+    own = ["tokenizer=file", typed("tokenizer.path", folder)] if "tokenizer" not in keys else []
+    section = folder_model(folder)
+    if "batch.sequence_length" not in keys:
+        length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
+        own.append(f"batch.sequence_length={length}")
+    given = [*own, *(command_line.opened(override) for override in overrides)]
+    with app.hydra_app(config_dir) as hydra:
+        cfg, multirun = app.compose(hydra, given)
+        if multirun:
+            raise ConfigError("evaluate: takes one setting of the data, not a sweep")
+        return dataclasses.replace(app.typed(cfg), model=section)
+
+
 def text_of(found: Mapping[str, Any]) -> str:
     """Return the figures of `evaluated` as tables."""
+    if "folder" in found:
+        first = f"folder  {found['folder']}, in sequences of {found['sequence_length']:,} tokens"
+    else:
+        ema = ", ema" * (found["weights"] == "ema")
+        first = f"run     {found['run']}, step {found['step']:,}{ema}"
     lines = [
-        f"run     {found['run']}, step {found['step']:,}{', ema' * (found['weights'] == 'ema')}",
+        first,
         *([f"mean of {found['mean_of']}"] if "mean_of" in found else []),
         *([f"data    {found['data']}"] if "data" in found else []),
         f"device  {found['device']}, {found['precision']}",
@@ -99,7 +161,9 @@ def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
         "choice: accuracy.",
     )
     parser.add_argument(
-        "run", metavar="RUN[@STEP]", help="run folder; without a step its newest checkpoint"
+        "run",
+        metavar="RUN[@STEP]",
+        help="run folder; without a step its newest checkpoint; or a Hugging Face folder",
     )
     add_weights(parser)
     parser.add_argument(

@@ -130,12 +130,15 @@ def tokenizer(overrides: Sequence[str], vocab_size: int, *, pattern: str = "gpt2
 
 
 def export(run: Run | str | os.PathLike[str], folder: str | os.PathLike[str], *,
-           dtype: str | None = None, weights: str = "model") -> Exported:  # fmt: skip
+           dtype: str | None = None, weights: str = "model", keep_padding: bool = False,
+           check: bool = True) -> Exported:  # fmt: skip
     """Write the model of RUN[@STEP] for Hugging Face transformers, as `llmexp export --to hf` does.
-    `dtype`: fp32, bf16, fp16, None for as trained. Raises ConfigError."""
+    `dtype`: fp32, bf16, fp16, None for as trained. `keep_padding`: also write the rows of the
+    vocabulary behind the tokenizer's ids. `check`: compare what transformers finds in the folder.
+    Raises ConfigError."""
     from llmexp.cli.export import exported
 
-    return exported(named(run), Path(folder), dtype, weights)
+    return exported(named(run), Path(folder), dtype, weights, keep_padding, check)
 
 
 def average(*runs: Run | str | os.PathLike[str], last: int | None = None, weights: str = "model",

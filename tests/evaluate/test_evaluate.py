@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,50 @@ def test_other_data(there, capsys):
     assert (part["tokens"], part["units"]) == (36, 3)
     assert command(["evaluate", "run", *given, "--by", "document"]) == 2
     assert "has no documents" in capsys.readouterr().err
+
+
+def test_a_folder_of_hugging_face_is_evaluated_with_its_own_tokenizer(there, capsys, tmp_path):
+    """The figures are those of transformers' own logits, target by target in float64; a family that
+    none of our models computes goes through model=hf."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    assert command(["export", "run", str(tmp_path / "gpt2"), "--to", "hf", "--keep-padding"]) == 0
+    capsys.readouterr()
+    shutil.copytree(tmp_path / "gpt2", tmp_path / "neox")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+    config = transformers.GPTNeoXConfig(
+        **sizes, intermediate_size=32, max_position_embeddings=32, bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    text = "abc\nünf zwölf " * 40
+    (tmp_path / "t.txt").write_text(text)
+    given = [
+        "data=text", f"data.train_files={tmp_path / 't.txt'}", "data.val_ratio=0",
+        "precision=fp64", "batch.sequence_length=12", "--tokens", "all",
+        f"data.cache_dir={tmp_path}/cache",
+    ]  # fmt: skip
+    ids = np.array([*text.encode(), END])
+    for name in ("gpt2", "neox"):
+        found = evaluated(capsys, str(tmp_path / name), *given)
+        (one,) = found["sets"]
+        whole = (len(ids) - 1) // 12 * 12
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).double().eval()
+        rows = torch.from_numpy(np.stack([ids[i : i + 13] for i in range(0, whole, 12)]))
+        with torch.no_grad():
+            logits = model(rows[:, :-1]).logits
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        assert one["tokens"] == whole
+        # its norms and rotary tables compute in fp32: relative errors of 2^-24, some per layer
+        assert one["loss"] == pytest.approx(float(nll), rel=2e-6), name
+        assert found["folder"] == str(tmp_path / name)
+    for arguments, words in (
+        ([], "is no run, so its data must be named; for example data=text"),
+        (["data=text", "optimizer=sgd"], "optimizer=sgd: of a folder evaluate takes data, token"),
+        (["data=text", "--weights", "ema"], "--weights ema: "),
+        (["--lm-eval", "x"], "lm_eval --model hf --model_args pretrained="),
+    ):
+        assert command(["evaluate", str(tmp_path / "gpt2"), *arguments]) == 2, arguments
+        assert words in capsys.readouterr().err, arguments
 
 
 def test_the_table(there, capsys):
