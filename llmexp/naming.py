@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import json
 import os
 import re
 import tempfile
@@ -18,6 +19,7 @@ from llmexp.config import ConfigError
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
 LEDGER = "sweep.json"  # in a sweep's folder
+CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
 FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
 DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
 
@@ -66,6 +68,27 @@ def looks_like_run(path: Path) -> bool:
 def _folder(path: Path) -> Path:
     """Return the folder that is meant: of a file of a run, the run."""
     return path.parent if path.name in FILES and path.is_file() else path
+
+
+def with_changes(tree: Any, sweep: Path) -> Any:
+    """Return what a sweep's ledger holds, with the changes since it was written whole.
+
+    A line counts if it is whole and of this very ledger (`since`: when that was written); what is
+    damaged is left out, as the runs' own folders know better.
+    """
+    if not isinstance(tree, dict) or not isinstance(points := tree.get("points"), list):
+        return tree
+    try:
+        lines = (sweep / CHANGES).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return tree
+    known = {p["number"]: p for p in points if isinstance(p, dict) and type(p.get("number")) is int}
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
+            change = json.loads(line)
+            if change.pop("since") == tree.get("updated"):
+                known.get(change["number"], {}).update(change)
+    return tree
 
 
 def lineage(path: Path, step: int) -> list[dict[str, Any]]:

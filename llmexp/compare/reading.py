@@ -25,7 +25,7 @@ from llmexp.compare.records import Record, as_dict, number
 from llmexp.compare.rows import Columns
 from llmexp.config import ConfigError
 from llmexp.knobs import default_of
-from llmexp.naming import LEDGER, LINEAGE, runs_meant
+from llmexp.naming import LEDGER, LINEAGE, runs_meant, with_changes
 from llmexp.redact import clean
 from llmexp.rundir import ends_early
 
@@ -81,7 +81,7 @@ def _sweep(path: Path, problems: list[str]) -> Sweep:
     where = path / LEDGER
     if not where.is_file():
         return Sweep(path if (path / "multirun.yaml").is_file() else None)
-    tree = read_file(where, problems)
+    tree = _cleaned(with_changes(read_file(where, problems), path))
     points, swept, form = (tree.get(key) for key in ("points", "swept", "format"))
     if form != LEDGER_FORMAT or not isinstance(points, list) or not isinstance(swept, list):
         if tree:

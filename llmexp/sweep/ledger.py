@@ -6,13 +6,16 @@ killed, the run not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from llmexp import fileio, rundir
 from llmexp.config import FOLDER_NAME, ConfigError, flatten
 from llmexp.ending import state_now
 from llmexp.knobs import essence
-from llmexp.naming import LEDGER
+from llmexp.naming import CHANGES, LEDGER, with_changes
 from llmexp.values import typed
 
 FORMAT = 1
@@ -65,7 +68,8 @@ class Facts:
 
 @dataclass
 class Ledger:
-    """Written whole after every change, by the process that holds the sweep's lock."""
+    """Written by the process that holds the sweep's lock: whole where points are added and at the
+    end; a change of a point in between is a line of its own."""
 
     path: Path  # the sweep's folder
     name: str
@@ -77,6 +81,8 @@ class Ledger:
     state: str = "running"
     negligible: float | None = None  # nats; sweep.negligible, for those who compare its runs later
     points: list[Entry] = field(default_factory=list)
+    # when this process wrote it whole; None: not yet, or a line after it may be torn
+    since: float | None = field(default=None, compare=False)
 
     def add(self, label: str, overrides: list[str], folder: str | None = None) -> Entry:
         """Return a new point, in the folder or in one that is named by its number."""
@@ -92,25 +98,45 @@ class Ledger:
         self.swept = sorted({*self.swept, *keys})
 
     def save(self) -> None:
-        """Raise OSError that names the file and the way to go on."""
-        whole = {"format": FORMAT, **vars(self), "updated": time.time()}
-        del whole["path"]
-        whole["points"] = [dataclasses.asdict(entry) for entry in whole.pop("points")]
-        try:
+        """Write the whole ledger. Raise OSError that names the file and the way to go on."""
+        now = time.time()
+        whole = {"format": FORMAT, **vars(self), "updated": now}
+        del whole["path"], whole["since"]
+        whole["points"] = [vars(entry) for entry in whole.pop("points")]
+        with self._written(LEDGER):
             fileio.write_json(self.path / LEDGER, whole)
+        self.since = now
+        with contextlib.suppress(OSError):  # its lines are of the ledger before
+            (self.path / CHANGES).unlink(missing_ok=True)
+
+    def update(self, entry: Entry, **changes: Any) -> None:
+        """Change a point, and append that to the file when it made a difference."""
+        if all(getattr(entry, name) == value for name, value in changes.items()):
+            return
+        for name, value in changes.items():
+            setattr(entry, name, value)
+        if self.since is None:
+            self.save()
+            return
+        line = json.dumps({"since": self.since, "number": entry.number, **changes}, allow_nan=False)
+        with self._written(CHANGES), open(self.path / CHANGES, "ab", buffering=0) as f:
+            since, self.since = self.since, None
+            data = f"{line}\n".encode()
+            if f.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(f.fileno())
+            self.since = since
+
+    @contextlib.contextmanager
+    def _written(self, name: str) -> Iterator[None]:
+        """Name the file and the way to go on in an OSError."""
+        try:
+            yield
         except OSError as error:
-            text = f"{self.path / LEDGER}: could not be written: {error.strerror}"
+            text = f"{self.path / name}: could not be written: {error.strerror}"
             if is_sweep(self.path):  # else it has not begun
                 text += f"; its runs are intact; to go on: {rundir.how_to_resume(self.path)}"
             raise OSError(text) from error
-
-    def update(self, entry: Entry, **changes: Any) -> None:
-        """Change a point, and the file when that made a difference."""
-        before = dataclasses.asdict(entry)
-        for name, value in changes.items():
-            setattr(entry, name, value)
-        if dataclasses.asdict(entry) != before:
-            self.save()
 
     def look(self, entry: Entry, alive: bool = False) -> dict[str, Any]:
         """Return the status of a point's run, after the ledger has taken over what it says.
@@ -165,7 +191,7 @@ def read(path: Path) -> Ledger:
         example = "one looks like outputs/default/2030-01-01_12-00-00"
         raise ConfigError(f"{path}: is no sweep (it has no {LEDGER}); {example}")
     try:
-        tree = fileio.read_json(where)
+        tree = with_changes(fileio.read_json(where), path)
         if not isinstance(tree, dict):
             raise ConfigError(f"{where}: holds no ledger")
     except ConfigError as error:
@@ -234,7 +260,7 @@ def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
     values = {}
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING
-        if f.name == "path" or (f.name not in given and not required):
+        if f.name in ("path", "since") or (f.name not in given and not required):
             continue
         values[f.name] = given.get(f.name)
         if not _fits(values[f.name], str(f.type)):

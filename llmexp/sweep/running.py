@@ -41,7 +41,7 @@ def run_rungs(current: Current, tasks: list[Task]) -> None:
     """Run the points to the end, or from rung to rung with the best of them."""
     for task in tasks:
         # who goes on follows from the losses at the rungs, whatever was interrupted
-        task.entry.rung = None
+        current.ledger.update(task.entry, rung=None)
     racing = tasks
     for share in rungs(current.settings):
         if share is None:

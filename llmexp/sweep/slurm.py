@@ -165,6 +165,7 @@ class Submitted:
     shown: str = ""
     over: bool = False
     gone_at: float = math.inf  # when Slurm first had it as ended
+    written: tuple[int, int] | None = None  # its status as it was looked at last
 
 
 def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
@@ -248,7 +249,9 @@ class Slurm:
             self._next_look = now + (1 if now - self._changed_at < 60 else 10)
         left = self._left()
         for one in left:  # a job runs before its run says so
-            self._current.ledger.look(one.task.entry, alive=True)
+            if (written := changed_at(one.task.path / rundir.STATUS)) != one.written:
+                one.written = written
+                self._current.ledger.look(one.task.entry, alive=True)
         return bool(left)
 
     def _left(self) -> list[Submitted]:
@@ -298,6 +301,14 @@ class Slurm:
         if waiting:
             with contextlib.suppress(OSError):
                 client("scancel", "--state=PENDING", *(one.job for one in waiting))
+
+
+def changed_at(path: Path) -> tuple[int, int] | None:
+    """Return what changes whenever a file is written anew; None where there is none."""
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_ino
+    return None
 
 
 def look(

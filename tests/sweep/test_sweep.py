@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmexp import child
+from llmexp.compare import reading
 from llmexp.config import ConfigError
+from llmexp.naming import with_changes
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import running
 from llmexp.sweep.running import rungs
@@ -86,7 +88,7 @@ HOOKED = ["--allow", "own", "hooks=[own.hook]"]
 
 
 def sweep_json(folder: Path) -> dict:
-    return json.loads((folder / "sweep.json").read_text())
+    return with_changes(json.loads((folder / "sweep.json").read_text()), folder)
 
 
 def states(folder: Path) -> dict[str, str]:
@@ -475,6 +477,34 @@ def test_a_ledger_edited_by_hand_is_read_or_refused_in_words(tmp_path_factory, d
     else:
         found.save()
         assert ledgers.read(folder) == found
+
+
+def test_a_change_of_a_point_among_1000_is_a_line(tmp_path):
+    """Also after a kill at any byte; what was written by another process is never added to."""
+    points = [ledgers.Entry(n, f"seed_{n}", f"{n}-seed_{n}", "ab" * 12, [f"train.seed={n}"] * 8)
+              for n in range(1000)]  # fmt: skip
+    ledger = ledgers.Ledger(tmp_path, "n", "g", "local", ["-m"], ["train.seed"], points=points)
+    ledger.save()
+    whole = (tmp_path / "sweep.json").read_bytes()
+    for number in range(200):
+        ledger.update(points[number], state="running", attempts=1, started=1.5 * number)
+        ledger.update(points[number], attempts=1)  # which is no change
+    ledger.update(points[7], state="failed", error="no space left on device", exit_code=3)
+    text = (tmp_path / "sweep.jsonl").read_bytes()
+    assert (tmp_path / "sweep.json").read_bytes() == whole
+    assert text.count(b"\n") == 201
+    assert len(text) < 201 * 150
+    assert ledgers.read(tmp_path) == ledger
+    assert reading._sweep(tmp_path, []).points["7-seed_7"]["state"] == "failed"
+    for cut in (1, 40, len(text) - 40, len(text) - 1):
+        (tmp_path / "sweep.jsonl").write_bytes(text[:cut])
+        found = ledgers.read(tmp_path)
+        assert found.points[7].state == ("running" if cut > 2000 else "queued")
+    found.update(found.points[9], state="finished")  # of a process that has not written it yet
+    assert not (tmp_path / "sweep.jsonl").exists()
+    assert ledgers.read(tmp_path).points[9].state == "finished"
+    (tmp_path / "sweep.jsonl").write_bytes(text)  # as if it had been killed before it was removed
+    assert ledgers.read(tmp_path) == found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 2}', "\x00", "9" * 5000])
