@@ -76,14 +76,21 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def no_run(path: Path) -> str:
+    """Return why a folder is no run, with the runs that it holds, as that of a sweep does."""
+    text = f"is no run folder (it has no {CONFIG})"
+    inner = sorted(p for p in path.iterdir() if is_run(p)) if path.is_dir() else []
+    if not inner:
+        return f"{text}; a run folder looks like outputs/default/..."
+    more = f" and {len(inner) - 4} more" if len(inner) > 4 else ""
+    return f"{text}; name a run in it: {', '.join(map(str, inner[:4]))}{more}"
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return the resolved config of a run folder as plain values. Raises ConfigError when there is
     none."""
     if not is_run(path):
-        raise ConfigError(
-            f"{path}: is no run folder (it has no {CONFIG}); a run folder looks like "
-            "outputs/default/..."
-        )
+        raise ConfigError(f"{path}: {no_run(path)}")
     try:
         config = yaml.safe_load((path / CONFIG).read_bytes().decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -15,6 +15,7 @@ from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
 from llmexp.knobs import differing, is_record
+from llmexp.labels import shown
 from llmexp.redact import as_recorded
 from llmexp.run import Parent
 from llmexp.tracker.fields import run_fields
@@ -87,11 +88,13 @@ def _check_fit(config: Config, there: Config, loaded: loading.Loaded, model: nn.
         new = flatten({"model": config.model})
         changed = differing(old, new)
         keys = [key for key in new if key in changed]
-        given = ", ".join(f"{key}={new[key]} ({old.get(key)} there)" for key in keys) or "model"
-        text = f"a fork has the model of its parent, and {error}"
+        given = ", ".join(f"{key}={shown(new[key])}" for key in keys[:3])
+        given += f" and {len(keys) - 3} more" * (len(keys) > 3)
+        has = f", and {run} has {shown(old.get(keys[0]))}" if len(keys) == 1 else ""
+        why = f"a fork has the model of its parent{has}" if keys else f"{run}: {error}"
         begin = typed("model.init_from", f"{run}@{step}")
-        way = f"begin a new run with these weights where they fit: {begin}"
-        raise ConfigError(f"{given}: {text}; leave it out, or {way}") from None
+        way = f"leave it out, or begin a new run with what fits: {begin}"
+        raise ConfigError(f"{given or 'model'}: {why}; {way}") from None
     if config.fork.moments == "drop":
         return
     kinds = config.optimizer["_target_"], there.optimizer["_target_"]

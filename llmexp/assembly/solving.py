@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,16 +238,34 @@ def _completed(config: Config, run: Run, corpus: Corpus) -> Run:
                 text = f"the run would walk the source {name} {epochs:.4g} times"
                 raise refuse("data.max_epochs", mixed.max_epochs, text, math.ceil(epochs))
             sources.append(SourceShare(name, mixed.tokens[name], sequences, epochs))
-    if run.warmup_updates > run.max_steps:
-        text = (
-            f"the warm-up of {run.warmup_updates} updates is longer than the run of "
-            f"{run.max_steps}: the base rate is never reached"
-        )
-        facts = dataclasses.replace(facts, warnings=(*facts.warnings, text))
+    facts = dataclasses.replace(facts, warnings=(*facts.warnings, *_too_late(config, run)))
     facts = dataclasses.replace(facts, memory=known_memory(config, facts.device_name))
     if config.metrics.single_rank_rates is not None:
         facts = with_single_rank_rate(config, facts)
     return dataclasses.replace(run, facts=facts, sources=tuple(sources))
+
+
+def _too_late(config: Config, run: Run) -> Iterator[str]:
+    """Yield what is set and does not come before the end of the run."""
+    if run.warmup_updates > run.max_steps:
+        yield (
+            f"the warm-up of {run.warmup_updates} updates is longer than the run of "
+            f"{run.max_steps}: the base rate is never reached"
+        )
+    start = config.schedule.get("decay_start")
+    if isinstance(start, int) and start >= run.max_steps:
+        yield (
+            f"schedule.decay_start={start}: the run ends after {run.max_steps} updates, so the "
+            "rate never decays"
+        )
+    stages = config.data.get("stages")
+    for stage in stages if isinstance(stages, list) else ():
+        first = stage.get("from_tokens") if isinstance(stage, dict) else None
+        if isinstance(first, int) and first >= run.max_tokens:
+            yield (
+                f"data.stages: that from {first:,} tokens on never begins, as the run ends at "
+                f"{run.max_tokens:,}"
+            )
 
 
 def with_single_rank_rate(config: Config, facts: Facts) -> Facts:

@@ -47,8 +47,7 @@ def existing_run(given: str) -> Path:
     path = Path(given)
     rundir.check_plain(path)
     if not rundir.is_run(path):
-        text = "is no run folder (it has no config.yaml)"
-        raise refuse("fork.run", given, text, "outputs/default/2030-01-01_12-00-00")
+        raise ConfigError(f"fork.run={given}: {rundir.no_run(path)}")
     if not rundir.saved_steps(path):
         raise refuse("fork.run", given, "has no checkpoint yet that a fork could go on from")
     return path

@@ -62,7 +62,11 @@ def check(
 
 def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     """Return the command of a fork in the place of an extension: from the last checkpoint up to
-    which both are the same, or that none is kept."""
+    which both are the same, else from the end."""
+    fork = f"llmexp train {typed('fork.run', path)}"
     if step is None:
-        return "no checkpoint from before that is kept, which a fork could go on from; train anew"
-    return f"fork it: llmexp train {typed('fork.run', path)} fork.step={step} {key}={value}"
+        text = (
+            "none of its checkpoints is from before that; train anew, or fork the last one, with "
+        )
+        return f"{text}the rate of the longer schedule from there on: {fork} {key}={value}"
+    return f"fork it: {fork} fork.step={step} {key}={value}"

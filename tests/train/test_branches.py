@@ -3,6 +3,7 @@ same, bit for bit."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 
 from llmexp import rundir
 from llmexp.__main__ import run
+from llmexp.assembly import solving
 from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
@@ -299,7 +301,18 @@ def test_a_fork_has_the_warm_up_of_its_parent_unless_another_one_is_given(trunk,
     [
         (["fork.step=5"], ["fork.step=5: ", "keeps no checkpoint", "4, 8, 12", "fork.step=4"]),
         (["fork.run=nowhere"], ["fork.run=nowhere: is no run folder"]),
-        (["model.n_layers=1"], ["model.n_layers=1 (2 there)", "model.init_from=trunk@12"]),
+        (
+            ["model.n_layers=1"],
+            [
+                "model.n_layers=1: a fork has the model of its parent, and trunk has 2; leave it "
+                "out, or begin a new run with what fits: model.init_from=trunk@12",
+            ],
+        ),
+        (
+            ["model.n_layers=1", "model.d_model=8"],
+            ["model.n_layers=1, model.d_model=8: a fork has"],
+        ),
+        (["fork.run=."], ["fork.run=.: is no run folder", "name a run in it: "]),
         (["optimizer=muon"], ["fork.moments=keep: ", "fork.moments=drop"]),
         (["data.train_files=[gone.npy]"], ["gone.npy"]),
         (["train.max_steps=12"], ["train.max_steps=12: counts the parent's part too", "=15"]),
@@ -318,6 +331,23 @@ def test_what_cannot_be_forked_is_refused(trunk, overrides, words, monkeypatch):
         planned(overrides)
     for text in words:
         assert text in str(refused.value)
+
+
+def test_what_comes_after_the_end_of_the_run_is_said_before_it_starts(trunk, monkeypatch):
+    monkeypatch.chdir(trunk.folder.parent)
+    fork = ["fork.run=trunk", "fork.step=8", "train.max_steps=20"]
+    for more, words in (
+        (["schedule=cooldown", "schedule.decay_start=20"], "schedule.decay_start=20: the run ends"),
+        (["schedule.warmup_steps=21"], "the warm-up of 21 updates is longer than the run of 20"),
+    ):
+        assert any(text.startswith(words) for text in planned([*fork, *more]).run.facts.warnings)
+    near = planned([*fork, "schedule=cooldown", "schedule.decay_start=19"])
+    assert not any("decay" in text for text in near.run.facts.warnings)
+    config = dataclasses.replace(
+        near.config, data={"stages": [{"from_tokens": 1920}, {"from_tokens": 1919}]}
+    )
+    (late,) = solving._too_late(config, near.run)
+    assert late.startswith("data.stages: that from 1,920 tokens on never begins")
 
 
 def test_the_plan_of_a_fork_is_of_its_own_part(trunk, monkeypatch, capsys):
