@@ -65,8 +65,6 @@ def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     which both are the same, else from the end."""
     fork = f"llmexp train {typed('fork.run', path)}"
     if step is None:
-        text = (
-            "none of its checkpoints is from before that; train anew, or fork the last one, with "
-        )
-        return f"{text}the rate of the longer schedule from there on: {fork} {key}={value}"
+        text = "no checkpoint from before that is kept; train anew, or fork the last one, which goes"
+        return f"{text} on at the rate of the longer schedule: {fork} {key}={value}"
     return f"fork it: {fork} fork.step={step} {key}={value}"

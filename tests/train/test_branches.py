@@ -391,7 +391,7 @@ def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
     assert result.code == 2
     assert "(linear, over 12 updates)" in result.err
     assert "no checkpoint from before that is kept" in result.err
-    assert "fork.run=" not in result.err
+    assert "of the longer schedule: llmexp train fork.run=short train.max_steps=24\n" in result.err
     assert "warm-up" not in result.out  # nothing goes on
 
 
