@@ -65,6 +65,6 @@ def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
     which both are the same, else from the end."""
     fork = f"llmexp train {typed('fork.run', path)}"
     if step is None:
-        text = "no checkpoint from before that is kept; train anew, or fork the last one, which goes"
+        text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"
         return f"{text} on at the rate of the longer schedule: {fork} {key}={value}"
     return f"fork it: {fork} fork.step={step} {key}={value}"
