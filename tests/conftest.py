@@ -57,10 +57,13 @@ TINY = [
 
 # Files are shared out to processes whole; what takes longest comes first, or one process would end
 # alone.
-LONGEST = ("test_sweep", "test_hosts", "test_parallel", "test_geometry", "test_slurm", "test_kills",
-"test_disk",
-           "test_invariance", "test_numbers", "test_tracker", "test_train", "test_shipped",
-           "test_checkpoint", "test_resume", "test_cli", "test_golden", "test_knobs")  # fmt: skip
+LONGEST = ("test_slurm", "test_sweep", "test_parallel", "test_refusals", "test_cli",
+           "test_own_parts", "test_security", "test_golden", "test_resume", "test_memory",
+           "test_branches", "test_tracker", "test_in_and_out", "test_shipped", "test_time",
+           "test_planning", "test_fuzz", "test_invariance", "test_fitting", "test_train",
+           "test_data_proof", "test_hosts", "test_kills", "test_knobs", "test_window_loss",
+           "test_page", "test_tokenizer", "test_sync", "test_geometry", "test_checkpoint",
+           "test_program", "test_comparing", "test_command", "test_temporary")  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -138,7 +138,7 @@ KEYS = [
     ),
 )
 # each takes a while, and shrinking many of them
-@settings(FEWER, max_examples=25, phases=[Phase.generate])
+@settings(FEWER, max_examples=12, phases=[Phase.generate])
 def test_what_composes_is_a_config_or_is_refused(hydra, key, value):
     config = None
     with contextlib.suppress(ConfigError):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -132,6 +131,8 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> None:
     model, section, folder = exported(kind, tmp_path)
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="sdpa"
     )
@@ -162,6 +163,8 @@ def test_logits_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_transformers_saves_comes_back_byte_by_byte(kind: str, tmp_path: Path) -> None:
     model, section, folder = exported(kind, tmp_path)
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     again = tmp_path / "again"
     reference.save_pretrained(again, max_shard_size="60KB")
@@ -199,6 +202,8 @@ def test_keys_that_are_absent_mean_what_they_mean_to_transformers(kind: str) -> 
         given = {"max_position_embeddings": 8, "num_hidden_layers": 2, "num_attention_heads": 32}
         given |= {"hidden_size": 64, "intermediate_size": 80, "rms_norm_eps": 1e-4}
     given["vocab_size"] = 61
+    import transformers
+
     whole = transformers.AutoConfig.for_model(kind, **given).to_dict()
     bare = reading.from_config({"model_type": kind, **given}, "there")
     assert bare == reading.from_config(whole, "there")

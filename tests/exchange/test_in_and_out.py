@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from llmexp import rundir
@@ -64,6 +63,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_transformers_gives_the_same_ids_and_logits(trained: Result) -> None:
     folder = trained.folder.parent / "hf"
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "The na\u00efve fox's 12 dogs\n\n"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -221,6 +222,8 @@ def test_a_model_of_transformers_trains_as_ours_does(
         expected = [row[key] for row in ours]
         assert [row[key] for row in theirs.rows()] == pytest.approx(expected, rel=1e-4), key
     assert command(["export", str(theirs.folder), "--to", "hf", str(tmp_path / "out")]) == 0
+    import transformers
+
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     for name, tensor in weights(theirs, 3).items():
         assert torch.equal(again[name.removeprefix("model.")].double(), tensor), name

@@ -277,14 +277,14 @@ def test_a_run_moves_through_every_layout(tmp_path, settings):
         "optimizer=sgd"],
         ["optimizer=muon", "model=llama_100m", "model.n_heads=2", "model.n_kv_heads=2",
         "model.tied_head=false",
-         "model.vocab_size=320"],
+         "model.vocab_size=320", "train.max_steps=2"],
     ],
     ids=["fp16, sgd and value", "muon, llama"],
 )  # fmt: skip
 def test_every_part_works_on_split_models(tmp_path, settings, kind, more):
     """Against the same run on one rank, within the rounding of the arithmetic (see
     test_invariance), with two micro-batches a rank."""
-    settings = [*settings, *more, "train.max_steps=4", "schedule=constant"]
+    settings = [*settings, "train.max_steps=4", "schedule=constant", *more]
     settings.append("batch.micro_batch_size=2")
     run = train(tmp_path, "run", *settings, *(FOUR if kind == "fsdp_tp" else TWO))
     # Each rank's loss is scaled by dp_size too, as the gradients are averaged: its fp16 has as much
