@@ -17,7 +17,7 @@ from llmexp.config import ConfigError, nearest, plain, refuse
 from llmexp.convert import build, with_knobs
 from llmexp.labels import plural
 from llmexp.run.batch import cut_anew
-from llmexp.run.budget import BUDGETS, NO_BUDGET
+from llmexp.run.budget import BUDGETS, NO_BUDGET, keep_warmup
 from llmexp.run.layout import solve_layout
 from llmexp.sweep import ledger
 from llmexp.values import quoted, remember_variables, typed
@@ -119,11 +119,8 @@ def extend(tree: dict[str, Any], warmup: Any, given: Sequence[str]) -> str | Non
     """Make room for another budget in the config of a run, and keep the length of its warm-up,
     which was a share of the old one: return a line that says so."""
     tree["train"] |= NO_BUDGET
-    schedule = tree["schedule"]
-    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
-    if "schedule.warmup_steps" in given or not relative or not isinstance(warmup, int):
+    if "schedule.warmup_steps" in given or not keep_warmup(tree["schedule"], warmup):
         return None
-    schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
     return f"the warm-up stays {plural(warmup, 'update')}: schedule.warmup_steps={warmup}"
 
 

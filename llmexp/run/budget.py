@@ -37,6 +37,16 @@ def replace_budgets(tree: Any, overrides: Iterable[str]) -> None:
             tree["train"][key.removeprefix("train.")] = None
 
 
+def keep_warmup(schedule: dict[str, Any], warmup: Any) -> bool:
+    """Keep the warm-up of a run that gets another budget, where it was a share of the old one, at
+    its updates; return whether that was so."""
+    relative = schedule.get("warmup_steps", 0) is None and bool(schedule.get("warmup_ratio"))
+    if not relative or not isinstance(warmup, int):
+        return False
+    schedule |= {"warmup_steps": warmup, "warmup_ratio": None}
+    return True
+
+
 def solve_budget(
     train: Train,
     real_batch_size: int,

@@ -10,6 +10,7 @@ planning        the table of `plan -m`
 current         what all parts share of the running sweep
 batch           check a batch of points, and give them their places in the ledger
 matching        which points an existing sweep has already
+longer          another budget for all points; other values of what they share are refused
 running         run the points, rungs of halving, retries
 launchers       the loop that drives local, Slurm or Ray
 local           process trees on this machine, a device slot each

@@ -31,7 +31,7 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
         say(f"no comparison: {type(error).__name__}: {ledgers.one_line(str(error))}")
     for line in lines or [show.results_table(ledger)]:
         say(line)
-    for line in show.unfinished(ledger, current.reported):
+    for line in show.unfinished(ledger):
         say(line)
     if upload := upload_command(ledger.path):
         say(f"upload {upload}")

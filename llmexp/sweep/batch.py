@@ -16,6 +16,7 @@ from llmexp.sweep.answer import conclude
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Ledger
 from llmexp.sweep.local import visible_devices
+from llmexp.sweep.longer import lengthened
 from llmexp.sweep.matching import Task, match, of_folder
 from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
@@ -40,10 +41,16 @@ def run_batch(
     if current.grid and not resumed:
         spent = [p.spent(p.facts.max_tokens, p.facts.max_steps) for p in able]
         warn(spent, current.settings, current.arguments)
+    if current.grid and not resumed and len(able) + len(refused) == 1:
+        say("one point: no key has several values (train.seed=1,2 would make two)")
+    longer = lengthened(current, able) if current.grid and resumed else {}
     if current.opened is None:
         open_ledger(current)
     ledger = current.ledger
-    tasks = match(ledger, able)
+    first = ledger.next_number()
+    tasks = match(ledger, able, longer)
+    if current.grid and resumed:
+        say(how_many([task.entry.number >= first for task in tasks], len(longer)))
     record_refused(ledger, refused, {task.entry.folder for task in tasks})
     if resumed and not again:
         tasks += others(current, {task.entry.folder for task in tasks})
@@ -54,6 +61,12 @@ def run_batch(
     if current.grid:
         run_twins(current)
     return tasks
+
+
+def how_many(new: Sequence[bool], longer: int) -> str:
+    """Return the line that begins a sweep that is gone on with."""
+    text = f"{plural(len(new), 'point')}, {sum(new) or 'none'} of them new"
+    return f"{text}, {longer} with a longer budget" if longer else text
 
 
 def checked(

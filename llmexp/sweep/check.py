@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +31,11 @@ def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]
     parts = assemble(config, write=True, shared=shared, **folder.known(request))
     if purpose == "queue":
         path, fresh = folder.open_folder(parts, request)
-        if fresh or not folder.is_finished(path):
+        if fresh or not folder.is_finished(path, parts.run.max_steps):
             with rundir.locked(path):
                 folder.record(path, parts, request, "queued")
+    if purpose == "lengthen" and rundir.is_run(Path(request["folder"])):
+        folder.refuse_other_run(Path(request["folder"]), parts)
     run = parts.run
     devices = torch.cuda.device_count() if run.facts.device == "cuda" else 0
     solved, ranks = identity(plain(parts.config)), run.facts.layout.nproc_per_node

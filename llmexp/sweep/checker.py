@@ -36,12 +36,15 @@ class Checker:
                 assert stream is not None
                 stream.close()
 
-    def check(self, points: Sequence[Point]) -> tuple[list[Point], list[Refused]]:
+    def check(
+        self, points: Sequence[Point], purpose: str = "check"
+    ) -> tuple[list[Point], list[Refused]]:
         """Return the points that can run, with what is known of their runs, and the others. Data
-        are prepared, which the runs need anyway. Raises ConfigError."""
+        are prepared, which the runs need anyway. `lengthen`: each goes on with the run in its
+        folder. Raises ConfigError."""
         able: list[Point] = []
         refused: list[Refused] = []
-        for point, found in zip(points, self._ask("check", points), strict=True):
+        for point, found in zip(points, self._ask(purpose, points), strict=True):
             if "refused" in found:
                 refused.append(point.refused(found["refused"]))
             else:

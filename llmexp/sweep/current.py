@@ -32,8 +32,6 @@ class Current:
     opened: Ledger | None = None  # once the first points have passed their checks
     signals: list[int] = field(default_factory=list)  # that asked this process to stop
     halted: bool = False  # by sweep.stop_on_failure
-    # folders of points whose failure was reported in full
-    reported: set[str] = field(default_factory=set)
 
     @property
     def ledger(self) -> Ledger:

@@ -232,6 +232,14 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
     return found
 
 
+def steps_of(path: Path) -> int:
+    """Return the planned steps of a run; 0 where its file is damaged."""
+    with contextlib.suppress(ConfigError):
+        steps = rundir.read_run(path).get("max_steps")
+        return steps if type(steps) is int else 0
+    return 0
+
+
 def runs_in(path: Path) -> list[Path]:
     """Return the folders of a sweep's runs: <number>-<label>."""
     if not path.is_dir():

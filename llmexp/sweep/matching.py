@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmexp import rundir
 from llmexp.child import REFUSED
 from llmexp.compose.app import visible
-from llmexp.config import ConfigError
+from llmexp.config import Config, ConfigError
+from llmexp.convert import with_knobs
+from llmexp.run.budget import keep_warmup
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.ledger import Entry, Facts, Ledger
+from llmexp.sweep.ledger import Entry, Facts, Ledger, steps_of
 from llmexp.sweep.points import Point, label
 
 
@@ -38,19 +40,30 @@ class Task:
         return self.facts.devices > 0
 
 
-def match(ledger: Ledger, points: Sequence[Point]) -> list[Task]:
-    """Return the points with their entries: those that they have already, known by the config as
-    composed, or as solved in the run's folder; else new ones."""
+def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, Entry]:
+    """Return the entries that points have already, by the points' identities: known by the config
+    as composed, or as solved in the run's folder."""
     composed = {e.identity: e for e in ledger.points if e.identity is not None}
-    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
     # some may be there in other words
     written_otherwise = not {point.identity for point in points} <= composed.keys()
     solved = by_folder(ledger) if written_otherwise else {}
+    found = ((p, composed.get(p.identity) or solved.get(p.facts.solved)) for p in points)
+    return {point.identity: entry for point, entry in found if entry is not None}
+
+
+def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) -> list[Task]:
+    """Return the points with their entries: those that they have already, else new ones. `longer`:
+    the folders of points that get another budget, by their identities."""
+    known = entries_of(ledger, points)
+    folders = {e.folder: e for e in ledger.points}
+    infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
     tasks = []
     for point in points:
         asked = visible(point.overrides)
-        entry = composed.get(point.identity) or solved.get(point.facts.solved)
-        entry = entry or infeasible.get(tuple(asked))
+        entry = known.get(point.identity) or infeasible.get(tuple(asked))
+        if point.identity in longer:
+            entry = folders[longer[point.identity]]
+            entry.overrides = asked
         if entry is None:
             point = told_apart(point, ledger)
             path = point.moved(ledger.next_number(), ledger.path).path
@@ -60,8 +73,31 @@ def match(ledger: Ledger, points: Sequence[Point]) -> list[Task]:
             entry.state, entry.error = "queued", None
         path = ledger.path / entry.folder
         placed = dataclasses.replace(point, number=entry.number, path=path, group=ledger.group)
+        if entry.state != "finished" or is_longer(placed):
+            placed = dataclasses.replace(placed, config=as_begun(placed, is_longer(placed)))
         tasks.append(Task(placed, entry))
     return tasks
+
+
+def is_longer(point: Point) -> bool:
+    """Return whether a point has more steps now than the run in its folder was planned with. Epochs
+    are left out: there it may be the data that have grown."""
+    more = 0 < steps_of(point.path) < point.facts.max_steps
+    return more and point.config.train.max_epochs is None
+
+
+def as_begun(point: Point, longer: bool) -> Config:
+    """Return the config with the warm-up of the run in its folder, where that was a share of the
+    budget that it began with."""
+    config = point.config
+    if config.schedule.get("warmup_steps", 0) is not None or not rundir.is_run(point.path):
+        return config
+    there = rundir.read_config(point.path).get("schedule")
+    if not longer and (not isinstance(there, dict) or there.get("warmup_steps") is None):
+        return config
+    schedule = dict(config.schedule)
+    keep_warmup(schedule, rundir.read_run(point.path).get("warmup_updates"))
+    return with_knobs(config, schedule=schedule)
 
 
 def by_folder(ledger: Ledger) -> dict[str, Entry]:

@@ -18,7 +18,7 @@ from llmexp.labels import plural
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
-from llmexp.sweep.matching import Task
+from llmexp.sweep.matching import Task, is_longer
 from llmexp.sweep.settings import Sweep
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
@@ -102,8 +102,8 @@ def run_points(
     stops, ledger = stops or {}, current.ledger
     left = []
     for task in tasks:
-        state = ledger.look(task.entry).get("state")
-        if state != "finished" and not reached(task, stops):
+        done = ledger.look(task.entry).get("state") == "finished" and not is_longer(task.point)
+        if not done and not reached(task, stops):
             left.append(task)
     done = len(tasks) - len(left)
     if left and done:
@@ -144,7 +144,7 @@ def run_once(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) 
     if current.over:
         return
     # jobs are reported with their ids
-    with show.Display(current.ledger, current.launcher != "slurm", current.reported) as display:
+    with show.Display(current.ledger, current.launcher != "slurm") as display:
         launchers.run_tasks(current, queued, jobs, display)
         display.tick()
 
@@ -166,7 +166,6 @@ def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> 
         error = ledgers.one_line(refused)
         ledger.update(task.entry, state="failed", exit_code=REFUSED, error=error)
         say(f"{show.name_of(task.entry, ledger.swept)}  not started: {error}")
-        current.reported.add(task.entry.folder)
         current.halted |= current.settings.stop_on_failure
     return queued
 

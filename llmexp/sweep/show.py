@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import shutil
@@ -18,12 +17,11 @@ from typing import Any, TextIO
 from llmexp import fileio, rundir
 from llmexp.child import say
 from llmexp.compare import budgets
-from llmexp.config import ConfigError
 from llmexp.labels import label, parsed, short_keys, shown
 from llmexp.metrics.console import format_duration
 from llmexp.redact import redacted
 from llmexp.run.budget import BUDGETS
-from llmexp.sweep.ledger import Entry, Ledger, figure
+from llmexp.sweep.ledger import Entry, Ledger, figure, steps_of
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
 
@@ -35,12 +33,8 @@ ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  
 class Display:
     """The live table and the lines that are printed while the points run."""
 
-    def __init__(
-        self, ledger: Ledger, lines: bool = True, reported: set[str] | None = None
-    ) -> None:
-        """`lines`: print each change of a point's state. `reported` gets the folders of those whose
-        failure was printed."""
-        self._reported = set() if reported is None else reported
+    def __init__(self, ledger: Ledger, lines: bool = True) -> None:
+        """`lines`: print each change of a point's state."""
         self._ledger, self._slots, self._lines = ledger, 1, lines
         self._live: Any = None
         self._at = 0.0
@@ -93,8 +87,6 @@ class Display:
             self._waiting.add(entry.folder)
         if self._lines and not (new and entry.state == "queued"):
             self.line(line_of(entry, self._ledger))
-            if entry.error:
-                self._reported.add(entry.folder)
 
     def view(self) -> str:
         """Return the live table, with as many points as there is room for."""
@@ -136,14 +128,6 @@ class Display:
             return ""
         queued = sum(e.state == "queued" for e in points) / max(self._slots, 1)
         return f"; about {format_duration(fmean(left.values()) + queued * fmean(took))} left"
-
-
-def steps_of(path: Path) -> int:
-    """Return the planned steps of a run; 0 where its file is damaged."""
-    with contextlib.suppress(ConfigError):
-        steps = rundir.read_run(path).get("max_steps")
-        return steps if type(steps) is int else 0
-    return 0
 
 
 def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
@@ -189,15 +173,13 @@ def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
     return ""
 
 
-def unfinished(ledger: Ledger, reported: Collection[str] = ()) -> list[str]:
-    """Return lines that say why points did not finish; short ones for the folders whose failure was
-    reported before."""
+def unfinished(ledger: Ledger) -> list[str]:
+    """Return lines that say why points did not finish, each with its whole reason."""
     lines = []
     for entry in ledger.points:
         if entry.state in ("failed", "infeasible", "preempted") and entry.error:
             text = f"{name_of(entry, ledger.swept)}  {entry.state}: {flat(entry.error)}"
-            short = entry.folder in reported
-            lines.append(textwrap.shorten(text, 79, placeholder=" ...") if short else fitted(text))
+            lines.append(fitted(text))
     return lines
 
 

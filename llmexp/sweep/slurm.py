@@ -279,7 +279,6 @@ class Slurm:
         entry = one.task.entry
         if one.over:
             self._current.ended(entry)
-            self._current.reported.add(entry.folder)
         else:
             self._current.ledger.look(entry, alive=True)
         self._say(f"{one.job:<12} {name_of(entry, self._current.ledger.swept)}  {text}")

@@ -215,14 +215,20 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
     assert (
         sweep_json(tmp_path / "s")["negligible"] == 0.5
     )  # what the sweep began with, as it is not given again
-    # A point of other values than the sweep has had is named by these too, though its command
-    # varies nothing.
-    assert (
-        llmexp(
-            "train", *base, "clip.max_norm=0.5", "data.seed=3", "sweep.resume=s", cwd=tmp_path
-        ).code
-        == 0
-    )
+    assert "3 points, 1 of them new" in second.out
+    # Another value of a key that all points share makes no point; beside the old one it does.
+    shared = ["resume", "s", "clip.max_norm=0.5"]
+    for other, says in (
+        ("data.seed=3", "data.seed=3: all points of s have 0"),
+        ("optimizer=sgd", "optimizer: all points of s share another one"),
+        ("train.max_steps=1", "is 1 steps, and s/0-max_norm_0.5 is at step 2 already"),
+        ("sweep.halving=0.5 train.max_steps=4", "sweep.halving=0.5: decides by shares of the old"),
+    ):
+        refused = llmexp(*shared, *other.split(), cwd=tmp_path)
+        assert (refused.code, says in refused.err) == (2, True), refused.err
+    third = llmexp(*shared, "data.seed=0,3", cwd=tmp_path)
+    assert third.code == 0, third.err
+    assert "2 points, 1 of them new" in third.out
     ledger = sweep_json(tmp_path / "s")
     assert ledger["points"][3]["folder"] == "3-max_norm_0.5+seed_3"
     assert ledger["swept"] == ["clip.max_norm", "data.seed"]
@@ -231,6 +237,26 @@ def test_a_widened_grid_runs_only_what_is_new_and_twins_are_refused(tmp_path):
         assert refused.code == 2
         assert "resolves to the same config as 0-" in refused.err
     assert not (tmp_path / "twins").exists()
+
+
+def test_a_longer_budget_lengthens_every_point(tmp_path):
+    """They were finished; the warm-up, which was a share of the old budget, stays as it was."""
+    grid = [*RUN[len(TINY) :], "schedule=constant", "schedule.warmup_ratio=0.5", "train.seed=1"]
+    command = ["-m", *TINY, *grid, "clip.max_norm=0.5,1.0", "hydra.sweep.dir=s"]
+    assert llmexp("train", *command, "train.max_steps=4", cwd=tmp_path).code == 0
+    done = llmexp("resume", "s", "train.max_steps=8", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "2 points, none of them new, 2 with a longer budget" in done.out
+    assert list(states(tmp_path / "s").values()) == ["finished"] * 2
+    warm = ["schedule=constant", "schedule.warmup_steps=2", "train.max_steps=8"]
+    whole = train(tmp_path, "whole", *RUN[len(TINY) :], *warm, "train.seed=1", "clip.max_norm=0.5")
+    longer = Result(0, "", "", tmp_path / "s" / "0-max_norm_0.5")
+    for key in ("train/loss", "lr"):
+        assert [r[key] for r in longer.rows()] == [r[key] for r in whole.rows()]
+    again = llmexp("resume", "s", cwd=tmp_path)
+    assert again.code == 0
+    assert "2 points, none of them new\n" in again.out
+    assert len(longer.rows()) == 8
 
 
 def test_points_that_are_another_one_again_are_skipped_and_named(tmp_path):

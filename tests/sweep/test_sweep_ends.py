@@ -229,7 +229,7 @@ def test_a_sweeps_folder_that_is_a_file(tmp_path):
         rundir.claim(tmp_path / "f" / "s", True, "hydra.sweep.dir")
 
 
-def test_a_reason_is_reported_once_and_shortly_at_the_end(tmp_path):
+def test_the_whole_reason_stands_at_the_end_too(tmp_path):
     (tmp_path / "long.py").write_text(
         "def hook(event, context):\n    if context.optimizers[0].param_groups[0]['lr'] == 0.5:\n"
         "        raise RuntimeError('first ' + 'many words ' * 12 + 'the last one')\n"
@@ -245,9 +245,9 @@ def test_a_reason_is_reported_once_and_shortly_at_the_end(tmp_path):
     ]
     done = llmexp("train", *command, cwd=tmp_path)
     assert done.code == 1
-    assert done.out.count("the last one") == 1
+    assert "one point: no key has several values (train.seed=1,2 would make two)" in done.out
     at_once, after = (line for line in done.out.splitlines() if "the hook long.hook failed" in line)
     assert at_once.startswith("0 point  failed: the hook long.hook failed at step_start")
-    assert after.startswith("0 point failed: the hook long.hook failed at step_start")
-    assert after.endswith(" ...")
-    assert len(after) < 80
+    assert after.startswith("0 point  failed: the hook long.hook failed at step_start")
+    assert "the last one" in at_once
+    assert "the last one" in after

@@ -1,0 +1,101 @@
+"""Give another value of a key that all points of a sweep share: a longer budget lengthens them, any
+other is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmexp.compose.app import typed
+from llmexp.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.knobs import essence
+from llmexp.labels import shown
+from llmexp.run.budget import BUDGETS
+from llmexp.sweep import ledger as ledgers
+from llmexp.sweep.current import Current
+from llmexp.sweep.ledger import Entry, Ledger
+from llmexp.sweep.matching import as_begun, entries_of
+from llmexp.sweep.points import Point, no_start
+from llmexp.sweep.twins import is_twin
+
+
+def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
+    """Return the folders of the points of the sweep that become longer, by the identities of
+    their points.
+
+    Raises ConfigError where one cannot, and for another value of any other key that all points of
+    the sweep share: new points come from values of swept keys.
+    """
+    if not ledgers.is_sweep(current.where):
+        return {}
+    ledger = ledgers.read(current.where)
+    known = entries_of(ledger, points)
+    new = [point for point in points if point.identity not in known]
+    there = composed(ledger, new)
+    found: dict[str, str] = {}
+    asked: list[Point] = []
+    for point in new:
+        swept = {key.lstrip("+") for key in (*point.swept, *ledger.swept)}
+        whole = flat_of(point.config)
+        same = (e for e, flat in there if without_budget(flat) == without_budget(whole))
+        entry = None if swept & set(BUDGETS) else next(same, None)
+        if entry is None:
+            refuse_shared(ledger, point, whole, [flat for _, flat in there], swept)
+        else:
+            found[point.identity] = entry.folder
+            placed = dataclasses.replace(point, path=ledger.path / entry.folder)
+            asked.append(dataclasses.replace(placed, config=as_begun(placed, longer=True)))
+    if asked and current.settings.halving is not None:
+        text = "decides by shares of the old budget; to train all points on"
+        raise refuse("sweep.halving", current.settings.halving, text, "null")
+    _, refused = current.checker.check(asked, "lengthen")
+    if refused:
+        raise no_start(refused)
+    return found
+
+
+def composed(ledger: Ledger, new: Sequence[Point]) -> list[tuple[Entry, dict[str, Any]]]:
+    """Return the points of the ledger with what each is composed to now; those that no longer
+    compose are left out."""
+    found = []
+    if new and (compose := new[0].composer) is not None:
+        for entry in ledger.points:
+            if entry.state != "infeasible" and not is_twin(entry):
+                with contextlib.suppress(Exception):  # files that it needs may be gone
+                    found.append((entry, flat_of(typed(compose(entry.overrides, entry.label)))))
+    return found
+
+
+def flat_of(config: Config) -> dict[str, Any]:
+    return essence(flatten(plain(config)))
+
+
+def without_budget(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat.items() if key not in BUDGETS}
+
+
+def refuse_shared(
+    ledger: Ledger,
+    point: Point,
+    flat: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any]],
+    swept: set[str],
+) -> None:
+    """Raise ConfigError where a key that nothing sweeps has one value in all points of the sweep,
+    and another one in this point."""
+    if not others or "experiment" in swept:
+        return
+    for key, value in flat.items():
+        section, values = key.partition(".")[0], {repr(other.get(key)) for other in others}
+        if key in swept or section in swept or key in BUDGETS or len(values) > 1:
+            continue
+        if repr(value) in values:
+            continue
+        old = others[0].get(key)
+        way = "new points come from keys with several values, others from a sweep of their own"
+        if key.endswith("._target_"):
+            raise ConfigError(f"{section}: all points of {ledger.path} share another one; {way}")
+        text = f"all points of {ledger.path} have {shown(old)}; {way}"
+        raise refuse(key, value, text, f"{shown(old)},{shown(value)}")
