@@ -111,9 +111,10 @@ def dispatch(arguments: list[str]) -> int:
     if command in ("-sc", "--shell-completion", "--shell_completion"):
         return complete(arguments, tuple(COMMANDS))
     if command not in COMMANDS:
-        raise ConfigError(
-            f"{command}: there is no such command.{nearest(command, COMMANDS)} See llmexp --help."
-        )
+        hint = nearest(command, COMMANDS)
+        if command.startswith("sweep"):
+            hint = " A sweep is llmexp train -m; for example llmexp train -m optimizer.lr=1e-3,3e-3"
+        raise ConfigError(f"{command}: there is no such command.{hint} See llmexp --help.")
     if command in ("train", "plan", "prepare") and {"-h", "--help"} & set(rest):
         from llmexp.cli.help import print_help
 

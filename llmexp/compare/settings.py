@@ -171,13 +171,22 @@ def _independent(entries: Sequence[Entry], differing: Sequence[str]) -> list[str
     if rules or "optimizer.lr_rule" in swept:
         keys = [key for key in keys if key in swept or not _RATES.fullmatch(key)]
 
+    optimizers_swept = "optimizer" in swept
+
+    def follows(key: str, other: str) -> bool:
+        if key.startswith("optimizer.") and not optimizers_swept:
+            rate = _RATES.fullmatch(key) and None not in (e.values[key] for e in entries)
+            if rate or other != "optimizer._target_":
+                return False  # both were chosen, such as by an experiment
+        return _decides(other, key, entries)
+
     def weight(key: str) -> tuple[bool, bool, int]:
         preferred = _PREFERRED.index(key) if key in _PREFERRED else -1
         return key not in swept, not key.startswith(("batch.", "fork.")), preferred
 
     kept: list[str] = []
     for key in sorted(keys, key=weight):
-        if key in swept or not any(_decides(other, key, entries) for other in kept):
+        if key in swept or not any(follows(key, other) for other in kept):
             kept.append(key)
     return kept
 

@@ -101,6 +101,12 @@ def test_help_of_every_command(capsys, command):
     assert len(out.splitlines()) > 5
 
 
+def test_a_command_that_there_is_not(capsys):
+    for given, says in (("sweep", "A sweep is llmexp train -m; for example"), ("trian", "train?")):
+        assert run([given, "optimizer.lr=1,2"]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["train", "--help"], ["train", "--cfg", "job", "--resolve", "model=gpt2_xl"]],

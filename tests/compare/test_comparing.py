@@ -229,6 +229,12 @@ CASES = {
         ["optimizer"], {}, "",
         {"optimizer=adamw": "lowest", "optimizer=muon": "undecided"},
     ),
+    "an experiment may choose the rate beside the optimizer": (
+        [dict(optimizer___target_="llmexp.optim.adamw", optimizer__lr=0.001, optimizer__beta=0.9),
+         dict(optimizer___target_="llmexp.optim.muon", optimizer__lr=0.02, optimizer__nesterov=1)],
+        ["experiment"], {}, "",
+        {"optimizer=adamw lr=0.001": "lowest", "optimizer=muon lr=0.02": "undecided"},
+    ),
     "a value at which all runs fail names its column": (
         [dict(optimizer__lr=lr, optimizer__weight_decay=wd, offset=wd, state=state)
          for lr, state in ((0.001, "finished"), (1e9, "failed")) for wd in (0.0, 0.1)],
