@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,4 +99,5 @@ def refuse_shared(
         if key.endswith("._target_"):
             raise ConfigError(f"{section}: all points of {ledger.path} share another one; {way}")
         text = f"all points of {ledger.path} have {shown(old)}; {way}"
-        raise refuse(key, value, text, f"{shown(old)},{shown(value)}")
+        both = f"{shown(old)},{shown(value)}"
+        raise refuse(key, value, text, both if re.fullmatch(r"[\w.,+-]+", both) else None)
