@@ -18,7 +18,8 @@ from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.matching import as_begun, entries_of
-from llmexp.sweep.points import Point, no_start
+from llmexp.sweep.points import Point, no_start, with_devices
+from llmexp.sweep.settings import Sweep
 from llmexp.sweep.twins import is_twin
 
 
@@ -34,7 +35,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     ledger = ledgers.read(current.where)
     known = entries_of(ledger, points)
     new = [point for point in points if point.identity not in known]
-    there = composed(ledger, new)
+    there = composed(ledger, new, current.settings)
     found: dict[str, str] = {}
     asked: list[Point] = []
     for point in new:
@@ -57,7 +58,9 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
     return found
 
 
-def composed(ledger: Ledger, new: Sequence[Point]) -> list[tuple[Entry, dict[str, Any]]]:
+def composed(
+    ledger: Ledger, new: Sequence[Point], settings: Sweep
+) -> list[tuple[Entry, dict[str, Any]]]:
     """Return the points of the ledger with what each is composed to now; those that no longer
     compose are left out."""
     found = []
@@ -65,7 +68,8 @@ def composed(ledger: Ledger, new: Sequence[Point]) -> list[tuple[Entry, dict[str
         for entry in ledger.points:
             if entry.state != "infeasible" and not is_twin(entry):
                 with contextlib.suppress(Exception):  # files that it needs may be gone
-                    found.append((entry, flat_of(typed(compose(entry.overrides, entry.label)))))
+                    config = typed(compose(entry.overrides, entry.label))
+                    found.append((entry, flat_of(with_devices(config, settings))))
     return found
 
 
