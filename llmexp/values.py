@@ -41,18 +41,42 @@ def hint(word: str, known: Iterable[str]) -> str:
     return nearest(word, known) or f" Known: {', '.join(known)}."
 
 
+NUMBER_OR_WORD = re.compile(
+    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?(inf|nan)|true|false|null", re.I
+)
+
+
 def quoted(text: str) -> str:
     """Return `text` as the value of an override: in quotes where Hydra's grammar needs them."""
-    if re.fullmatch(r"[A-Za-z0-9_./@-]+( [A-Za-z0-9_./@-]+)*", text):
+    plain = re.fullmatch(r"[A-Za-z0-9_./@-]+( [A-Za-z0-9_./@-]+)*", text)
+    if plain and not NUMBER_OR_WORD.fullmatch(text):
         return text
     # backslashes stand for themselves, but before a quote
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
     return f"'{escaped}'"
 
 
+def written(value: object) -> str:
+    """Return any plain value as an override has it: {factor: 8.0, kind: null}."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {written(one)}' for key, one in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(written, value))}]"
+    if value is None or isinstance(value, (bool, int, float)):
+        return str(shown(value))
+    return quoted(str(value))
+
+
 def typed(key: str, value: object) -> str:
-    """Return KEY=VALUE as it is pasted into a shell, such as a path with spaces."""
-    return shlex.quote(f"{key}={quoted(str(value))}")
+    """Return KEY=VALUE as it is pasted into a shell, such as a path with spaces or a mapping."""
+    return pasteable(f"{key}={written(value)}")
+
+
+def pasteable(word: str) -> str:
+    """Return a word as a shell takes it; in double quotes where it has single ones and may be."""
+    if "'" in word and not re.search(r'["$`\\!]', word):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def shown(value: Any) -> Any:
@@ -64,7 +88,12 @@ def shown(value: Any) -> Any:
 
 def refuse(key: str, value: Any, why: str, example: Any = None) -> ConfigError:
     """Return the one form of a refusal: key, value, reason, a valid example."""
-    tail = f"; for example {key}={shown(example)}" if example is not None else ""
+    tail = ""
+    if isinstance(example, str):  # a value as it is written, or that and further words
+        text = f"{key}={example}"
+        tail = f"; for example {text if ' ' in text else pasteable(text)}"
+    elif example is not None:
+        tail = f"; for example {typed(key, example)}"
     return ConfigError(f"{key}={shown(value)}: {why}{tail}")
 
 

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError
+from llmexp.values import typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -150,11 +151,24 @@ def check_overrides(overrides: Sequence[str]) -> None:
         with suppress(HydraException):
             key = parsed([override])[0].key_or_group
         if not key:
-            text = "is not an override; one looks like train.max_steps=100"
-            name, _, value = override.partition("=")
-            if name and value:
-                text += f"""; special characters need quotes: '{name}="{value}"'"""
-            raise ConfigError(f"{override}: {text}")
+            raise ConfigError(f"{override}: {_no_override(override, overrides)}")
+
+
+def _no_override(override: str, overrides: Sequence[str]) -> str:
+    """Return why a word of the command line is no override, and what may have been meant."""
+    name, _, value = override.partition("=")
+    if value.endswith(",") and value.strip(","):
+        return f"ends in a comma; leave it out: {name}={value.rstrip(',')}"
+    later = overrides[list(overrides).index(override) + 1 :]
+    closing = {"[": "]", "{": "}"}.get(value[:1], " ")
+    ends = [n for n, word in enumerate(later) if word.endswith(closing)]
+    if ends and "=" not in "".join(later[: ends[0] + 1]):
+        whole = shlex.quote(" ".join([override, *later[: ends[0] + 1]]))
+        return f"the shell has cut it at a space; quote the whole: {whole}"
+    text = "is not an override; one looks like train.max_steps=100"
+    if name and value:
+        text += f"; special characters need quotes: {typed(name, value)}"
+    return text
 
 
 # Knobs that run code of the user's choosing come from a command line, never from a file alone.

@@ -4,7 +4,7 @@ with which key, and the nearest key that exists."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llmexp.compose.origin import CONFIG_NAME, not_in_option
+from llmexp.compose.origin import CONFIG_NAME, not_in_option, option
 from llmexp.compose.overrides import key_of, parsed
 from llmexp.config import ConfigError, flatten, nearest
 from llmexp.values import hint
@@ -39,9 +39,10 @@ def in_words(error: Exception, loader: Any, overrides: Sequence[str]) -> str:
     text = str(error).strip()
     if error.__cause__ is not None and str(error.__cause__).strip() not in text:
         text += "\n" + str(error.__cause__).strip()
-    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
+    several = r"Ambiguous value for argument '(.+?)'\n|Sweep parameters '(.+)' requires --multirun"
+    if found := re.search(several, f"{text}\n"):
         way = "several values are a sweep, which needs -m; a list is written key=[a,b]"
-        return f"{found[1]}: {way}"
+        return f"{found[1] or found[2]}: {way}"
     changing = r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'"
     if found := re.search(changing, text):
         if "already at" in text:
@@ -79,8 +80,24 @@ def unknown(key: str, loader: Any, overrides: Sequence[str]) -> str:
             flat[other.key_or_group] = other.value()
     if refusal := not_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value, flat):
         return refusal
-    near = nearest_key(key, [*flat_keys(tree), "experiment"])
+    near = _longer_in_option(loader, tree["hydra"]["runtime"]["choices"], key, value)
+    near = near or nearest_key(key, [*flat_keys(tree), "experiment"])
     return f"{key}: there is no such key or group.{near}"
+
+
+def _longer_in_option(loader: Any, choices: Mapping[str, Any], key: str, value: str) -> str:
+    """Return a hint for a key whose name ends that of a knob of another option, as files for
+    train_files; empty where there is none, or where the chosen option has such a knob."""
+    section, _, name = key.partition(".")
+    if section not in choices or not name or "." in name:
+        return ""
+    for other in [choices[section], *loader.get_group_options(section)]:
+        longer = [k for k in option(loader, f"{section}/{other}") if k.endswith(f"_{name}")]
+        if longer and other == choices[section]:
+            return ""
+        if longer:
+            return f" Did you mean {section}={other} {section}.{longer[0]}={value}?"
+    return ""
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

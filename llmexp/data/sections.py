@@ -8,7 +8,7 @@ from typing import Any
 
 from llmexp.data.places import Answers, match_places
 from llmexp.data.source import TRAIN, Source
-from llmexp.values import refuse
+from llmexp.values import refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -120,7 +120,8 @@ def read_stages(
 ) -> dict[int, dict[str, float]]:
     """Return the weights by the first sequence of the run that they count for."""
     found: dict[int, dict[str, float]] = {}
-    example = "for example data.stages=[{from_tokens: 1000000, weights: {web: 0.5, code: 0.5}}]"
+    stages_like = [{"from_tokens": 1000000, "weights": dict.fromkeys(names, 0.5)}]
+    example = f"for example {typed('data.stages', stages_like)}"
     for number, stage in enumerate(stages):
         key = f"data.stages[{number}]"
         if not isinstance(stage, Mapping) or set(stage) != {"from_tokens", "weights"}:

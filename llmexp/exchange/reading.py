@@ -22,6 +22,7 @@ from llmexp.exchange.sizes import FREE, knobs_of
 from llmexp.fileio import read_object
 from llmexp.models.common import all_finite
 from llmexp.naming import WEIGHTS, named_checkpoint
+from llmexp.values import typed
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}
@@ -218,7 +219,7 @@ def _growing(
         ours = section.get(key, USUAL.get(key))
         if key in FREE or ours == theirs:
             continue
-        text = f"model.{key}={'null' if theirs is None else theirs}"
+        text = typed(f"model.{key}", theirs)
         if key in GROWING and ours and theirs:
             if ours > theirs and section.get("init_grow"):
                 found[key] = (theirs, ours)
