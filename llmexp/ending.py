@@ -7,7 +7,6 @@ agent of ranks, a later look) decides by RULES whether that stands, and writes w
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import socket
 import time
@@ -23,7 +22,7 @@ from llmexp.config import ConfigError, fill
 from llmexp.data.files import cut_files
 from llmexp.fileio import read_json
 from llmexp.redact import redacted
-from llmexp.values import remember_variables
+from llmexp.values import remember_variables, typed
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
 CUT = "cut: no end was recorded (power cut or reboot?)"  # the error of a run that was mended
@@ -180,14 +179,15 @@ def what_is_left(path: Path, error: str) -> str:
     step = rundir.saved_step(path)
     intact = "no checkpoint yet" if step is None else f"the last checkpoint is step_{step:08d}"
     if COMES_AGAIN in error:
-        if step is None:
-            return f"{intact}; start again with other settings"
         rate = ""
         with contextlib.suppress(ConfigError, KeyError, TypeError):
-            rate = f" optimizer.lr={rundir.read_config(path)['optimizer']['lr'] / 10:.2g}"
-        fork = shlex.quote(f"fork.run={path}")
-        again = f"llmexp train {fork}{rate}{rundir.allowed_again()}"
-        return f"{intact}; from there with other settings: {again}"
+            rate = f"optimizer.lr={rundir.read_config(path)['optimizer']['lr'] / 10:g}"
+        if step is None:
+            return f"{intact}; start again with other settings" + (
+                f", such as {rate}" if rate else ""
+            )
+        fork = f"llmexp train {typed('fork.run', path)} {rate}".rstrip() + rundir.allowed_again()
+        return f"{intact}; if its weights are still good, from there with other settings: {fork}"
     again = "the same command"  # where not even a config could be written
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         hosts = rundir.read_config(path)["parallelism"]["nnodes"]

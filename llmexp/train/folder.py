@@ -121,7 +121,10 @@ def refuse_other_config(
     keys = differing(old, new)
     fixed = [key for key in keys if key not in extending.KEYS]
     if fixed:
-        shown = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in fixed)
+        # of a section with another function that alone, as its knobs differ for that
+        other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
+        named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
+        shown = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in named)
         where = path if loaded is None else loaded.path
         raise ConfigError(
             f"{where}: is another run; differing keys, which change results and so are fixed: "

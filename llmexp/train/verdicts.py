@@ -51,8 +51,7 @@ def settle(loop: Loop) -> int:
             progress.skipped_steps += 1
             progress.consecutive_skips += 1
         if words := reason_to_end(loop, step, seen.code):
-            again = "" if NOTHING in words else f"; {COMES_AGAIN}"
-            raise TrainingFailed(f"{words}{again}")
+            raise TrainingFailed(words)
         if seen.code != SKIPPED_OUTLIER:  # of which `note` prints more
             how = "" if seen.code == EMPTY else " that overflowed fp16"
             text = f"step {progress.step:,} has {WHAT[seen.code]}{how}; its update was skipped"
@@ -71,21 +70,28 @@ def reason_to_end(loop: Loop, step: Step, code: int) -> str:
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         return (
             f"step {progress.step} has {WHAT[code]} that is not finite{where}; the update was not "
-            f"applied; {diagnosed(loop)}{grew(loop)}"
+            f"applied; {comes_again(diagnosed(loop) + grew(loop))}"
         )
     if overflowed and scaler.state_dict()["scale"] < 1:
         finish_last_save(loop)
         return (
             f"the fp16 loss scale fell below 1 at step {progress.step}: these gradients do not fit "
-            f"fp16; {diagnosed(loop)}"
+            f"fp16; {comes_again(diagnosed(loop))}"
         )
     if progress.consecutive_skips > limit:
         finish_last_save(loop)
         return (
             f"{progress.consecutive_skips} updates in a row were skipped, the last at step "
-            f"{progress.step} ({WHAT[code]}); train.max_consecutive_skips={limit}"
+            f"{progress.step} ({WHAT[code]}); train.max_consecutive_skips={limit}: resumed with a "
+            f"larger one, such as train.max_consecutive_skips={2 * limit or 100}, it goes on"
         )
     return ""
+
+
+def comes_again(words: str) -> str:
+    """Return why a step went wrong, and that a resumed run would meet it again: not where a second
+    pass found nothing."""
+    return words if NOTHING in words else f"{words}; {COMES_AGAIN}"
 
 
 def finish_last_save(loop: Loop) -> None:

@@ -208,6 +208,9 @@ def test_fp16_overflow_skips_and_a_hopeless_scale_stops(tmp_path):
     stopped = llmexp("train", *TINY, *overflowing, *more, cwd=tmp_path)
     assert stopped.code == 3
     assert "4 updates in a row were skipped, the last at step 4" in stopped.err
+    assert "such as train.max_consecutive_skips=6, it goes on; no checkpoint yet; to go on" in (
+        stopped.err
+    )
 
 
 TRACED = """
