@@ -3,6 +3,7 @@
 settings   the section `plan` of a command
 counting   memory of tensors that have none
 rehearsal  a step of a run on such tensors, cut in any way, for any device
+process    what a process that trains on a CPU holds beside its model
 memory     what a rank holds, whether that fits, and what would make it fit
 duration   how long a run takes, and what that costs
 measuring  a few steps of a run, trained in a process of its own

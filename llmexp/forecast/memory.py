@@ -11,6 +11,7 @@ import torch
 
 from llmexp.assembly.assemble import Parts
 from llmexp.config import Parallelism
+from llmexp.forecast.process import process_bytes
 from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
 from llmexp.metrics import hardware
 from llmexp.metrics.console import gib
@@ -31,14 +32,19 @@ Remedy = tuple[str, Cut]  # overrides, and the cut that they make
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a rank: of the device in all, what a plan may use of it, and what the process has
-    taken before its model."""
+    """Memory of a rank: of the device in all, and what a plan may use of it."""
 
     device: Device | None  # None: a CPU
     name: str
     total: float
     usable: float
-    taken: float
+
+    @property
+    def taken(self) -> float:
+        """Return what is taken beside the model: by the process on a CPU, else by libraries."""
+        if self.device is None:
+            return process_bytes(torch.get_num_threads())
+        return WORKSPACES.get(self.device.name[0], WORKSPACE)
 
 
 def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> Room | None:
@@ -51,12 +57,8 @@ def room_of(parts: Parts, device: Device | None, limit: float | None = None) -> 
     if there is None and limit is None:
         return None
     total = limit * GIB if limit is not None else there or 0.0
-    if device is None:
-        taken = float(hardware.resident_bytes())
-    else:
-        taken = WORKSPACES.get(device.name[0], WORKSPACE)
     usable = total if limit is not None else USABLE * total
-    return Room(device, "cpu" if device is None else device.name, total, usable, taken)
+    return Room(device, "cpu" if device is None else device.name, total, usable)
 
 
 class Forecast:

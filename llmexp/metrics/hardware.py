@@ -49,17 +49,13 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process so far in GiB: allocated on the GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    with contextlib.suppress(OSError):
+        text = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+        # getrusage would also count what the process held that started this one
+        if found := re.search(r"VmHWM:\s*(\d+) kB", text):
+            return int(found[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def resident_bytes() -> int:
-    """Return the memory of the host that this process takes now; 0 where that is not known."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int | None:

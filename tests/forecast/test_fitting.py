@@ -94,7 +94,7 @@ def test_a_length_that_does_not_fit_is_refused_with_what_may(probed, monkeypatch
 
 def test_nothing_is_tried_that_is_far_too_much(probed, monkeypatch):
     monkeypatch.setattr(fitting, "_forecast", probed.forecast)
-    monkeypatch.setattr(memory.hardware, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "process_bytes", lambda threads: 0)
     monkeypatch.setattr(memory, "SHARDS", (2,))
     long = ["batch.sequence_length=512", "model.max_position_embeddings=512"]
     said = r"length=512: does not fit at .* 1: one sequence takes .*; what may fit: .*a shorter"
