@@ -12,6 +12,7 @@ from torch import nn
 
 from llmexp.child import start
 from llmexp.metrics import hardware
+from llmexp.train import worker  # noqa: F401  (a run has imported it)
 
 CPU = torch.device("cpu")
 
@@ -38,8 +39,6 @@ def step_a_little() -> None:
 
 
 if __name__ == "__main__":
-    from llmexp.train import worker  # noqa: F401  (a run has imported it)
-
     torch.set_num_threads(int(sys.argv[1]))
     step_a_little()
     print(round(hardware.peak_memory_gib(CPU) * 2**30))
