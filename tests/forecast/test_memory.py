@@ -92,7 +92,7 @@ def test_a_plan_of_a_cpu_is_right_to_a_tenth(tmp_path, capfd, monkeypatch):
     capfd.readouterr()
     assert run(["plan", "--json", *asked, "plan.device=cpu"]) == 0
     planned = json.loads(capfd.readouterr().out)["memory_bytes"]["peak"]
-    # docs/plan.md promises a tenth
+    # measured: 0.5 % below and 8 % below at smaller and larger batches (docs/internals/memory.md)
     assert planned / 2**30 == pytest.approx(json.loads(rows[-1])["peak_memory_gib"], rel=0.1)
 
 
