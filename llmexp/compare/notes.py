@@ -48,7 +48,7 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
     how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_steps(f), *_halving(f))
-    notes = (*_budgets(f), *_rounding(f), *large[:2], *beside)
+    notes = (*_budgets(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
 
@@ -102,6 +102,15 @@ def _rounding(f: Findings) -> Iterator[str]:
     if f.floor is not None and f.verdicts - {Verdict.ROUNDING}:
         size = f"differences of up to {f.floor.size:.2g}" if f.floor.size else "no difference"
         yield f"Rounding alone makes {size} here ({f.floor.source})."
+
+
+def _trunk(f: Findings) -> Iterator[str]:
+    """Say that seeds share what they go on from, where the seeds of a setting are forks of one
+    run."""
+    several = [r.entry.taking_part for r in f.ranked if len(r.seeds) > 1]
+    trunks = [{str(run.parent.get("folder", "")) for run in runs} for runs in several]
+    if any(len(found) == 1 and "" not in found for found in trunks):
+        yield "The seeds go on from one trunk, so what they show holds for this trunk only."
 
 
 def _matters(e: Effect, f: Findings) -> bool:

@@ -818,3 +818,18 @@ def test_a_fold_says_how_many_of_its_seeds_have_finished(tmp_path):
     found = {e.name: e for e in compare([tmp_path]).entries}
     assert found["0 x2"].note == "the figures are of 1 seed; 1 of 2 seeds finished, 1 queued"
     assert found["2"].note == "ValueError('a b')"
+
+
+def test_seeds_of_one_trunk_speak_for_that_trunk_only(tmp_path):
+    said = "The seeds go on from one trunk, so what they show holds for this trunk only."
+    for name, trunks in (("one", ("t", "t", "t")), ("several", ("t1", "t2", "t3"))):
+        for limit in (1.0, 2.0):
+            for seed, trunk in enumerate(trunks):
+                parent = {"folder": trunk, "step": 0, "tokens_seen": 0}
+                make_run(
+                    tmp_path / name / f"{limit}-{seed}", max_norm=limit, seed=seed, own=seed,
+                    offset=limit, facts={"parent": parent},
+                )  # fmt: skip
+        c = compare([tmp_path / name])
+        assert (said in c.notes) == (name == "one"), c.notes
+        assert (said in to_json(c)) == (name == "one")
