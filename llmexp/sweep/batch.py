@@ -136,9 +136,7 @@ def open_ledger(current: Current) -> None:
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         way = "copy the sweep to one that can, with all its runs, and go on there"
         raise refuse("sweep.resume", path, f"this folder cannot be written; {way}", "/tmp/sweep")
-    if resumed:
-        rundir.check_plain(path)
-    else:  # two of one second get two folders
+    if not resumed:  # two of one second get two folders
         path = rundir.claim(path, current.fixed, "hydra.sweep.dir")
     current.stack.enter_context(rundir.locked(path, LOCK, "running the sweep in"))
     arguments, name = recordable(current.arguments), str(current.cfg.name)

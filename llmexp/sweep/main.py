@@ -77,6 +77,7 @@ def settings_of(cfg: DictConfig) -> tuple[Sweep, Path]:
         if not ledgers.is_sweep(where) and not ledgers.runs_in(where):
             text = f"is no sweep (it has no {ledgers.LEDGER}, and no runs)"
             raise refuse("sweep.resume", where, text, "outputs/default/2030-01-01_12-00-00")
+        rundir.check_plain(where)
         return settings, where
     where = chosen_folder(cfg, "hydra.sweep.dir")
     rundir.check_writable(where, "hydra.sweep.dir")
