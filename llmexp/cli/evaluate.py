@@ -67,17 +67,12 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         example = "data=text data.train_files=book.txt data.val_ratio=0"
         raise ConfigError(f"{folder}: is no run, so its data must be named; for example {example}")
     config = folder_config(folder, args.overrides, args.config_dir)
+    tokens = _tokens(args.tokens, config.train.eval_tokens)
 
     from llmexp.assembly.opening import open_folder
-    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
 
-    judge = place(open_folder(folder, config))
     found = {"folder": str(folder), "sequence_length": config.batch.sequence_length}
-    if names:
-        tasks = evaluate_tasks(judge, names, args.tasks_folder, args.by == "item")
-        return found | tasks
-    tokens = _tokens(args.tokens, config.train.eval_tokens)
-    return found | evaluate_sets(judge, config, tokens, args.by == "document", _warn)
+    return found | _judged(args, open_folder(folder, config), config, tokens, names)
 
 
 OF_FOLDER = ("data", "tokenizer", "precision", "batch")  # what a folder is evaluated with
@@ -90,6 +85,7 @@ def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None
     from llmexp.assembly.opening import folder_model
 
     command_line.check_overrides(overrides)
+    environment.refuse_secrets(list(overrides), "the command line")
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     for key, override in zip(keys, overrides, strict=True):
         if key.partition(".")[0] not in OF_FOLDER:
@@ -100,12 +96,16 @@ def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None
     if "batch.sequence_length" not in keys:
         length = min(LONGEST, section.get("max_position_embeddings") or LONGEST)
         own.append(f"batch.sequence_length={length}")
-    given = [*own, *(command_line.opened(override) for override in overrides)]
+    return dataclasses.replace(_composed([*own, *overrides], config_dir), model=section)
+
+
+def _composed(overrides: Sequence[str], config_dir: str | None) -> Config:
+    """Return the config that overrides describe. Raises ConfigError, also for a sweep."""
     with app.hydra_app(config_dir) as hydra:
-        cfg, multirun = app.compose(hydra, given)
+        cfg, multirun = app.compose(hydra, [command_line.opened(o) for o in overrides])
         if multirun:
             raise ConfigError("evaluate: takes one setting of the data, not a sweep")
-        return dataclasses.replace(app.typed(cfg), model=section)
+        return app.typed(cfg)
 
 
 def text_of(found: Mapping[str, Any]) -> str:
@@ -136,20 +136,32 @@ def _own(
 ) -> dict[str, Any]:
     """Return the figures of the run's model on tasks, or where there are no names, on sets."""
     from llmexp.assembly.opening import open_run
-    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
     from llmexp.exchange.average import RECORD, facts_of
 
-    judge = place(open_run(path, step, _warn, args.weights))
+    opened = open_run(path, step, _warn, args.weights)
+    found = _judged(args, opened, config, tokens, names)
+    if (path / RECORD).is_file():
+        found["mean_of"] = facts_of(path)["mean_of"]
+    return {"step": opened.step} | found
+
+
+def _judged(
+    args: argparse.Namespace,
+    opened: Any,
+    config: Config,
+    tokens: int | None,
+    names: Sequence[str],
+) -> dict[str, Any]:
+    """Return the figures of an opened model on tasks, or without names on the data of `config`."""
+    from llmexp.evaluate.sets import evaluate_sets, evaluate_tasks, place
+
+    judge = place(opened)
     if judge.note:
         _warn(judge.note)
     if names:
         folder = args.tasks_folder or config.train.tasks_folder
-        found = evaluate_tasks(judge, names, folder, args.by == "item")
-    else:
-        found = evaluate_sets(judge, config, tokens, args.by == "document", _warn)
-    if (path / RECORD).is_file():
-        found["mean_of"] = facts_of(path)["mean_of"]
-    return {"step": judge.opened.step} | found
+        return evaluate_tasks(judge, names, folder, args.by == "item")
+    return evaluate_sets(judge, config, tokens, args.by == "document", _warn)
 
 
 def parsed_words(arguments: Sequence[str]) -> argparse.Namespace:
@@ -240,12 +252,7 @@ def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) 
     if not overrides:
         return config
     if any(override.startswith("data=") for override in overrides):
-        with app.hydra_app(config_dir) as hydra:
-            given = [command_line.opened(override) for override in overrides]
-            cfg, multirun = app.compose(hydra, given)
-            if multirun:
-                raise ConfigError("evaluate: takes one setting of the data, not a sweep")
-            return dataclasses.replace(config, data=app.typed(cfg).data)
+        return dataclasses.replace(config, data=_composed(overrides, config_dir).data)
     tree = plain(config)
     tree["data"] = copy.deepcopy(tree["data"])
     for change in parsed(overrides):

@@ -16,8 +16,8 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.derived import DERIVED, used_by
 from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
-from llmexp.compose.errors import flat_keys, nearest_key, not_in_option
-from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers
+from llmexp.compose.errors import flat_keys, nearest_key
+from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers, not_in_option
 from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.forecast.settings import Plan
 from llmexp.knobs import ACTS, SOMETIMES, affects, fields
@@ -47,8 +47,9 @@ USAGE = """\
 usage: llmexp explain KEY [--json] [--config-dir DIR] [--allow PACKAGE] [GROUP=OPTION ...] [KEY=VALUE ...]
 
 KEY is a knob (clip.max_norm, or its short name clip), a number of the run (real_batch_size, warmup_updates),
-a group or a section (optimizer, train), or a figure of the rows (val/loss). With the same overrides as train and plan it tells the value, the file or override that
-set it and what that replaced, what it is worked out from, where it acts, what it changes, and what uses it.
+a group or a section (optimizer, train), or a figure of the rows (val/loss). With the same overrides as train and
+plan it tells the value, the file or override that set it and what that replaced, what it is worked out from, where
+it acts, what it changes, and what uses it.
 
   llmexp explain batch.real_batch_size batch.gradient_accumulation_steps=4
   llmexp explain clip.max_norm experiment=shakespeare_nanogpt_cpu clip.max_norm=0.5

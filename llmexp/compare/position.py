@@ -5,7 +5,7 @@ last position at which each of them was evaluated, to a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +24,11 @@ class Position:
 
 
 def positions(record: Record, align: str) -> np.ndarray:
-    """Return the position of each row in target tokens, steps, or seconds of training; empty where
-    not known; of a fork with what its parents had. Document masks hide other targets in each
-    mixture: there it is in tokens read."""
+    """Return the position of each row in target tokens, steps, or seconds of training.
+
+    Empty where it is not known; of a fork with what its parents had. Document masks hide other
+    targets in each mixture: there it is in tokens read.
+    """
     parent = record.parent
     if align == "time":
         own = elapsed(record.columns, number(parent.get("step")) or 0.0)
@@ -39,8 +41,7 @@ def positions(record: Record, align: str) -> np.ndarray:
 
 
 def time_before(record: Record) -> float | None:
-    """Return the seconds of training of a fork's parents up to its step, as far as it has their
-    rows."""
+    """Return the seconds of training of a fork's parents, as far as it has their rows."""
     before = elapsed(record.before) if record.before else np.zeros(0)
     return float(before[-1]) if len(before) else None
 
@@ -81,9 +82,8 @@ def common_position(records: Sequence[Record], align: str, metric: str) -> Posit
     found = [evaluations(r, align) for r in records]
     lacking = [end for end, i in known if not len(found[i])]  # runs without an evaluation so far
     of_runs = [(x, step) for x, step in zip(found, steps, strict=True) if len(x)]
-    for at in _candidates([x for x, _ in of_runs], min(lacking, default=np.inf)):
-        if (slack := _apart(of_runs, at)) is not None:
-            return Position(at, slack, limiting)
+    if (last := _last_common(of_runs, min(lacking, default=np.inf))) is not None:
+        return Position(*last, limiting)
     return Position(end, 0.0, limiting) if lacking else None
 
 
@@ -92,19 +92,34 @@ def _step(record: Record, align: str) -> float:
     return 1.0 if align == "steps" else number(record.facts.get("tokens_per_step")) or 0.0
 
 
-def _candidates(found: Sequence[np.ndarray], most: float) -> Iterator[float]:
-    """Yield the positions of all evaluations up to `most`, the last one first."""
-    several = np.unique(np.concatenate(found)) if found else np.zeros(0)
-    return map(float, several[several <= most][::-1])
+def _last_common(
+    of_runs: Sequence[tuple[np.ndarray, float]], most: float
+) -> tuple[float, float] | None:
+    """Return the last position up to `most` at which all runs were evaluated, to a step.
+
+    With it, how far before it the first of those evaluations stands. None where there is no such
+    position. `of_runs`: positions of evaluations, and the length of a step, of each run.
+    """
+    if not of_runs:
+        return None
+    several = np.unique(np.concatenate([where for where, _ in of_runs]))
+    steps = np.array([step for _, step in of_runs])
+    while count := int(np.searchsorted(several, most, side="right")):
+        at = float(several[count - 1])
+        rows = [rows_until(where, at) for where, _ in of_runs]
+        if not all(rows):
+            return None
+        last = np.array([where[n - 1] for n, (where, _) in zip(rows, of_runs, strict=True)])
+        if _alike(last, steps):
+            return at, at - float(last.min())
+        # the hindmost stays where it is until `most` falls below it: the others must come to it
+        most = min(np.nextafter(at, -np.inf), float(last.min() + steps.max()))
+    return None
 
 
-def _apart(of_runs: Sequence[tuple[np.ndarray, float]], at: float) -> float | None:
-    """Return how far before `at` the last evaluations up to there stand; None where two of them
-    stand further apart than a step of either run."""
-    rows = [(rows_until(where, at), where, step) for where, step in of_runs]
-    if not all(count for count, _, _ in rows):
-        return None
-    last = {(float(where[count - 1]), step) for count, where, step in rows}  # few unlike ones
-    if any(abs(a - b) > max(s, t) for a, s in last for b, t in last):
-        return None
-    return at - min(a for a, _ in last)
+def _alike(at: np.ndarray, steps: np.ndarray) -> bool:
+    """Tell whether each two positions stand no further apart than the longer of their steps."""
+    order = np.argsort(steps)
+    at, steps = at[order], steps[order]  # each is held against those with shorter steps
+    below, above = at - np.minimum.accumulate(at), np.maximum.accumulate(at) - at
+    return bool(np.all(np.maximum(below, above) <= steps))

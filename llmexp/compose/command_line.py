@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import parsed
 from llmexp.config import ConfigError
-from llmexp.values import typed
+from llmexp.values import pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 
@@ -163,7 +163,7 @@ def _no_override(override: str, overrides: Sequence[str]) -> str:
     closing = {"[": "]", "{": "}"}.get(value[:1], " ")
     ends = [n for n, word in enumerate(later) if word.endswith(closing)]
     if ends and "=" not in "".join(later[: ends[0] + 1]):
-        whole = shlex.quote(" ".join([override, *later[: ends[0] + 1]]))
+        whole = pasteable(" ".join([override, *later[: ends[0] + 1]]))
         return f"the shell has cut it at a space; quote the whole: {whole}"
     text = "is not an override; one looks like train.max_steps=100"
     if name and value:

@@ -73,8 +73,9 @@ def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) ->
             entry.state, entry.error = "queued", None
         path = ledger.path / entry.folder
         placed = dataclasses.replace(point, number=entry.number, path=path, group=ledger.group)
-        if entry.state != "finished" or is_longer(placed):
-            placed = dataclasses.replace(placed, config=as_begun(placed, is_longer(placed)))
+        more = is_longer(placed)
+        if entry.state != "finished" or more:
+            placed = dataclasses.replace(placed, config=as_begun(placed, more))
         tasks.append(Task(placed, entry))
     return tasks
 
