@@ -32,7 +32,7 @@ Shell completion: eval "$(llmexp -sc install=bash)" (or zsh, fish).
 
 def main() -> None:
     """Entry point of the `llmexp` script."""
-    from llmexp.child import PREEMPTED, leave, never_fail_to_print
+    from llmexp.system.child import PREEMPTED, leave, never_fail_to_print
 
     never_fail_to_print()
     try:
@@ -79,8 +79,8 @@ COMMANDS = {
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. What the user got wrong is one line on standard error, exit
     code 2."""
-    from llmexp.child import REFUSED
-    from llmexp.config import ConfigError
+    from llmexp.settings.config import ConfigError
+    from llmexp.system.child import REFUSED
 
     try:
         return dispatch(arguments or ["--help"])
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
 
 def dispatch(arguments: list[str]) -> int:
     """Call what the first argument names. Raises ConfigError."""
-    from llmexp.config import ConfigError, nearest
+    from llmexp.settings.config import ConfigError, nearest
 
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):
@@ -127,7 +127,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def report(error: Exception, code: int) -> int:
     """Print what went wrong, without the values of secrets, on standard error; return `code`."""
-    from llmexp.redact import redacted
+    from llmexp.system.redact import redacted
 
     print(f"llmexp: {redacted(str(error))}", file=sys.stderr)
     return code

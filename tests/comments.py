@@ -1,4 +1,4 @@
-"""Write the comments of conf/ from what `llmexp.config` says of each knob: `python -m tests.comments`."""  # noqa: E501
+"""Write the comments of conf/ from what `llmexp.settings.config` says of each knob: `python -m tests.comments`."""  # noqa: E501
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
-from llmexp.config import Knob, conf_dir, knobs_of
 from llmexp.forecast.settings import Plan
-from llmexp.knobs import fields
+from llmexp.settings.config import Knob, conf_dir, knobs_of
+from llmexp.settings.knobs import fields
 from llmexp.sweep.settings import Sweep
 
 KNOBS = fields() | {

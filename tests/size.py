@@ -9,8 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("config.py", "run.py", "assembly", "train", "mesh", "checkpoint", "data", "models",
-        "optim.py", "schedule.py", "clip.py", "precision.py")  # fmt: skip
+CORE = ("settings/config.py", "train", "mesh", "checkpoint", "data", "models", "update")
 ENDS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 LAYOUT = (*ENDS, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
 
@@ -28,12 +27,14 @@ def tokens(text: str) -> int:
 
 
 def rooms(package: Path) -> tuple[Counter[str], Counter[str]]:
-    """Count lines and tokens by the first part of the path below the package."""
+    """Count lines and tokens by the first part of the path below the package, and of the core."""
     lines, lexical = Counter[str](), Counter[str]()
     for path in sorted(package.rglob("*.py")):
-        text, room = path.read_text(encoding="utf-8"), path.relative_to(package).parts[0]
-        lines[room] += text.count("\n")
-        lexical[room] += tokens(text)
+        text, parts = path.read_text(encoding="utf-8"), path.relative_to(package).parts
+        core = ["core"] if parts[0] in CORE or "/".join(parts) in CORE else []
+        for name in (parts[0], *core, "all"):
+            lines[name] += text.count("\n")
+            lexical[name] += tokens(text)
     return lines, lexical
 
 
@@ -42,10 +43,6 @@ def main() -> None:
     lines, lexical = rooms(package)
     for room in sorted(lines, key=lines.__getitem__, reverse=True):
         print(f"{room:<16}{lines[room]:>8,} lines{lexical[room]:>9,} tokens")
-    core = [room for room in lines if room in CORE]
-    for name, chosen in (("core", core), ("all", list(lines))):
-        total, in_tokens = sum(lines[r] for r in chosen), sum(lexical[r] for r in chosen)
-        print(f"{name:<16}{total:>8,} lines{in_tokens:>9,} tokens")
 
 
 if __name__ == "__main__":

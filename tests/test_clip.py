@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp import clip as clipping
 from llmexp import mesh
+from llmexp.update import clip as clipping
 
 ALONE = mesh.join("cpu", "single", 1, 1, 1)
 

@@ -10,9 +10,9 @@ import socket
 
 import pytest
 
-from llmexp import ending, rundir
-from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED
-from llmexp.ending import RULES, Left, conclude, decide, how_it_left, state_now
+from llmexp.runs import ending, rundir
+from llmexp.runs.ending import RULES, Left, conclude, decide, how_it_left, state_now
+from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED
 
 STATES = ("", "queued", "running", "finished", "failed", "preempted")
 # Each word: nobody stopped it and nobody is at work there; nobody stopped it, but somebody is at

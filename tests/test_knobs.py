@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from llmexp import mesh
-from llmexp.assembly.assemble import assemble
-from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatten, plain
-from llmexp.convert import build
 from llmexp.data.text_bytes import TextBytes
-from llmexp.knobs import affects, dead, essence, fields, is_record, may_change
+from llmexp.settings.config import NO_DEFAULT, OPEN_SECTIONS, Config, ConfigError, flatten, plain
+from llmexp.settings.convert import build
+from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.sweep.ledger import identity
 from llmexp.tracker.stores import STORES
+from llmexp.train.assembly.assemble import assemble
 from llmexp.train.evaluation import evaluate
 from llmexp.train.step import OK, OUTLIER, seed_step, set_up, train_step
 from llmexp.train.windows import read_ahead

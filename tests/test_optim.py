@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from llmexp import mesh, optim
-from llmexp.assembly.assemble import assemble
+from llmexp import mesh
 from llmexp.compose import app
 from llmexp.models.gpt2 import GPT2
+from llmexp.settings.values import shown
+from llmexp.train.assembly.assemble import assemble
 from llmexp.train.step import set_up, train_step
 from llmexp.train.windows import read_ahead
-from llmexp.values import shown
+from llmexp.update import optim
 from tests.conftest import TINY
 
 BUILDERS = {

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import provenance
 from llmexp.compare.provenance import differences
 from llmexp.compare.reading import find
 from llmexp.compare.reading import read as read_records
+from llmexp.runs import provenance
 from tests.conftest import TINY, llmexp
 
 HOOK = "def watch(event, context):\n    return None\n"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmexp import rows as module
-from llmexp.rows import Rows
-from llmexp.rundir import read_rows
+from llmexp.runs import rows as module
+from llmexp.runs.rows import Rows
+from llmexp.runs.rundir import read_rows
 from tests.conftest import TINY, llmexp
 
 DYING = """

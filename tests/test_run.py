@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp.config import Batch, ConfigError, Train
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import solve_budget
+from llmexp.settings.config import Batch, ConfigError, Train
 
 small = st.integers(1, 40)
 

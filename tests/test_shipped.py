@@ -25,9 +25,9 @@ from torch.distributed.run import parse_args
 
 from llmexp import __version__
 from llmexp.__main__ import run
-from llmexp.config import Config, flatten
 from llmexp.data import train_tokenizer
-from llmexp.knobs import dead, fields
+from llmexp.settings.config import Config, flatten
+from llmexp.settings.knobs import dead, fields
 from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp

@@ -20,25 +20,12 @@ MODULES = {
 # The rooms of the house from the ground up: a room imports from those above it in this list, never
 # from one below.
 ROOMS = (
-    "values", "config", "convert", "run", "knobs", "labels", "child", "redact", "fileio",
-    "models", "mesh", "clip", "optim", "schedule", "precision", "metrics", "data", "tasks",
-    "checkpoint", "rundir", "rows", "naming", "exchange", "ending", "provenance", "tracker",
-    "compare", "assembly", "train", "evaluate", "forecast", "compose", "sweep", "verify", "cli",
-    "program", "__main__",
+    "settings", "run", "system", "models", "mesh", "update", "metrics", "data", "tasks",
+    "checkpoint", "runs", "exchange", "tracker", "compare", "train", "evaluate", "forecast",
+    "compose", "sweep", "verify", "cli", "program", "__main__",
 )  # fmt: skip
 # The parts: they take plain arguments and know neither the configuration nor the run.
-PARTS = (
-    "models",
-    "mesh",
-    "clip",
-    "optim",
-    "schedule",
-    "precision",
-    "metrics",
-    "data",
-    "tasks",
-    "checkpoint",
-)
+PARTS = ("models", "mesh", "update", "metrics", "data", "tasks", "checkpoint")
 HYDRA_SIDE = ("compose", "sweep", "cli")
 SLOW = ("torch", "wandb", "matplotlib", "plotly", "numpy", "tiktoken")
 # The modules that a command starts with, while a worker imports torch.
@@ -138,7 +125,7 @@ def test_only_commands_import_ours_inside_functions():
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name) in PARTS])
 def test_parts_know_neither_config_nor_run_nor_the_loop(name):
-    assert {room(m) for m in ours(name)} <= {*PARTS, "child", "values", "fileio"}
+    assert {room(m) for m in ours(name)} <= {*PARTS, "system", "settings"}
     assert uses(name, "hydra", "omegaconf") == set()
 
 
@@ -151,14 +138,14 @@ def test_parts_do_not_import_each_others_private_names():
 
 
 def test_config_imports_the_standard_library_only_and_run_config_besides():
-    after_config = {"llmexp.config", "llmexp.values"}
+    after_config = {"llmexp.settings.config", "llmexp.settings.values"}
     run_modules = [name for name in MODULES if room(name) == "run"]
     for name, allowed in (
-        ("llmexp.values", set()),
-        ("llmexp.config", {"llmexp.values"}),
-        ("llmexp.convert", after_config),
-        ("llmexp.child", set()),
-        ("llmexp.knobs", after_config),
+        ("llmexp.settings.values", set()),
+        ("llmexp.settings.config", {"llmexp.settings.values"}),
+        ("llmexp.settings.convert", after_config),
+        ("llmexp.system.child", set()),
+        ("llmexp.settings.knobs", after_config),
         *((name, after_config | {"llmexp.run"}) for name in run_modules),
     ):
         for found in imports(MODULES[name]):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from llmexp.fileio import sha256
+from llmexp.system.fileio import sha256
 
 
 class CheckpointError(ValueError):

@@ -37,7 +37,7 @@ from llmexp.checkpoint.hashes import (
     state_of,
 )
 from llmexp.checkpoint.pieces import Stored, named_tensors, names_by_id, piece_of
-from llmexp.fileio import sha256
+from llmexp.system.fileio import sha256
 
 FORMAT_VERSION = 2
 STATE, MANIFEST = "state.pt", "manifest.json"

@@ -40,7 +40,7 @@ from llmexp.checkpoint.pieces import (
     piece_of,
 )
 from llmexp.checkpoint.tensor_files import write_tensors
-from llmexp.fileio import sync
+from llmexp.system.fileio import sync
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmexp import rundir
 from llmexp.compose import command_line
-from llmexp.config import ConfigError
-from llmexp.naming import add_weights, check_new, named_checkpoint
+from llmexp.runs import rundir
+from llmexp.runs.naming import add_weights, check_new, named_checkpoint
+from llmexp.settings.config import ConfigError
 
 
 @dataclass(frozen=True)

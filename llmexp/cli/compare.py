@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from llmexp import fileio
-from llmexp.child import DONE
 from llmexp.compare import table
 from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
 from llmexp.compare.records import Comparison
-from llmexp.config import ConfigError
+from llmexp.settings.config import ConfigError
+from llmexp.system import fileio
+from llmexp.system.child import DONE
 
 _TEXTS = {"json": ".json", "csv": ".csv", "markdown": ".md"}
 _PICTURES = {"html": ".html", "png": ".png"}

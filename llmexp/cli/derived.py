@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmexp.knobs import fields
+from llmexp.settings.knobs import fields
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
 from llmexp.compose import app, command_line, environment, errors
 from llmexp.compose.overrides import parsed
-from llmexp.config import Config, ConfigError, nearest, plain
-from llmexp.convert import build
-from llmexp.naming import add_weights, named_checkpoint
-from llmexp.redact import redacted
+from llmexp.runs import rundir
+from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.settings.config import Config, ConfigError, nearest, plain
+from llmexp.settings.convert import build
+from llmexp.settings.values import typed
 from llmexp.sweep import show
-from llmexp.values import typed
+from llmexp.system.redact import redacted
 
 BY = ("set", "document", "item")
 
@@ -69,7 +69,7 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = folder_config(folder, args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
 
-    from llmexp.assembly.opening import open_folder
+    from llmexp.train.assembly.opening import open_folder
 
     found = {"folder": str(folder), "sequence_length": config.batch.sequence_length}
     return found | _judged(args, open_folder(folder, config), config, tokens, names)
@@ -82,7 +82,7 @@ LONGEST = 1024  # tokens of a sequence where the folder's model takes more
 def folder_config(folder: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
     """Return a config for the model and the tokenizer of a Hugging Face folder, on the data of the
     overrides, in sequences as long as the model takes. Raises ConfigError."""
-    from llmexp.assembly.opening import folder_model
+    from llmexp.train.assembly.opening import folder_model
 
     command_line.check_overrides(overrides)
     environment.refuse_secrets(list(overrides), "the command line")
@@ -135,8 +135,8 @@ def _own(
     names: Sequence[str],
 ) -> dict[str, Any]:
     """Return the figures of the run's model on tasks, or where there are no names, on sets."""
-    from llmexp.assembly.opening import open_run
     from llmexp.exchange.average import RECORD, facts_of
+    from llmexp.train.assembly.opening import open_run
 
     opened = open_run(path, step, _warn, args.weights)
     found = _judged(args, opened, config, tokens, names)

@@ -18,12 +18,12 @@ from llmexp.cli.preparing import Prepare
 from llmexp.compose import app, command_line
 from llmexp.compose.errors import flat_keys, nearest_key
 from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers, not_in_option
-from llmexp.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
 from llmexp.forecast.settings import Plan
-from llmexp.knobs import ACTS, SOMETIMES, affects, fields
-from llmexp.labels import ALIASES, shown
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.settings.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
+from llmexp.settings.knobs import ACTS, SOMETIMES, affects, fields
+from llmexp.settings.labels import ALIASES, shown
 from llmexp.sweep.settings import Sweep
 
 WIDTH = 80
@@ -153,13 +153,13 @@ def of_no_knob(
 def solved(config: Config, key: str) -> dict[str, Any]:
     """Return what the run makes of a number, or of a knob that was left open; nothing where it does
     not follow."""
-    from llmexp.assembly.inputs import Shared
-    from llmexp.assembly.solving import keep_facts, known_run
+    from llmexp.train.assembly.inputs import Shared
+    from llmexp.train.assembly.solving import keep_facts, known_run
 
     name, shared = key.rpartition(".")[2], Shared()
     try:
         if (known := known_run(config, shared)) is None:
-            from llmexp.assembly.assemble import assemble
+            from llmexp.train.assembly.assemble import assemble
 
             parts = assemble(config, write=False, shared=shared)
             keep_facts(config, shared, parts.run.facts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmexp.compose import command_line
-from llmexp.naming import add_weights, check_new, named_checkpoint
+from llmexp.runs.naming import add_weights, check_new, named_checkpoint
 
 if TYPE_CHECKING:
     from llmexp.exchange.export import Exported
@@ -63,7 +63,7 @@ def exported(
     ConfigError."""
     path, step = named_checkpoint(run)
     check_new(folder, "FOLDER")
-    from llmexp.assembly.opening import export_run
+    from llmexp.train.assembly.opening import export_run
 
     warn = functools.partial(print, file=sys.stderr)
     checkpoint = (path, step, weights)

@@ -8,8 +8,8 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from llmexp.config import conf_dir
-from llmexp.knobs import fields
+from llmexp.settings.config import conf_dir
+from llmexp.settings.knobs import fields
 
 MOST_USED = {
     "batch": "micro_batch_size gradient_accumulation_steps real_batch_size sequence_length",

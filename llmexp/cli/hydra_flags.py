@@ -10,12 +10,12 @@ from typing import Any
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from llmexp import child
 from llmexp.compose import app, command_line, errors, origin
 from llmexp.compose.environment import refuse_secrets, variables_kept
-from llmexp.config import ConfigError
 from llmexp.run.budget import BUDGETS, budgets_in
+from llmexp.settings.config import ConfigError
 from llmexp.sweep.points import expand
+from llmexp.system import child
 
 
 def asked(args: Any) -> bool:

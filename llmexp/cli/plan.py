@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp import rundir
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, origin
 from llmexp.compose.errors import user_errors
-from llmexp.config import Config, ConfigError
 from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import Plan, build_plan
-from llmexp.naming import refuse_folder
+from llmexp.runs import rundir
+from llmexp.runs.naming import refuse_folder
+from llmexp.settings.config import Config, ConfigError
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def planned(args: Any) -> Planned | PlannedSweep:
 def planner(chosen: Plan, measure: bool) -> Callable[[Config, str], Planned]:
     """Return the function that plans a run. It imports torch for the first one that is not
     known."""
-    from llmexp.assembly.inputs import Shared
-    from llmexp.assembly.solving import known_run
     from llmexp.forecast.planned import described
+    from llmexp.train.assembly.inputs import Shared
+    from llmexp.train.assembly.solving import known_run
 
     shared = Shared()
 

@@ -12,7 +12,7 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
 from llmexp.compose.errors import user_errors
-from llmexp.config import Config, ConfigError
+from llmexp.settings.config import Config, ConfigError
 from llmexp.sweep import ray, show
 
 
@@ -81,7 +81,7 @@ def prepared(args: Any) -> Prepared | str:
         settings, typed = prepare_settings(cfg), app.typed(cfg)
     if settings.on == "ray":
         ray.need("prepare.on=ray")
-    from llmexp.assembly.inputs import build_corpus, build_tokenizer, filled
+    from llmexp.train.assembly.inputs import build_corpus, build_tokenizer, filled
 
     config = filled(typed)
     tokenizer, model_config = build_tokenizer(config)
@@ -105,10 +105,10 @@ def prepare_settings(cfg: DictConfig) -> Prepare:
 
 def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     """Write one part of the shards here, or all of them by tasks of Ray. Raises ConfigError."""
-    from llmexp.assembly.inputs import corpus_work
     from llmexp.cli.prepare_on_ray import write_all
     from llmexp.data.prepared import prepare_part
     from llmexp.data.work import Part
+    from llmexp.train.assembly.inputs import corpus_work
 
     works, cache = corpus_work(config, tokenizer)
     part = part_of(settings)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.config import ConfigError
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import Progress
 from llmexp.data.work import Part, Work
+from llmexp.settings.config import ConfigError
 from llmexp.sweep import ray as cluster
 
 CPUS = 4  # of a task: one reads, and feeds so many that encode

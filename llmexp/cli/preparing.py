@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import choice, knob, refuse
-from llmexp.convert import section
+from llmexp.settings.config import choice, knob, refuse
+from llmexp.settings.convert import section
 
 PART = "3/16"
 

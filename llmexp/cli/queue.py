@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from llmexp import rundir
-from llmexp.config import Config, conf_dir
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, conf_dir
 from llmexp.sweep.slurm import fixed_here
 
 

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp import child, rundir
 from llmexp.cli import train, worker
 from llmexp.compose import app, command_line, environment, errors, origin
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import parsed
-from llmexp.config import ConfigError, nearest, plain, refuse
-from llmexp.convert import build, with_knobs
-from llmexp.labels import plural
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET, keep_warmup
 from llmexp.run.layout import solve_layout
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, nearest, plain, refuse
+from llmexp.settings.convert import build, with_knobs
+from llmexp.settings.labels import plural
+from llmexp.settings.values import quoted, remember_variables, typed
 from llmexp.sweep import ledger
-from llmexp.values import quoted, remember_variables, typed
+from llmexp.system import child
 
 
 def resume(arguments: list[str]) -> int:

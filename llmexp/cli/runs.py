@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import ending, fileio, rundir
-from llmexp.child import DONE, REFUSED
 from llmexp.compare.reading import Sweep, clean_name, find, read_file, state_of
 from llmexp.compare.records import as_dict, number
 from llmexp.compare.rows import last_with
 from llmexp.compare.table import columns
-from llmexp.config import ConfigError
-from llmexp.labels import plural
-from llmexp.redact import clean
+from llmexp.runs import ending, rundir
+from llmexp.settings.config import ConfigError
+from llmexp.settings.labels import plural
+from llmexp.system import fileio
+from llmexp.system.child import DONE, REFUSED
+from llmexp.system.redact import clean
 
 STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
 INCOMPLETE = 1

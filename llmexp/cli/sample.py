@@ -6,8 +6,8 @@ import re
 import sys
 
 from llmexp.compose import command_line
-from llmexp.config import ConfigError
-from llmexp.naming import add_weights, named_checkpoint
+from llmexp.runs.naming import add_weights, named_checkpoint
+from llmexp.settings.config import ConfigError
 
 
 def sample(arguments: list[str]) -> int:
@@ -45,7 +45,7 @@ def text_of(
         if not value >= low:
             raise ConfigError(f"--{name} {value}: must be at least {low}")
     path, step = named_checkpoint(run)
-    from llmexp.assembly.opening import open_run
+    from llmexp.train.assembly.opening import open_run
     from llmexp.train.sampling import sample as sample_text
 
     opened = open_run(path, step, lambda text: print(text, file=sys.stderr), weights)

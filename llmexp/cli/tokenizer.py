@@ -8,10 +8,10 @@ from typing import Any
 
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
-from llmexp.config import ConfigError
-from llmexp.fileio import write_whole
-from llmexp.naming import check_new
-from llmexp.values import typed
+from llmexp.runs.naming import check_new
+from llmexp.settings.config import ConfigError
+from llmexp.settings.values import typed
+from llmexp.system.fileio import write_whole
 
 USAGE = """\
 llmexp tokenizer --vocab-size N [--pattern gpt2|cl100k_base] [--out FOLDER] data=corpus ...
@@ -64,9 +64,9 @@ def trained(args: Any) -> TrainedTokenizer:
             "-m: llmexp tokenizer trains one tokenizer; leave out -m, and compare several with "
             "llmexp train -m tokenizer=file tokenizer.path=a,b"
         )
-    from llmexp.assembly.inputs import filled
     from llmexp.data.tokenizer_files import PATTERNS
     from llmexp.data.train_tokenizer import SMALLEST, train
+    from llmexp.train.assembly.inputs import filled
 
     if args.vocab_size is None or args.vocab_size < SMALLEST:
         given = "is needed" if args.vocab_size is None else f"{args.vocab_size} is too small"
@@ -80,7 +80,7 @@ def trained(args: Any) -> TrainedTokenizer:
     check_new(folder, "--out")
     with app.hydra_app(args.config_dir) as hydra:
         config = filled(app.typed(app.compose(hydra, args.overrides)[0]))
-    from llmexp.assembly.inputs import training_documents
+    from llmexp.train.assembly.inputs import training_documents
 
     try:
         found = train(training_documents(config), args.vocab_size, args.pattern)

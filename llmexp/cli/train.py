@@ -10,8 +10,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp import rundir
-from llmexp.child import say
 from llmexp.cli import hydra_flags
 from llmexp.cli.worker import Worker
 from llmexp.compose.app import (
@@ -27,7 +25,9 @@ from llmexp.compose.command_line import parse
 from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import newest_step
 from llmexp.compose.origin import refuse_unused
-from llmexp.config import ConfigError, plain, refuse
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, plain, refuse
+from llmexp.system.child import say
 
 
 def say_tracker(cfg: DictConfig, points: bool = False) -> None:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmexp import __version__, fileio, rundir
+from llmexp import __version__
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
-from llmexp.config import Config, ConfigError, nearest, plain, refuse
-from llmexp.redact import concealed, redacted
-from llmexp.values import AUTO
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, nearest, plain, refuse
+from llmexp.settings.values import AUTO
+from llmexp.system import fileio
+from llmexp.system.redact import concealed, redacted
 from llmexp.verify.checks import Check, print_wrapped
 
 WHAT = {
@@ -146,7 +148,7 @@ def record(
 ) -> None:
     """Write verify.json, without values of secrets and variables. `passed` None: no verdict,
     because of `error`."""
-    from llmexp.provenance import commit, versions
+    from llmexp.runs.provenance import commit, versions
 
     found = {
         "format": 1,

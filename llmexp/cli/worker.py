@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.child import (
+from llmexp.runs import rundir
+from llmexp.runs.ending import conclude, how_it_left, what_is_left
+from llmexp.settings.config import ConfigError
+from llmexp.settings.values import AUTO
+from llmexp.system.child import (
     DONE,
     FAILED,
     REFUSED,
@@ -21,9 +24,6 @@ from llmexp.child import (
     start,
     start_worker,
 )
-from llmexp.config import ConfigError
-from llmexp.ending import conclude, how_it_left, what_is_left
-from llmexp.values import AUTO
 
 
 class Worker:

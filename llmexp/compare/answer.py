@@ -16,7 +16,7 @@ from llmexp.compare.figures import half_width, with_interval
 from llmexp.compare.judging import SMALL, Findings
 from llmexp.compare.records import SEED, TWIN
 from llmexp.compare.statistics import seeds_needed
-from llmexp.labels import plural
+from llmexp.settings.labels import plural
 
 
 def headline(f: Findings) -> str:

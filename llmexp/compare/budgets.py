@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from llmexp.labels import label
 from llmexp.run.budget import BUDGETS
+from llmexp.settings.labels import label
 
 # share by which budgets and schedules may differ, such as by a last window that is left out
 CLOSE = 0.01

@@ -17,10 +17,10 @@ from llmexp.compare.position import positions, rows_until
 from llmexp.compare.records import SEED, TWIN, Entry, Record, number
 from llmexp.compare.settings import cut_of
 from llmexp.compare.statistics import Difference, paired_seeds, series_difference, unpaired_seeds
-from llmexp.knobs import is_record
-from llmexp.labels import label
-from llmexp.labels import shown as value
 from llmexp.metrics.keys import TIMINGS
+from llmexp.settings.knobs import is_record
+from llmexp.settings.labels import label
+from llmexp.settings.labels import shown as value
 
 FEW = 3  # seeds that a setting needs before a spread can be estimated
 

@@ -13,8 +13,8 @@ import numpy as np
 from llmexp.compare.position import Position, evaluations, positions, rows_until, time_before
 from llmexp.compare.records import APART, Column, Entry, Record, as_dict, number
 from llmexp.compare.rows import elapsed, named_sets
-from llmexp.knobs import is_record
 from llmexp.metrics.keys import KEYS, is_of_named_set, title_of
+from llmexp.settings.knobs import is_record
 
 TAIL = 0.05  # share of the rows whose mean is the train loss; at least 10 rows
 # Share of the median length below which a run of another sweep says nothing about the others.

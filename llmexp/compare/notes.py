@@ -15,9 +15,9 @@ from llmexp.compare.position import evaluations, positions
 from llmexp.compare.provenance import differences
 from llmexp.compare.records import Entry, Record, number
 from llmexp.compare.settings import varying
-from llmexp.labels import plural, short_keys
-from llmexp.labels import shown as value
-from llmexp.rundir import how_to_resume
+from llmexp.runs.rundir import how_to_resume
+from llmexp.settings.labels import plural, short_keys
+from llmexp.settings.labels import shown as value
 
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s"}
 _LEFT_OUT = {

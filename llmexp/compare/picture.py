@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from llmexp import fileio
 from llmexp.compare.curves import AXES, cells, curve, lineage, scale
 from llmexp.compare.records import Comparison, Entry
+from llmexp.system import fileio
 
 _LEGEND = 16  # entries in it at most, the best ones
 _POINTS = 2000  # of a curve

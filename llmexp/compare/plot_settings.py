@@ -14,7 +14,7 @@ from llmexp.compare.evidence import Verdict
 from llmexp.compare.figures import figure, half_width, is_score, shown
 from llmexp.compare.plotting import GREY, LEADING, Choice, Plot, looks, metric, palette, text
 from llmexp.compare.records import APART, Comparison, Entry
-from llmexp.labels import label, short_keys
+from llmexp.settings.labels import label, short_keys
 
 NAMED = 10  # settings of the other keys at most that have colours and names
 MAPS = 6  # pairs of keys, at most

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmexp import provenance
 from llmexp.compare.records import Record, as_dict
-from llmexp.redact import clean
+from llmexp.runs import provenance
+from llmexp.system.redact import clean
 
 NAMED = 3  # runs, packages
 _MACHINE = {

@@ -20,14 +20,15 @@ from typing import Any
 
 import yaml
 
-from llmexp import ending, rundir
 from llmexp.compare.records import Record, as_dict, number
 from llmexp.compare.rows import Columns
-from llmexp.config import ConfigError
-from llmexp.knobs import default_of
-from llmexp.naming import LEDGER, LINEAGE, runs_meant, with_changes
-from llmexp.redact import clean
-from llmexp.rundir import ends_early
+from llmexp.runs import ending, rundir
+from llmexp.runs.naming import LEDGER, LINEAGE, runs_meant, with_changes
+from llmexp.runs.rundir import ends_early
+from llmexp.settings.config import ConfigError
+from llmexp.settings.convert import today
+from llmexp.settings.knobs import default_of
+from llmexp.system.redact import clean
 
 LEDGER_FORMAT = 1
 STATES = ("queued", "running", "finished", "failed", "preempted")
@@ -230,7 +231,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
             inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
             waiting += reversed(inner)
         else:
-            flat[name] = _leaf(value)
+            flat[name] = today(_leaf(value)) if name.endswith("_target_") else _leaf(value)
     problems.append(f"{path}: is deeper or longer than a config is; what could be read is shown")
     return flat
 

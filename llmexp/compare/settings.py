@@ -7,11 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from llmexp import labels
 from llmexp.compare.figures import columns_of, is_score, over_items
 from llmexp.compare.records import APART, SEED, TWIN, Entry, Record
 from llmexp.compare.statistics import mean_interval
-from llmexp.knobs import affects, is_record
+from llmexp.settings import labels
+from llmexp.settings.knobs import affects, is_record
 
 _STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
 _PREFERRED = (

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmexp import child
 from llmexp.compare.figures import difference, figure
 from llmexp.compare.records import TWIN, Comparison, Entry
-from llmexp.labels import short_keys
-from llmexp.labels import shown as setting
 from llmexp.metrics.keys import is_of_named_set
+from llmexp.settings.labels import short_keys
+from llmexp.settings.labels import shown as setting
+from llmexp.system import child
 
 _STYLES = {
     "best": "bold green",

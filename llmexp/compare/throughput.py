@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from llmexp import fileio
 from llmexp.compare import reading
 from llmexp.compare.records import Record
-from llmexp.config import flatten
+from llmexp.settings.config import flatten
+from llmexp.system import fileio
 
 # Titles of figures that are facts of a run, and of those that are medians of a column.
 FACTS = {

@@ -25,10 +25,10 @@ from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.compose.overrides import key_of
-from llmexp.config import FOLDER_NAME, Config, ConfigError, conf_dir, plain, refuse
-from llmexp.convert import build
 from llmexp.run.budget import replace_budgets
-from llmexp.values import remember_variables
+from llmexp.settings.config import FOLDER_NAME, Config, ConfigError, conf_dir, plain, refuse
+from llmexp.settings.convert import build
+from llmexp.settings.values import remember_variables
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from llmexp.config import OPEN_SECTIONS, VARIABLE, ConfigError
-from llmexp.redact import redacted, secrets
+from llmexp.settings.config import OPEN_SECTIONS, VARIABLE, ConfigError
+from llmexp.settings.values import children, is_secret
+from llmexp.system.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
-from llmexp.values import children, is_secret
 
 # Last parts of config keys; not tokenizer, max_tokens or eos_token.
 SECRET_KEY = re.compile(

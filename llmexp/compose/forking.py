@@ -14,14 +14,14 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException
 
-from llmexp import rundir
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.config import Config, ConfigError, conf_dir, plain, refuse
-from llmexp.convert import with_knobs
 from llmexp.run.batch import cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
-from llmexp.values import AUTO
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, conf_dir, plain, refuse
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import AUTO
 
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had
@@ -110,7 +110,7 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
     if not isinstance(schedule, dict) or not isinstance(step, int):
         return
     _take_warmup(schedule, given, run)
-    if schedule.get("_target_") == "llmexp.schedule.cooldown" and "decay_start" in schedule:
+    if schedule.get("_target_") == "llmexp.update.schedule.cooldown" and "decay_start" in schedule:
         if schedule["decay_start"] is not None:
             return
         schedule["decay_start"] = step

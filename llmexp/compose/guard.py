@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llmexp.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.config import ConfigError, refuse
+from llmexp.settings.config import ConfigError, refuse
+from llmexp.train.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
 
 SWEEPERS = (
     "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",

@@ -17,8 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.forking import PREFIX
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, conf_dir, flatten, plain, refuse
-from llmexp.knobs import dead, defaults, fields
+from llmexp.settings.config import (
+    OPEN_SECTIONS,
+    Config,
+    ConfigError,
+    conf_dir,
+    flatten,
+    plain,
+    refuse,
+)
+from llmexp.settings.knobs import dead, defaults, fields
 
 COMMAND_LINE = "the command line"
 

@@ -21,7 +21,7 @@ from llmexp.data.source import TRAIN
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, end_of_text_id, identity
 from llmexp.data.work import Work, refuse_shared, work_of
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 
 def corpus(  # noqa: PLR0913 (its knobs)

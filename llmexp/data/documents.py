@@ -13,7 +13,7 @@ from llmexp.data.files import refuse_packed, remembered, sha256_of, state_of
 from llmexp.data.order import sequence_index
 from llmexp.data.readers import BOM, decoded
 from llmexp.data.stream import DataChanged
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmexp.fileio import sha256, write_whole
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
+from llmexp.system.fileio import sha256, write_whole
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
 MOST_LINE = 1 << 24  # bytes of a first line that is looked at

@@ -11,7 +11,7 @@ import numpy as np
 from llmexp.data.files import allow_open_files, files_fingerprint, match_files, remembered
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.token_files import open_tokens
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 NO_TARGET = -100
 BLOCK = 1 << 20  # labels that are compared at a time

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmexp.data.files import match_files, read_note, remembered, sha256_of, write_note
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 T = TypeVar("T")
 ANSWER_S = 10.0  # a bucket or hub that does not answer in this time is given up

@@ -17,7 +17,7 @@ from llmexp.data.encode import encode_documents
 from llmexp.data.progress import Progress
 from llmexp.data.stream import TokenStream, sample_digest
 from llmexp.data.tokenizers import Own, Tokenizer, identified, identity
-from llmexp.fileio import sync, write_whole
+from llmexp.system.fileio import sync, write_whole
 
 FORMAT = 1  # of the shards; part of their key
 MANIFEST = "manifest.json"

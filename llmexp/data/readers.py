@@ -32,7 +32,7 @@ from llmexp.data.files import (
 from llmexp.data.places import need, open_file
 from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
 from llmexp.data.tables import arrow, parquet
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmexp.data.places import Answers, match_places
 from llmexp.data.source import TRAIN, Source
-from llmexp.values import refuse, typed
+from llmexp.settings.values import refuse, typed
 
 TAKEN = {TRAIN: "the training split", "ema": "the average of the weights (train.ema)"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")

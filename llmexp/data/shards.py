@@ -29,7 +29,7 @@ from llmexp.data.encode import ahead, pieces_of
 from llmexp.data.records import Counts, Document
 from llmexp.data.tokenizers import Own, Tokenizer, end_of_text_id, is_byte_level
 from llmexp.data.work import Work
-from llmexp.fileio import sync, write_whole
+from llmexp.system.fileio import sync, write_whole
 
 CHUNK_BYTES = 1 << 26  # text in a chunk: what a kill may cost
 JOB_BYTES = 1 << 18  # text that a thread encodes at a time

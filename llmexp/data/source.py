@@ -13,7 +13,7 @@ from typing import Any
 from llmexp.data.places import Answers, in_time, need, next_in_time
 from llmexp.data.readers import documents
 from llmexp.data.records import Counts, Document, Found, counted, record_text
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 TRAIN = "train"
 

@@ -29,7 +29,7 @@ from llmexp.data.prepare import Split, prepare, refuse_tokenizer
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

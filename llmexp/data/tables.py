@@ -8,7 +8,7 @@ from typing import Any
 from llmexp.data.files import ARROW_FILE
 from llmexp.data.places import need, open_file
 from llmexp.data.records import BadRecord, Counts, Found, as_text
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 ROWS = 1024  # read at a time
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")

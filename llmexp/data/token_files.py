@@ -12,7 +12,7 @@ import numpy as np
 
 from llmexp.data.files import remembered
 from llmexp.data.tokenizers import Tokenizer, end_of_text
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 NUMPY = b"\x93NUMPY"
 # 256 int32: magic, version, number of tokens (llm.c, dev/data/data_common.py)

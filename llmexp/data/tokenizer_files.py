@@ -17,7 +17,7 @@ import tiktoken
 
 from llmexp.data.places import need
 from llmexp.data.tokenizers import PROBE
-from llmexp.values import refuse
+from llmexp.settings.values import refuse
 
 # How text is split before the bytes of a piece are merged; a .tiktoken file does not say it. The
 # expressions mean the same to tiktoken and to tokenizers, where {1,3}+ would be a repetition.

@@ -14,7 +14,7 @@ import numpy as np
 import tiktoken
 
 from llmexp.data.places import answered
-from llmexp.values import nearest, refuse
+from llmexp.settings.values import nearest, refuse
 
 END_OF_TEXT = "<|endoftext|>"
 # A tokenizer of the user's own needs these.

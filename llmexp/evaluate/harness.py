@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from llmexp import rundir
-from llmexp.assembly.opening import export_run
-from llmexp.config import ConfigError
 from llmexp.data.places import need
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError
+from llmexp.train.assembly.opening import export_run
 
 
 def evaluate_by_harness(

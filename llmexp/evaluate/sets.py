@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmexp import mesh, precision, rundir
-from llmexp.assembly.inputs import build_corpus, document_end, filled
-from llmexp.assembly.opening import Opened
-from llmexp.assembly.parts import prepare_tasks
-from llmexp.config import Config, ConfigError
+from llmexp import mesh
 from llmexp.data.reader import Cut, Hidden, eval_batches
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.text_bytes import TextBytes
 from llmexp.data.tokenizers import end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss
-from llmexp.redact import as_recorded, redacted
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.system.redact import as_recorded, redacted
 from llmexp.tasks import scoring
+from llmexp.train.assembly.inputs import build_corpus, document_end, filled
+from llmexp.train.assembly.opening import Opened
+from llmexp.train.assembly.parts import prepare_tasks
+from llmexp.update import precision
 
 SCAN_TOKENS = 1 << 20
 

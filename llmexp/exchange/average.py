@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmexp import rundir
 from llmexp.checkpoint import saving
 from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import Piece
-from llmexp.config import ConfigError, flatten
 from llmexp.exchange.sizes import FREE
-from llmexp.fileio import new_folder, read_json, write_json, write_whole
-from llmexp.values import typed
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, flatten
+from llmexp.settings.values import typed
+from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
 
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it
 

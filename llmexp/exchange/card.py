@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
 from llmexp.exchange.average import facts_of
 from llmexp.metrics.keys import EMA, is_of_named_set
+from llmexp.runs import rundir
 
 SHOWN = {
     "model": ("val/loss", "val/ppl", "val/bits_per_byte", "train/loss"),

@@ -24,8 +24,8 @@ from llmexp.exchange.card import card
 from llmexp.exchange.check import check_folder
 from llmexp.exchange.families import TRANSFORMERS, Rule, family_of, to_config
 from llmexp.exchange.tokenizer import doubts, tokenizer_files
-from llmexp.fileio import new_folder, write_json, write_whole
 from llmexp.models.common import all_finite
+from llmexp.system.fileio import new_folder, write_json, write_whole
 
 SHARD_BYTES = 5 * 10**9  # the size of files that the hub likes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,16 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from llmexp import rundir
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.loading import ALL, NONE, Loaded, whole_tensor
 from llmexp.checkpoint.pieces import named_tensors
 from llmexp.exchange.families import USUAL, Rule, from_config
 from llmexp.exchange.sizes import FREE, knobs_of
-from llmexp.fileio import read_object
 from llmexp.models.common import all_finite
-from llmexp.naming import WEIGHTS, named_checkpoint
-from llmexp.values import typed
+from llmexp.runs import rundir
+from llmexp.runs.naming import WEIGHTS, named_checkpoint
+from llmexp.settings.values import typed
+from llmexp.system.fileio import read_object
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "BF16", "F16"}

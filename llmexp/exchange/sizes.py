@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
 from llmexp.exchange.families import from_config
-from llmexp.naming import named_checkpoint
+from llmexp.runs import rundir
+from llmexp.runs.naming import named_checkpoint
 
 # Knobs that two models with the same weights may have otherwise.
 FREE = ("_target_", "dropout", "residual", "init_from", "init_grow", "path", "pretrained")

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import Config
-from llmexp.labels import plural
 from llmexp.metrics.console import format_duration
 from llmexp.metrics.devices import Device
 from llmexp.run import Run
+from llmexp.settings.config import Config
+from llmexp.settings.labels import plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,19 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.assembly.assemble import Parts, assemble
-from llmexp.assembly.remembered import MEMORY, kind_of, remember, remembered
-from llmexp.child import STOP, die_with_parent, never_fail_to_print
-from llmexp.config import Config, ConfigError, refuse
-from llmexp.convert import build, with_knobs
 from llmexp.forecast import memory
 from llmexp.forecast.measuring import Died, measured
 from llmexp.metrics import hardware
 from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device, device_called
-from llmexp.redact import redacted
-from llmexp.values import AUTO
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.convert import build, with_knobs
+from llmexp.settings.values import AUTO
+from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
+from llmexp.system.redact import redacted
+from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.train.assembly.remembered import MEMORY, kind_of, remember, remembered
 
 KEY = "batch.micro_batch_size"
 FASTER = 1.02  # a smaller size has to be, to be taken

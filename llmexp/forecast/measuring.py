@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from llmexp import fileio, rundir
-from llmexp.child import DONE, how_it_died, kill_family, start_worker
-from llmexp.config import Config, plain
-from llmexp.convert import with_knobs
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, plain
+from llmexp.settings.convert import with_knobs
+from llmexp.system import fileio
+from llmexp.system.child import DONE, how_it_died, kill_family, start_worker
 from llmexp.train.calibration import ASKED, FILE
 
 ERRORS = "stderr.log"

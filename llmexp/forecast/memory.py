@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from llmexp.assembly.assemble import Parts
-from llmexp.config import Parallelism
 from llmexp.forecast.process import process_bytes
 from llmexp.forecast.rehearsal import Cut, Footprint, cut_of, rehearse
 from llmexp.metrics import hardware
@@ -18,6 +16,8 @@ from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import solve_layout
+from llmexp.settings.config import Parallelism
+from llmexp.train.assembly.assemble import Parts
 
 GIB = 2**30
 # Of a device's memory; the rest is for the context of CUDA, for libraries and for what an allocator

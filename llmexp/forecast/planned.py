@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import Config
 from llmexp.forecast.duration import Cost
 from llmexp.metrics.console import banner
 from llmexp.run import Run
 from llmexp.run.banner import banner_sections
+from llmexp.settings.config import Config
 
 Rows = list[tuple[str, str]]
 NO_MEMORY = "not planned; add plan.device=h200 (or another device)"

@@ -7,13 +7,6 @@ from pathlib import Path
 
 import torch
 
-from llmexp import rundir
-from llmexp.assembly.assemble import Parts, assemble, kernel_of
-from llmexp.assembly.inputs import Shared
-from llmexp.assembly.remembered import MEMORY, kind_of, remember
-from llmexp.assembly.solving import keep_facts
-from llmexp.config import Config, ConfigError, refuse
-from llmexp.convert import with_knobs
 from llmexp.forecast import duration, memory
 from llmexp.forecast.duration import Times
 from llmexp.forecast.fitting import cut, known
@@ -26,8 +19,15 @@ from llmexp.models.loss import WindowLoss
 from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
 from llmexp.run.banner import banner_sections
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import AUTO
+from llmexp.train.assembly.assemble import Parts, assemble, kernel_of
+from llmexp.train.assembly.inputs import Shared
+from llmexp.train.assembly.remembered import MEMORY, kind_of, remember
+from llmexp.train.assembly.solving import keep_facts
 from llmexp.train.calibration import MOST
-from llmexp.values import AUTO
 
 NO_ROOM = "not known, nor what this host has; add plan.memory_gib=16"
 

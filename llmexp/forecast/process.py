@@ -10,8 +10,8 @@ import sys
 import torch
 from torch import nn
 
-from llmexp.child import start
 from llmexp.metrics import hardware
+from llmexp.system.child import start
 from llmexp.train import worker  # noqa: F401  (a run has imported it)
 
 CPU = torch.device("cpu")

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmexp import mesh
-from llmexp.assembly.assemble import Parts
-from llmexp.config import Parallelism
-from llmexp.convert import with_knobs
 from llmexp.data.reader import Window
 from llmexp.forecast.counting import Counting
 from llmexp.mesh import pretend
 from llmexp.metrics.devices import Device
 from llmexp.models.planned import planned_for
-from llmexp.precision import deterministic_within, parameter_dtype
 from llmexp.run.layout import Layout
+from llmexp.settings.config import Parallelism
+from llmexp.settings.convert import with_knobs
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup, set_up, train_step
+from llmexp.update.precision import deterministic_within, parameter_dtype
 
 KINDS = ("parameters", "gradients", "moments", "ema", "activations", "loss", "buffers")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import ConfigError, knob, refuse
-from llmexp.convert import section
 from llmexp.metrics.devices import device_named
+from llmexp.settings.config import ConfigError, knob, refuse
+from llmexp.settings.convert import section
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
 PEAK_SHARE = 0.3

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmexp.child import children, send, signals_held
+from llmexp.system.child import children, send, signals_held
 
 POLL_S = 0.5
 TOUCH_S = 3.0  # how often a host shows that it is there

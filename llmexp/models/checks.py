@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llmexp.values import shown
+from llmexp.settings.values import shown
 
 
 def _shown(value: object) -> object:

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from llmexp.fileio import read_object
 from llmexp.models.checks import check_length
 from llmexp.models.common import all_finite
+from llmexp.system.fileio import read_object
 
 
 class HuggingFace(nn.Module):

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmexp import rundir
-from llmexp.config import Config, ConfigError, nearest
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,15 +85,15 @@ class Run:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the run was trained with."""
-        from llmexp.assembly.inputs import build_tokenizer, filled
+        from llmexp.train.assembly.inputs import build_tokenizer, filled
 
         return build_tokenizer(filled(self.config))[0]
 
     def model(self, step: int | None = None, weights: str = "model") -> nn.Module:
         """Return the model with the weights of a checkpoint (None: the newest whole one), on the
         CPU, in evaluation mode. `weights="ema"`: their average."""
-        from llmexp.assembly.opening import open_run
-        from llmexp.naming import named_checkpoint
+        from llmexp.runs.naming import named_checkpoint
+        from llmexp.train.assembly.opening import open_run
 
         return open_run(*named_checkpoint(self._at(step)), warn, weights).model.eval()
 

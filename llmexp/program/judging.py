@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmexp.config import ConfigError
 from llmexp.program.folder import Run, framed, named, words_of
+from llmexp.settings.config import ConfigError
 
 if TYPE_CHECKING:
     from llmexp.compare.records import Comparison

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmexp.child import DONE, PREEMPTED, REFUSED
-from llmexp.config import ConfigError
 from llmexp.program.folder import Run, load, named, words_of
+from llmexp.settings.config import ConfigError
+from llmexp.system.child import DONE, PREEMPTED, REFUSED
 
 if TYPE_CHECKING:
     from llmexp.cli.average import Averaged

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmexp.config import Config, Train, refuse
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import solve_budget
 from llmexp.run.layout import Layout
+from llmexp.settings.config import Config, Train, refuse
 
 
 @dataclass(frozen=True)

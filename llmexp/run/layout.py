@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import Parallelism, refuse
+from llmexp.settings.config import Parallelism, refuse
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmexp import rundir
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
 from llmexp.compare.table import columns
+from llmexp.runs import rundir
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import show
 from llmexp.sweep.current import Current

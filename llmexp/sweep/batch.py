@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from llmexp import rundir
-from llmexp.child import say
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
-from llmexp.config import ConfigError, refuse
-from llmexp.labels import plural
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, refuse
+from llmexp.settings.labels import plural
+from llmexp.settings.values import typed
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.current import Current
@@ -22,7 +22,7 @@ from llmexp.sweep.points import Point, Refused, no_start, split_duplicates
 from llmexp.sweep.running import run_rungs
 from llmexp.sweep.show import warn
 from llmexp.sweep.twins import is_twin, run_twins
-from llmexp.values import typed
+from llmexp.system.child import say
 
 LOCK = ".lock-sweep"
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from llmexp import provenance, rundir
-from llmexp.assembly.assemble import assemble
-from llmexp.assembly.inputs import Shared
-from llmexp.child import STOP, die_with_parent, never_fail_to_print
-from llmexp.config import ConfigError, plain
-from llmexp.convert import build
 from llmexp.forecast.fitting import fitted
-from llmexp.redact import redacted
+from llmexp.runs import provenance, rundir
+from llmexp.settings.config import ConfigError, plain
+from llmexp.settings.convert import build
 from llmexp.sweep.ledger import Facts, identity
+from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
+from llmexp.system.redact import redacted
 from llmexp.train import folder
+from llmexp.train.assembly.assemble import assemble
+from llmexp.train.assembly.inputs import Shared
 
 
 def answer(purpose: str, request: dict[str, Any], shared: Any) -> dict[str, Any]:

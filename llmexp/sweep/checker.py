@@ -10,11 +10,11 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from llmexp.child import start
-from llmexp.config import ConfigError
+from llmexp.settings.config import ConfigError
 from llmexp.sweep.composing import counted
 from llmexp.sweep.ledger import Facts
 from llmexp.sweep.points import Point, Refused
+from llmexp.system.child import start
 
 
 class Checker:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from llmexp.child import PASSED_ON, handling
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.settings import Sweep
+from llmexp.system.child import PASSED_ON, handling
 
 
 @dataclass

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, rundir
-from llmexp.config import FOLDER_NAME, ConfigError, flatten
-from llmexp.ending import state_now
-from llmexp.knobs import essence
-from llmexp.naming import CHANGES, LEDGER, with_changes
-from llmexp.values import typed
+from llmexp.runs import rundir
+from llmexp.runs.ending import state_now
+from llmexp.runs.naming import CHANGES, LEDGER, with_changes
+from llmexp.settings.config import FOLDER_NAME, ConfigError, flatten
+from llmexp.settings.knobs import essence
+from llmexp.settings.values import typed
+from llmexp.system import fileio
 
 FORMAT = 1
 STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmexp import rundir
-from llmexp.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
-from llmexp.config import ConfigError
-from llmexp.ending import Left, conclude, how_it_left, record_end
+from llmexp.runs import rundir
+from llmexp.runs.ending import Left, conclude, how_it_left, record_end
+from llmexp.settings.config import ConfigError
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
+from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker
 
 LOOK_S = 1.0  # between looks for a sign of life
 # in the run folder: what its processes printed; the console's rows are in train.log

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmexp.compose.app import typed
-from llmexp.config import Config, ConfigError, flatten, plain, refuse
-from llmexp.knobs import essence
-from llmexp.labels import shown
 from llmexp.run.budget import BUDGETS
+from llmexp.settings.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.settings.knobs import essence
+from llmexp.settings.labels import shown
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger

@@ -15,13 +15,13 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from omegaconf import DictConfig, OmegaConf
 
-from llmexp import rundir
-from llmexp.child import PREEMPTED, say
 from llmexp.compose.app import chosen_folder, fixed_folder
 from llmexp.compose.command_line import kept_back
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
-from llmexp.config import refuse
+from llmexp.runs import rundir
+from llmexp.settings.config import refuse
+from llmexp.settings.values import typed
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import search
 from llmexp.sweep.batch import run_batch
@@ -30,7 +30,7 @@ from llmexp.sweep.current import Current
 from llmexp.sweep.launchers import check_launcher
 from llmexp.sweep.points import expand, is_grid, load_points
 from llmexp.sweep.settings import Sweep, build_sweep
-from llmexp.values import typed
+from llmexp.system.child import PREEMPTED, say
 
 
 def sweep(

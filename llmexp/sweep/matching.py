@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmexp import rundir
-from llmexp.child import REFUSED
 from llmexp.compose.app import visible
-from llmexp.config import Config, ConfigError
-from llmexp.convert import with_knobs
 from llmexp.run.budget import keep_warmup
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.convert import with_knobs
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Entry, Facts, Ledger, steps_of
 from llmexp.sweep.points import Point, label
+from llmexp.system.child import REFUSED
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import Config, ConfigError, plain
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
-from llmexp.labels import plural
 from llmexp.metrics.console import format_duration, gib
-from llmexp.redact import redacted
+from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.settings.labels import plural
 from llmexp.sweep.composing import counted
 from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, table, warn, width_of
+from llmexp.system.redact import redacted
 
 # Columns that say where a point's batch and budget come from, with the swept key that a column
 # would repeat.

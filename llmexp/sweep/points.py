@@ -19,15 +19,15 @@ from llmexp.compare.budgets import Spent
 from llmexp.compose.app import chosen_folder, typed, visible
 from llmexp.compose.errors import user_errors
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.config import Config, ConfigError, flatten, plain, refuse
-from llmexp.convert import with_knobs
-from llmexp.redact import redacted
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
+from llmexp.settings.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.settings.convert import with_knobs
 from llmexp.sweep.composing import Composer, counted
 from llmexp.sweep.ledger import Facts, identity
 from llmexp.sweep.settings import Sweep
+from llmexp.system.redact import redacted
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.child import FAILED, PASSED_ON, PREEMPTED, start_worker
-from llmexp.config import ConfigError, refuse
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, settle
 from llmexp.sweep.matching import Task
+from llmexp.system.child import FAILED, PASSED_ON, PREEMPTED, start_worker
 
 ORPHAN_S = 60.0  # that a run has to save and leave
 # Set by Ray for its own processes; ranks of a run are on one node and are given their devices by

@@ -10,16 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmexp import rundir
-from llmexp.child import REFUSED, say
-from llmexp.config import ConfigError
-from llmexp.convert import with_knobs
-from llmexp.labels import plural
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.labels import plural
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task, is_longer
 from llmexp.sweep.settings import Sweep
+from llmexp.system.child import REFUSED, say
 
 ORPHAN_S = 60.0  # that a run whose sweep was killed has to save and leave
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from llmexp.child import say
 from llmexp.compose.errors import user_errors
 from llmexp.compose.origin import CONFIG_NAME
-from llmexp.config import ConfigError, refuse
+from llmexp.settings.config import ConfigError, refuse
+from llmexp.settings.values import quoted
 from llmexp.sweep import show
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, figure
 from llmexp.sweep.points import as_given, load_points
-from llmexp.values import quoted
+from llmexp.system.child import say
 
 # One or none: Hydra makes the launchers, which get nothing else from here.
 CURRENT: list[Current] = []

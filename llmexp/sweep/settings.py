@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import choice, count, knob
-from llmexp.convert import section
+from llmexp.settings.config import choice, count, knob
+from llmexp.settings.convert import section
 
 
 @dataclass(frozen=True, kw_only=True)

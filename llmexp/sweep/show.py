@@ -14,16 +14,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from llmexp import fileio, rundir
-from llmexp.child import say
 from llmexp.compare import budgets
-from llmexp.labels import label, parsed, short_keys, shown
 from llmexp.metrics.console import format_duration
-from llmexp.redact import redacted
 from llmexp.run.budget import BUDGETS
+from llmexp.runs import rundir
+from llmexp.settings.labels import label, parsed, short_keys, shown
 from llmexp.sweep.ledger import Entry, Ledger, figure, steps_of
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
+from llmexp.system import fileio
+from llmexp.system.child import say
+from llmexp.system.redact import redacted
 
 REFRESH_S = 0.5
 TAIL_BYTES = 16384  # of metrics.jsonl: more than a row

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, rundir
-from llmexp.config import Config, ConfigError, refuse
-from llmexp.ending import Left, conclude
-from llmexp.labels import plural
+from llmexp.runs import rundir
+from llmexp.runs.ending import Left, conclude
+from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.labels import plural
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.sweep.show import name_of
 from llmexp.sweep.slurm_job import client
+from llmexp.system import fileio
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
 # what a job that has ended wrote may arrive late on a shared disk, as may its requeue

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmexp.child import DONE, PREEMPTED, REFUSED, leave, start_worker
+from llmexp.system.child import DONE, PREEMPTED, REFUSED, leave, start_worker
 
 CLIENT_TIMEOUT_S = 60.0  # Slurm's commands hang for minutes when the controller is away
 # The variables that describe the job that this process is in, its GPUs and its ranks included.

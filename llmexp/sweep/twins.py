@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from llmexp import rundir
-from llmexp.child import REFUSED, say
-from llmexp.convert import with_knobs
-from llmexp.labels import plural
+from llmexp.runs import rundir
+from llmexp.settings.convert import with_knobs
+from llmexp.settings.labels import plural
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger, figure
@@ -16,6 +15,7 @@ from llmexp.sweep.matching import Task, of_folder
 from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
 from llmexp.sweep.show import name_of, summary_of
+from llmexp.system.child import REFUSED, say
 
 KEY = "train.twin"
 TWIN = f"{KEY}="

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmexp import mesh, precision
+from llmexp import mesh
 from llmexp.data.reader import MASKED
 from llmexp.data.tokenizers import Tokenizer, end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss, plain_cross_entropy
 from llmexp.tasks.items import Item
+from llmexp.update import precision
 
 WHOLE_LOGITS = 4096  # tokens of a batch whose logits are held whole
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from llmexp.child import PREEMPTED
-from llmexp.redact import netrc_passwords
+from llmexp.system.child import PREEMPTED
+from llmexp.system.redact import netrc_passwords
 from llmexp.tracker.fields import Fields
 
 Mode = Literal["online", "offline"]

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.config import ConfigError
-from llmexp.fileio import read_json, write_json
+from llmexp.settings.config import ConfigError
+from llmexp.system.fileio import read_json, write_json
 
 POSITION_FILE = "tracker.json"
 # wandb, a URL and a shell take such an id as it is.

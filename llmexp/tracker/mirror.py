@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp import config, rundir
+from llmexp.runs import rundir
+from llmexp.settings import config
 from llmexp.tracker import calls
 from llmexp.tracker.fields import SWEEP_ID, Fields, Position, owe, write_position
 

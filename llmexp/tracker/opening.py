@@ -10,8 +10,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from llmexp import config, rundir
-from llmexp.fileio import read_json
+from llmexp.runs import rundir
+from llmexp.settings import config
+from llmexp.system.fileio import read_json
 from llmexp.tracker.fields import Fields, given_run_id, run_fields
 from llmexp.tracker.mirror import INTERVAL_S, End, Mirror, NewRows, TrackerError, one_line
 from llmexp.tracker.stores import STORES, Store

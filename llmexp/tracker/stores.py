@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmexp.child import DONE, PREEMPTED
-from llmexp.config import flatten
+from llmexp.settings.config import flatten
+from llmexp.settings.values import ConfigError, hint
+from llmexp.system.child import DONE, PREEMPTED
 from llmexp.tracker.fields import Fields
-from llmexp.values import ConfigError, hint
 
 
 class Store(Protocol):

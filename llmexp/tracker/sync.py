@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, rundir
-from llmexp.config import ConfigError
 from llmexp.metrics.keys import figures_in
-from llmexp.naming import runs_meant, runs_under
-from llmexp.redact import clean
+from llmexp.runs import rundir
+from llmexp.runs.naming import runs_meant, runs_under
+from llmexp.settings.config import ConfigError
+from llmexp.system import fileio
+from llmexp.system.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
     Fields,

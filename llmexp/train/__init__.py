@@ -1,5 +1,6 @@
 """Train a run: `python -m llmexp.train RUN_DIR`. No Hydra in here. In reading order:
 
+assembly       from a config to everything that a run needs, each part checked
 step           one optimizer step, and the live parts it works on
 ema            an average of the weights, kept beside them
 evaluation     the losses over the validation sets

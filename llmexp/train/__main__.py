@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from llmexp import child
+from llmexp.system import child
 
 if __name__ == "__main__":
     # Before torch is imported, so that a signal or a dead parent ends the process at once.

@@ -9,24 +9,27 @@ import sys
 import time
 from pathlib import Path
 
-from llmexp import mesh, precision, rundir
-from llmexp.assembly.assemble import Parts
+from llmexp import mesh
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.pieces import piece_of
-from llmexp.config import ConfigError, flatten, plain, refuse
 from llmexp.data.text_bytes import TextBytes
 from llmexp.metrics import hardware
 from llmexp.metrics.console import Console, banner
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.rows import Rows
 from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
+from llmexp.runs import rundir
+from llmexp.runs.rows import Rows
+from llmexp.settings.config import ConfigError, flatten, plain, refuse
+from llmexp.settings.convert import renamed
 from llmexp.tracker.opening import Trackers, open_trackers
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
 from llmexp.train.state import Loop, Measured, Outputs, Progress
 from llmexp.train.step import Setup, set_up
+from llmexp.update import precision
 
 
 def log_line(text: str) -> None:
@@ -97,7 +100,7 @@ def newest_checkpoint(
     # its folder's config could have been edited
     here, there = fixed_facts(parts), loaded.manifest
     if isinstance(there.get("config"), dict):
-        refuse_other_config(path, there["config"], here["config"], parts, loaded)
+        refuse_other_config(path, renamed(there["config"]), here["config"], parts, loaded)
     if there.get("data") not in (None, here["data"]):
         raise other_data(loaded.path, parts)
     return loaded
@@ -126,7 +129,7 @@ def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress
         if setup.ema is not None:
             loading.restore_ema(loaded, setup.ema.average)
         setup.scaler.load_state_dict(loaded.state["scaler"])
-        there, here = loaded.manifest.get("config") or {}, flatten(plain(config))
+        there, here = renamed(loaded.manifest.get("config") or {}), flatten(plain(config))
         clips = [key for key in here if key.startswith("clip.") and here[key] != there.get(key)]
         for name, part in (
             ("norms", measured.norms),

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from llmexp import fileio, mesh
-from llmexp.child import STOP
+from llmexp import mesh
 from llmexp.metrics import hardware
+from llmexp.system import fileio
+from llmexp.system.child import STOP
 from llmexp.train.checkpointing import save
 from llmexp.train.evaluation import evaluate, score_tasks
 from llmexp.train.loop import Due, report, take_step

@@ -7,8 +7,9 @@ import functools
 import sys
 import time
 
-from llmexp import mesh, rundir
+from llmexp import mesh
 from llmexp.checkpoint import saving
+from llmexp.runs import rundir
 from llmexp.train.hooks import call_hooks
 from llmexp.train.state import Loop, Saving
 from llmexp.train.step import TrainingFailed

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp import mesh, precision
+from llmexp import mesh
 from llmexp.data.reader import Window
 from llmexp.train.step import Setup, seed_step, weigh
+from llmexp.update import precision
 
 NOTHING = (
     "a second pass over the step was finite: it does not come from the config and the data alone"

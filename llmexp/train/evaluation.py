@@ -6,14 +6,15 @@ import math
 
 import torch
 
-from llmexp import mesh, precision
+from llmexp import mesh
 from llmexp.data.reader import Cut, eval_batches
 from llmexp.data.stream import TokenStream
 from llmexp.data.text_bytes import TextBytes
-from llmexp.ending import COMES_AGAIN
 from llmexp.metrics.keys import EMA
+from llmexp.runs.ending import COMES_AGAIN
 from llmexp.tasks import scoring
 from llmexp.train.step import Setup, TrainingFailed
+from llmexp.update import precision
 
 
 def evaluate(setup: Setup, text_bytes: TextBytes) -> dict[str, float]:

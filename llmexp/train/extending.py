@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.assembly.assemble import Parts, rate_factor
 from llmexp.checkpoint import loading
-from llmexp.config import ConfigError, fill, refuse
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
-from llmexp.values import typed
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, fill, refuse
+from llmexp.settings.values import typed
+from llmexp.train.assembly.assemble import Parts, rate_factor
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")

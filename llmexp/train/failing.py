@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 
-from llmexp import ending, mesh, rundir
-from llmexp.assembly.assemble import Parts
-from llmexp.assembly.targets import own_line
+from llmexp import mesh
 from llmexp.checkpoint.loading import CheckpointError
-from llmexp.child import FAILED, REFUSED, STOP
-from llmexp.config import ConfigError
 from llmexp.data.stream import DataChanged
-from llmexp.fileio import Unwritable
 from llmexp.mesh.agent import STARTED
-from llmexp.redact import redacted
+from llmexp.runs import ending, rundir
+from llmexp.settings.config import ConfigError
+from llmexp.system.child import FAILED, REFUSED, STOP
+from llmexp.system.fileio import Unwritable
+from llmexp.system.redact import redacted
 from llmexp.train import group
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.targets import own_line
 from llmexp.train.step import TrainingFailed
 
 

@@ -16,20 +16,21 @@ from typing import Any
 
 import yaml
 
-from llmexp import fileio, provenance, rundir
-from llmexp.assembly.assemble import Parts
-from llmexp.assembly.targets import better_of
 from llmexp.checkpoint import loading
-from llmexp.child import REFUSED
-from llmexp.config import ConfigError, flatten, plain
 from llmexp.exchange.average import refuse_average
-from llmexp.knobs import differing, may_change
 from llmexp.metrics import hardware
-from llmexp.naming import LINEAGE, lineage, refuse_folder
-from llmexp.redact import as_recorded, concealed, marks
 from llmexp.run import Parent
+from llmexp.runs import provenance, rundir
+from llmexp.runs.naming import LINEAGE, lineage, refuse_folder
+from llmexp.settings.config import ConfigError, flatten, plain
+from llmexp.settings.knobs import differing, may_change
+from llmexp.settings.values import typed
+from llmexp.system import fileio
+from llmexp.system.child import REFUSED
+from llmexp.system.redact import as_recorded, concealed, marks
 from llmexp.train import extending
-from llmexp.values import typed
+from llmexp.train.assembly.assemble import Parts
+from llmexp.train.assembly.targets import better_of
 
 REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json

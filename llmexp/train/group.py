@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import ending, fileio, mesh, provenance, rundir
-from llmexp.assembly.assemble import Parts
-from llmexp.child import FAILED, REFUSED
-from llmexp.config import ConfigError, Parallelism, plain
+from llmexp import mesh
 from llmexp.mesh import agent
 from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, HostsMissing, Plan
+from llmexp.runs import ending, provenance, rundir
+from llmexp.settings.config import ConfigError, Parallelism, plain
+from llmexp.system import fileio
+from llmexp.system.child import FAILED, REFUSED
+from llmexp.train.assembly.assemble import Parts
 
 REPORT_S = 4.0  # for all ranks that waited to report it
 

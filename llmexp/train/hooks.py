@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp.assembly.targets import own_line, place
 from llmexp.data.reader import Window
 from llmexp.run import Run
+from llmexp.train.assembly.targets import own_line, place
 from llmexp.train.state import Loop
 from llmexp.train.step import TrainingFailed
 

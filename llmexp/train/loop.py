@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from llmexp import mesh
-from llmexp.assembly.targets import place
-from llmexp.child import STOP
-from llmexp.config import Config
 from llmexp.data.reader import Window
-from llmexp.ending import COMES_AGAIN
 from llmexp.metrics import hardware
 from llmexp.metrics.console import format_row
 from llmexp.run import Run
+from llmexp.runs.ending import COMES_AGAIN
+from llmexp.settings.config import Config
+from llmexp.system.child import STOP
+from llmexp.train.assembly.targets import place
 from llmexp.train.checkpointing import go_on_saving, save
 from llmexp.train.evaluation import evaluate, score_tasks
 from llmexp.train.hooks import call_hooks

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from llmexp import precision
 from llmexp.data.stream import Corpus
 from llmexp.data.tokenizers import END_OF_TEXT, Tokenizer, end_of_text, has_meaning
 from llmexp.models.sampling import generate
 from llmexp.train.state import Loop
+from llmexp.update import precision
 
 SMALL = 20_000_000  # parameters
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp import clip as clipping
-from llmexp import mesh, optim, precision
-from llmexp.assembly.assemble import Parts
-from llmexp.config import Clip
+from llmexp import mesh
 from llmexp.data.reader import Window
 from llmexp.metrics.noise import SmallGradient
 from llmexp.metrics.outliers import Limits, Outliers
 from llmexp.models.loss import WindowLoss
+from llmexp.settings.config import Clip
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.ema import Ema
+from llmexp.update import clip as clipping
+from llmexp.update import optim, precision
 
 # Verdicts on a window; the update is applied after the first two.
 OK, OUTLIER, SKIPPED_OUTLIER, EMPTY, BAD_LOSS, BAD_NORM = range(6)

@@ -6,14 +6,14 @@ import contextlib
 import shlex
 from typing import Any
 
-from llmexp import rundir
-from llmexp.child import STOP
-from llmexp.fileio import write_whole
 from llmexp.metrics.console import banner, format_duration
 from llmexp.metrics.keys import figures_in
 from llmexp.metrics.norms import clip_table
 from llmexp.metrics.plot import plot_losses
-from llmexp.rows import Figures
+from llmexp.runs import rundir
+from llmexp.runs.rows import Figures
+from llmexp.system.child import STOP
+from llmexp.system.fileio import write_whole
 from llmexp.tracker.fields import upload_is_pending
 from llmexp.train.state import Loop
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from llmexp import mesh
-from llmexp.ending import COMES_AGAIN
 from llmexp.metrics.outliers import describe
-from llmexp.rows import Figures
+from llmexp.runs.ending import COMES_AGAIN
+from llmexp.runs.rows import Figures
 from llmexp.train.checkpointing import finish_saving
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.state import OUTLIERS_KEPT, Loop

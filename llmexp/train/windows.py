@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmexp.assembly.assemble import Parts
 from llmexp.data.reader import Cut, Order, Window, read_windows
+from llmexp.train.assembly.assemble import Parts
 from llmexp.train.step import Setup
 
 

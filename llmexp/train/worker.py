@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp import ending, mesh, provenance, rundir
-from llmexp.assembly.assemble import Parts, assemble
-from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
-from llmexp.convert import build
+from llmexp import mesh
 from llmexp.mesh.agent import LOCK_HELD, STARTED
+from llmexp.runs import ending, provenance, rundir
+from llmexp.settings.convert import build
+from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP, say
 from llmexp.train import failing, folder, group
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.beginning import start_loop
 from llmexp.train.calibration import ASKED, calibrate
 from llmexp.train.checkpointing import leave_saving

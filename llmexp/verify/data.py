@@ -14,10 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmexp import fileio
-from llmexp.assembly.assemble import Parts, assemble
-from llmexp.assembly.inputs import corpus_work, filled
-from llmexp.config import Config, ConfigError
 from llmexp.data.beside import DIGEST, digests_beside, ends_beside
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
@@ -26,7 +22,11 @@ from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
-from llmexp.redact import redacted
+from llmexp.settings.config import Config, ConfigError
+from llmexp.system import fileio
+from llmexp.system.redact import redacted
+from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.train.assembly.inputs import corpus_work, filled
 from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, equal
 

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from llmexp.config import Config, ConfigError
+from llmexp.settings.config import Config, ConfigError
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 from llmexp.verify.pair import Pair

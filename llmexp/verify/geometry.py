@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp import rundir
-from llmexp.assembly.assemble import Parts, assemble
 from llmexp.checkpoint import loading
-from llmexp.config import Config, ConfigError, fill, refuse
-from llmexp.convert import with_knobs
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, fill, refuse
+from llmexp.settings.convert import with_knobs
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (
     Followed,

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmexp import rundir
 from llmexp.checkpoint import loading
-from llmexp.child import DONE, ended, family, kill_family, send
-from llmexp.config import Config, ConfigError
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.system.child import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 
 TRIES = 3

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llmexp import fileio, mesh, rundir
+from llmexp import mesh
 from llmexp.checkpoint.pieces import named_tensors, names_by_id
-from llmexp.config import Config
+from llmexp.runs import rundir
+from llmexp.settings.config import Config
+from llmexp.system import fileio
 from llmexp.train.diagnose import tensors_in
 
 # The folder; "1": also what goes into and out of each module; "1": also which operations are not

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmexp.assembly.assemble import Parts
-from llmexp.config import Clip
 from llmexp.data.order import sequence_index
+from llmexp.settings.config import Clip
+from llmexp.train.assembly.assemble import Parts
 
 MATMUL = re.compile(
     r"(^|_)(|add|b|badd)mm$|(^|_)(dot|mv|addmv)$|scaled_dot_product|convolution|linear"

@@ -10,9 +10,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llmexp import rundir
 from llmexp.checkpoint import loading
-from llmexp.config import Config
+from llmexp.runs import rundir
+from llmexp.settings.config import Config
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 from llmexp.verify.kills import Broken, Kill, kill_again_and_again

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.child import DONE, hand_over, signals_passed_on, start_worker
-from llmexp.config import Config, ConfigError, plain, refuse
-from llmexp.convert import with_knobs
-from llmexp.fileio import tail
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, plain, refuse
+from llmexp.settings.convert import with_knobs
+from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
+from llmexp.system.fileio import tail
 from llmexp.verify import record
 
 LAYER_KNOBS = ("n_layers", "n_layer", "num_layers")

@@ -34,9 +34,9 @@ def watch():
         peak = max(peak, private())
         time.sleep(0.002)
 import yaml
-from llmexp import rundir
+from llmexp.runs import rundir
 from llmexp.__main__ import run
-from llmexp.assembly import opening
+from llmexp.train.assembly import opening
 from llmexp.exchange import export, reading
 section = yaml.safe_load(open("run/config.yaml"))["model"]
 model = opening.model_maker(section)() if sys.argv[1] != "export" else None

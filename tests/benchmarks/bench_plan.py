@@ -56,7 +56,6 @@ def measured(case: tuple) -> dict[str, float]:
     import torch
 
     from llmexp import mesh
-    from llmexp.assembly.assemble import assemble
     from llmexp.compose import app
     from llmexp.data.reader import Window
     from llmexp.forecast import memory
@@ -64,6 +63,7 @@ def measured(case: tuple) -> dict[str, float]:
     from llmexp.forecast.rehearsal import cut_of, rehearse
     from llmexp.mesh import pretend
     from llmexp.metrics.devices import device_named
+    from llmexp.train.assembly.assemble import assemble
     from llmexp.train.step import set_up, train_step
 
     with app.hydra_app(None) as hydra:

@@ -21,7 +21,7 @@ import torch
 
 from llmexp.checkpoint import loading, saving
 from llmexp.checkpoint.pieces import piece_of
-from llmexp.fileio import sync
+from llmexp.system.fileio import sync
 
 STEP = 1
 

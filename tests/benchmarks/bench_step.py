@@ -29,10 +29,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from llmexp import mesh, rundir
-from llmexp.assembly.assemble import Parts, assemble
+from llmexp import mesh
 from llmexp.compose import app
+from llmexp.runs import rundir
 from llmexp.train import folder, loop, worker
+from llmexp.train.assembly.assemble import Parts, assemble
 
 SIZES = {
     "base": (4, 256, 4, 256, 320),  # layers, width, heads, length, vocabulary

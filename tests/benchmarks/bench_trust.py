@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 import torch
 
 from llmexp import mesh
-from llmexp.assembly.assemble import assemble
 from llmexp.checkpoint import hashes, saving
 from llmexp.compose import app
+from llmexp.train.assembly.assemble import assemble
 from llmexp.train.step import Verdict, set_up, train_step, unusable
 from llmexp.train.windows import read_ahead
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmexp import mesh
-from llmexp.assembly.assemble import assemble
 from llmexp.compose import app
 from llmexp.data.reader import Window
+from llmexp.train.assembly.assemble import assemble
 from llmexp.train.step import Setup, Step, seed_step, set_up, train_step
 
 COMMON = [

@@ -195,7 +195,7 @@ def joined_parts(case: Case, *, planned: bool) -> tuple[Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from llmexp import mesh
-    from llmexp.assembly.assemble import assemble
+    from llmexp.train.assembly.assemble import assemble
 
     with app.hydra_app(None) as hydra:
         config = app.typed(app.compose(hydra, case.overrides)[0])

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from llmexp.__main__ import run
-from llmexp.child import start_worker
 from llmexp.data import train_tokenizer
 from llmexp.sweep.points import as_given
+from llmexp.system.child import start_worker
 from tests.conftest import ROOT, TINY, environment, llmexp, start
 from tests.tools import all_gone, session, wait_for
 
@@ -36,7 +36,7 @@ RUN = [
 DRIVER = """
 import sys, resource
 from llmexp.__main__ import run
-from llmexp.child import start_worker
+from llmexp.system.child import start_worker
 code = run(sys.argv[1:])
 heavy = {"torch", "wandb", "matplotlib", "numpy", "tiktoken"} & {m.partition(".")[0] for m in sys.modules}
 used = resource.getrusage(resource.RUSAGE_SELF)

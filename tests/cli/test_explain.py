@@ -13,10 +13,10 @@ from llmexp.cli import explain
 from llmexp.cli.derived import DERIVED
 from llmexp.compose import app, command_line
 from llmexp.compose.origin import layers
-from llmexp.config import OPEN_SECTIONS, ConfigError, flatten, plain
-from llmexp.knobs import ACTS, fields
 from llmexp.run import Facts, Run
 from llmexp.run.layout import Layout
+from llmexp.settings.config import OPEN_SECTIONS, ConfigError, flatten, plain
+from llmexp.settings.knobs import ACTS, fields
 from tests.conftest import TINY
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]

@@ -17,8 +17,10 @@ from llmexp.compare.comparing import compare, compare_records
 from llmexp.compare.plot_training import others
 from llmexp.compare.records import Comparison, Record
 from llmexp.compare.table import columns_in_full, show, to_json
-from llmexp.config import ConfigError
+from llmexp.settings.config import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
+
+OPTIM = "llmexp.update.optim"
 
 
 def lines_of(comparison: Comparison, width: int = 80) -> list[str]:
@@ -90,7 +92,7 @@ def test_over_time_the_place_of_seeds_is_their_mean(tmp_path):
         for seed, step_time in enumerate(times):
             make_run(
                 tmp_path / f"{limit}-{seed}", max_norm=limit, seed=seed, step_time=step_time,
-                val_every=10, schedule___target_="llmexp.schedule.cosine",
+                val_every=10, schedule___target_="llmexp.update.schedule.cosine",
             )  # fmt: skip
     c = compare([tmp_path], align="time")
     assert c.align_at == 200.0
@@ -224,14 +226,14 @@ CASES = {
          "weights=[1, 1] clip=2.0": "worse", "weights=[1, 2] clip=2.0": "worse"},
     ),
     "a swept group reads as on the command line": (
-        [dict(optimizer___target_="llmexp.optim.adamw", optimizer__betas=[0.9, 0.95]),
-         dict(optimizer___target_="llmexp.optim.muon", optimizer__momentum=0.95)],
+        [dict(optimizer___target_=OPTIM + ".adamw", optimizer__betas=[0.9, 0.95]),
+         dict(optimizer___target_=OPTIM + ".muon", optimizer__momentum=0.95)],
         ["optimizer"], {}, "",
         {"optimizer=adamw": "lowest", "optimizer=muon": "undecided"},
     ),
     "an experiment may choose the rate beside the optimizer": (
-        [dict(optimizer___target_="llmexp.optim.adamw", optimizer__lr=0.001, optimizer__beta=0.9),
-         dict(optimizer___target_="llmexp.optim.muon", optimizer__lr=0.02, optimizer__nesterov=1)],
+        [dict(optimizer___target_=OPTIM + ".adamw", optimizer__lr=0.001, optimizer__beta=0.9),
+         dict(optimizer___target_=OPTIM + ".muon", optimizer__lr=0.02, optimizer__nesterov=1)],
         ["experiment"], {}, "",
         {"optimizer=adamw lr=0.001": "lowest", "optimizer=muon lr=0.02": "undecided"},
     ),
@@ -252,7 +254,7 @@ CASES = {
          "steps=400 lr=1e+09": "failed"},
     ),
     "a group whose options all but one fail": (
-        [dict(optimizer___target_=f"llmexp.optim.{kind}", max_norm=limit, offset=limit, **more)
+        [dict(optimizer___target_=f"{OPTIM}.{kind}", max_norm=limit, offset=limit, **more)
          for kind, more in (("adamw", {"optimizer__betas": [0.9, 0.95]}),
                             ("muon", {"optimizer__momentum": 0.95, "state": "failed"}))
          for limit in (1.0, 2.0)],
@@ -453,7 +455,7 @@ def test_losses_evaluated_at_other_tokens_are_not_ranked(tmp_path):
         for seed in (1, 2, 3):
             make_run(
                 tmp_path / f"{name}{seed}", steps=steps, max_norm=limit, seed=seed,
-                val_every=val_every, schedule___target_="llmexp.schedule.constant",
+                val_every=val_every, schedule___target_="llmexp.update.schedule.constant",
             )  # fmt: skip
     for sort in (None, "final val/loss", "best val/loss"):
         assert compare([tmp_path], sort=sort).headline.startswith(
@@ -600,7 +602,7 @@ def test_a_constant_rate_has_no_schedule_to_wait_for(tmp_path):
     for target, ranked in (("constant", True), ("cosine", False)):
         where = tmp_path / target
         for name, steps, limit in (("a", 200, 1.0), ("b", 400, 2.0)):
-            schedule = f"llmexp.schedule.{target}"
+            schedule = f"llmexp.update.schedule.{target}"
             make_run(where / name, steps=steps, max_norm=limit, schedule___target_=schedule)
         assert compare([where]).headline.startswith("Undecided" if ranked else "No ranking")
         rows = (

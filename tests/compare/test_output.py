@@ -16,13 +16,13 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from llmexp import fileio
 from llmexp.__main__ import run as llmexp
 from llmexp.cli.runs import readable_age, readable_size
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import shown
 from llmexp.compare.table import show, to_json
-from llmexp.rundir import locked
+from llmexp.runs.rundir import locked
+from llmexp.system import fileio
 from tests.compare.synthetic import make_run, make_sweep
 
 

@@ -19,8 +19,8 @@ from llmexp.compare.figures import shown, with_interval
 from llmexp.compare.page import LIBRARY, page, write_beside
 from llmexp.compare.plot_training import POINTS, SMOOTHING, USUAL
 from llmexp.compare.records import Comparison, Standing
-from llmexp.labels import label
 from llmexp.metrics.plot import running_mean
+from llmexp.settings.labels import label
 from tests.compare.made import comparison, entry, grid
 
 ACCUMULATION, CLIP, RATE = "batch__gradient_accumulation_steps", "clip__max_norm", "optimizer__lr"

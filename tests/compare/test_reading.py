@@ -14,8 +14,8 @@ from llmexp.compare.comparing import compare
 from llmexp.compare.reading import find, read
 from llmexp.compare.rows import Columns, elapsed
 from llmexp.compare.table import to_json
-from llmexp.redact import clean
-from llmexp.rundir import ends_early
+from llmexp.runs.rundir import ends_early
+from llmexp.system.redact import clean
 from tests.compare.synthetic import make_run, make_sweep
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmexp.labels import label
+from llmexp.settings.labels import label
 from tests.conftest import TINY, llmexp
 
 SWEEP = ["batch.gradient_accumulation_steps=1,2,4", "clip.max_norm=0.5,1.0"]

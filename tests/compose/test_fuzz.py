@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp import rundir
 from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
-from llmexp.config import ConfigError, plain
-from llmexp.convert import build
 from llmexp.data.sources import tokens
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, plain
+from llmexp.settings.convert import build
 from llmexp.sweep import ledger
 from tests.conftest import TINY
 

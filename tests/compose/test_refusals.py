@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmexp.__main__ import run
-from llmexp.assembly import placement
-from llmexp.config import ConfigError
+from llmexp.settings.config import ConfigError
+from llmexp.train.assembly import placement
 from tests.conftest import TINY, llmexp
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]

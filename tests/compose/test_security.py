@@ -21,16 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmexp import ending, redact, rundir
 from llmexp.__main__ import run
-from llmexp.assembly import targets
-from llmexp.assembly.inputs import filled
 from llmexp.compose import app, environment, guard
 from llmexp.compose.command_line import recordable
-from llmexp.config import Config, ConfigError, plain
-from llmexp.convert import build
+from llmexp.runs import ending, rundir
+from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.settings.convert import build
 from llmexp.sweep import slurm
 from llmexp.sweep.points import label
+from llmexp.system import redact
+from llmexp.train.assembly import targets
+from llmexp.train.assembly.inputs import filled
 from tests.conftest import TINY, Result, llmexp
 
 KEY, NETRC_KEY, NOTE, RATE = (
@@ -440,7 +441,7 @@ def test_only_functions_and_classes_that_are_the_packages_own(home, monkeypatch)
 def test_nothing_is_called_from_inside_a_section(section, word):
     for nested in ({"x": {word: "os.system"}}, {"x": [{"y": [{word: True}]}]}):
         with pytest.raises(ConfigError, match=f"{section}.x.*{word}"):
-            targets.bind(section, {"_target_": "llmexp.optim.adamw", **nested}, {})
+            targets.bind(section, {"_target_": "llmexp.update.optim.adamw", **nested}, {})
     if word != "_target_":
         with pytest.raises(ConfigError, match=f"{section}.{word}"):
             targets.refuse_calls(section, {word: "x"})

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from llmexp.__main__ import run
 from llmexp.exchange.reading import Source, check
-from llmexp.knobs import fields
-from llmexp.values import NO_DEFAULT, refuse, typed
+from llmexp.settings.knobs import fields
+from llmexp.settings.values import NO_DEFAULT, refuse, typed
 
 PARSER = OverridesParser.create()
 SOURCE = Path(__file__).parents[2] / "llmexp"

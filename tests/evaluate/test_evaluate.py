@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from llmexp.__main__ import run as command
-from llmexp.assembly.opening import open_run
 from llmexp.metrics.ratio import ratio
 from llmexp.models.loss import WindowLoss
+from llmexp.train.assembly.opening import open_run
 from tests.conftest import train
 
 END = 256  # of the tokenizer bytes

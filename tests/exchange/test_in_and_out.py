@@ -20,12 +20,12 @@ import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmexp import rundir
 from llmexp.__main__ import run as command
-from llmexp.assembly.assemble import assemble
-from llmexp.config import Config, ConfigError
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.train.assembly.assemble import assemble
 from tests.conftest import PATHS, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.forecast.test_memory import composed
 from tests.tools import same_state, weights

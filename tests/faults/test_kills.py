@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import rundir
 from llmexp.checkpoint import loading
+from llmexp.runs import rundir
 from tests.conftest import Result, llmexp, start
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_says, assert_status, go_on
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmexp import mesh
-from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.diagnose import NOTHING, first_bad
 from llmexp.train.step import set_up
 from llmexp.train.windows import read_ahead

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llmexp import ending, rundir
 from llmexp.__main__ import run as command
 from llmexp.checkpoint import loading
 from llmexp.compare.reading import find, read
 from llmexp.metrics.keys import TIMINGS
+from llmexp.runs import ending, rundir
 from tests.conftest import TINY, Result, llmexp
 from tests.faults.helpers import LAST, assert_as_undisturbed, assert_status
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.assembly import remembered
-from llmexp.child import how_it_died
 from llmexp.compose.forking import recut
-from llmexp.config import ConfigError, plain
-from llmexp.convert import build
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import fitted
 from llmexp.forecast.measuring import Died
+from llmexp.settings.config import ConfigError, plain
+from llmexp.settings.convert import build
 from llmexp.sweep.check import answer
+from llmexp.system.child import how_it_died
+from llmexp.train.assembly import remembered
 from tests.conftest import TINY, llmexp
 from tests.forecast.test_memory import composed
 

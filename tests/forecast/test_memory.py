@@ -11,14 +11,14 @@ import torch
 
 from llmexp import mesh
 from llmexp.__main__ import run
-from llmexp.assembly import solving
-from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compose import app
-from llmexp.config import Config
 from llmexp.data.reader import Window
 from llmexp.forecast import memory
 from llmexp.forecast.rehearsal import KINDS, cut_of, rehearse
 from llmexp.metrics.devices import device_named
+from llmexp.settings.config import Config
+from llmexp.train.assembly import solving
+from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.train.step import set_up, train_step
 from tests.conftest import TINY
 

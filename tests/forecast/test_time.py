@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmexp.__main__ import run
-from llmexp.assembly import solving
 from llmexp.forecast import measuring, planning
 from llmexp.forecast.duration import Times, cost_of, counts, estimated, over_slots, sections
 from llmexp.metrics.devices import device_named
@@ -22,6 +21,7 @@ from llmexp.models.gpt2 import GPT2
 from llmexp.models.recompute import recomputed_share
 from llmexp.run import Run
 from llmexp.train import calibration
+from llmexp.train.assembly import solving
 from llmexp.train.loop import due_after
 from tests.conftest import PATHS, TINY, environment
 
@@ -253,7 +253,7 @@ assert run(["prepare", *overrides]) == 0
 assert "torch" not in sys.modules
 assert run(["plan", *overrides]) == 0
 import torch
-from llmexp import optim
+from llmexp.update import optim
 for make in (optim.adamw, optim.sgd, optim.muon):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()

@@ -16,8 +16,8 @@ import threading
 
 from hydra.core.plugins import Plugins
 
-from llmexp.child import STOP_SIGNALS
 from llmexp.compose import app
+from llmexp.system.child import STOP_SIGNALS
 from tests import forks
 
 PRELOADED = (

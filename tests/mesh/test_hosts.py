@@ -414,7 +414,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(here, run, work):
 def test_ranks_with_another_source_are_refused(here, run, work, tmp_path):
     for folder in ("llmexp", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / "source" / folder)
-    with open(tmp_path / "source" / "llmexp" / "clip.py", "a") as f:
+    with open(tmp_path / "source" / "llmexp" / "update" / "clip.py", "a") as f:
         f.write("# another comment\n")
     path = f"{work}{os.pathsep}{tmp_path / 'source'}"
     assert all(

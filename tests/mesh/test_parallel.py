@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmexp import rundir
 from llmexp.__main__ import run as command
 from llmexp.mesh.agent import LOCK_HELD, STARTED
+from llmexp.runs import rundir
 from llmexp.train import group, worker
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
 from tests.tools import alive, cut_after, exact, wait_for, weights
@@ -37,7 +37,7 @@ FOUR = [
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import os, time
-from llmexp.child import STOP
+from llmexp.system.child import STOP
 
 def hold(event, context):
     if event == "step_start" and context.step == 8:

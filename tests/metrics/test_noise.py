@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp import mesh, precision
-from llmexp.config import Clip
+from llmexp import mesh
 from llmexp.data.reader import Window
 from llmexp.metrics.noise import DECAY, NORMAL, NoiseScale, SmallGradient, _student
 from llmexp.metrics.outliers import Outliers
+from llmexp.settings.config import Clip
 from llmexp.train.step import Setup, train_step
+from llmexp.update import precision
 from tests import reference
 from tests.conftest import Result, train
 from tests.tools import weights

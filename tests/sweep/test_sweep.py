@@ -11,13 +11,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp import child
 from llmexp.compare import reading
-from llmexp.config import ConfigError
-from llmexp.naming import with_changes
+from llmexp.runs.naming import with_changes
+from llmexp.settings.config import ConfigError
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import running
 from llmexp.sweep.running import rungs
+from llmexp.system import child
 from tests import forks
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.sweep.running import current_sweep, new_task, run_locally, stand_in
@@ -48,7 +48,7 @@ def hook(event, context):
     if (limit, accumulation) == (0.2, 2) and context.step == 12:
         raise RuntimeError("boom")
     if (limit, accumulation) == (0.1, 4) and context.step == 15:
-        from llmexp.child import STOP
+        from llmexp.system.child import STOP
 
         while not os.path.exists("armed") and not STOP.requested:
             time.sleep(0.02)
@@ -78,7 +78,7 @@ def lose_task(event, context):
 def rest(event, context):
     if event == "step_start" and context.step == 4:
         once(f"rests {context.optimizers[0].param_groups[0]['weight_decay']}")
-        from llmexp.child import STOP
+        from llmexp.system.child import STOP
 
         while not STOP.requested:
             time.sleep(0.02)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from llmexp import precision
+from llmexp.update import precision
 from tests.conftest import TINY, llmexp, start, train
 from tests.tools import wait_for, weights
 
@@ -124,7 +124,7 @@ def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):
 def test_twins_that_a_signal_cut_are_gone_on_with(tmp_path):
     """Halving: the twins are those of the winner; they do not race."""
     (tmp_path / "own.py").write_text(
-        "import os, sys, time\nfrom llmexp.child import STOP\n\n"
+        "import os, sys, time\nfrom llmexp.system.child import STOP\n\n"
         "def wait(event, context):\n"
         "    here = event == 'step_start' and context.step == 3 and "
         "sys.argv[-1].endswith('twin_2')\n"

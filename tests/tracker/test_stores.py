@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from llmexp import config, rundir
 from llmexp.__main__ import run as command
-from llmexp.rows import Rows
-from llmexp.rundir import read_rows
+from llmexp.runs import rundir
+from llmexp.runs.rows import Rows
+from llmexp.runs.rundir import read_rows
+from llmexp.settings import config
 from llmexp.tracker import stores
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.opening import Copy, Trackers
@@ -37,8 +38,8 @@ SETTINGS = config.Tracker(
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from llmexp.config import Tracker
-from llmexp.rows import Rows
+from llmexp.settings.config import Tracker
+from llmexp.runs.rows import Rows
 from llmexp.tracker.opening import Copy
 from llmexp.tracker.stores import STORES
 from tests.tracker.test_stores import FIELDS, SETTINGS

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp import fileio, rundir
 from llmexp.compare.reading import find
+from llmexp.runs import rundir
+from llmexp.system import fileio
 from llmexp.tracker.fields import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, sync, upload_command
 from tests.conftest import llmexp as run_llmexp

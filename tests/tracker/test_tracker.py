@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from llmexp.rows import Rows
+from llmexp.runs.rows import Rows
 from llmexp.tracker.fields import Position, cut, read_position, upload_is_pending, write_position
 from tests.conftest import ROOT
 from tests.tracker.fake_wandb import FakeWandb
@@ -31,8 +31,8 @@ FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
 WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from llmexp.config import Tracker
-from llmexp.rows import Rows
+from llmexp.settings.config import Tracker
+from llmexp.runs.rows import Rows
 from llmexp.tracker.fields import Fields
 from llmexp.tracker.mirror import Mirror
 

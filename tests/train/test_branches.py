@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmexp import rundir
 from llmexp.__main__ import run
-from llmexp.assembly import solving
-from llmexp.assembly.assemble import Parts, assemble
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
@@ -25,9 +22,12 @@ from llmexp.compare.reading import find, read
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import newest_step
-from llmexp.config import Config, ConfigError
-from llmexp.fileio import sha256
-from llmexp.schedule import cooldown, wsd
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.system.fileio import sha256
+from llmexp.train.assembly import solving
+from llmexp.train.assembly.assemble import Parts, assemble
+from llmexp.update.schedule import cooldown, wsd
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import exact, same_state, wait_for, weights
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from llmexp import rundir
 from llmexp.data.stream import DataChanged
-from llmexp.fileio import Unwritable
 from llmexp.metrics.meter import Meter
 from llmexp.metrics.noise import NoiseScale
 from llmexp.metrics.norms import Norms
-from llmexp.rows import Figures
+from llmexp.runs import rundir
+from llmexp.runs.rows import Figures
+from llmexp.system.fileio import Unwritable
 from llmexp.train import failing, verdicts, worker
 from llmexp.train.checkpointing import leave_saving
 from llmexp.train.sampling import one_thread

@@ -15,9 +15,9 @@ import yaml
 
 from llmexp.cli.resume import change
 from llmexp.compose.overrides import parsed
-from llmexp.config import ConfigError
-from llmexp.rundir import read_rows
-from llmexp.values import typed
+from llmexp.runs.rundir import read_rows
+from llmexp.settings.config import ConfigError
+from llmexp.settings.values import typed
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
 
@@ -33,7 +33,7 @@ SETTINGS = [
 # A signal has to find the run under way, however late it comes.
 HOLD = """
 import time
-from llmexp.child import STOP
+from llmexp.system.child import STOP
 
 def hold(event, context):
     if event == "step_start" and context.step == 12:

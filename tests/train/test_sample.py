@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmexp.__main__ import run as command
-from llmexp.assembly.opening import _build, open_run
 from llmexp.models.gpt2 import GPT2
-from llmexp.naming import named_checkpoint
+from llmexp.runs.naming import named_checkpoint
+from llmexp.train.assembly.opening import _build, open_run
 from llmexp.train.sampling import print_sample, sample
 from tests.conftest import TINY, llmexp, train
 

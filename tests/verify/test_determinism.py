@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp import rundir
-from llmexp.convert import build
+from llmexp.runs import rundir
+from llmexp.settings.convert import build
 from llmexp.verify import determinism, record, runs
 from llmexp.verify.pair import Pair
 from tests.conftest import ROOT, TINY, Result, environment, llmexp

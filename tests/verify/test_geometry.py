@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmexp import rundir
-from llmexp.assembly.assemble import assemble
 from llmexp.compose import app
-from llmexp.config import Config, ConfigError, plain
-from llmexp.convert import build
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.settings.convert import build
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
+from llmexp.train.assembly.assemble import assemble
 from llmexp.verify import geometry
 from llmexp.verify.checks import Check
 from llmexp.verify.geometry import masked_id, real_batch

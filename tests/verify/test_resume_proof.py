@@ -20,11 +20,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmexp import rundir
-from llmexp.assembly.targets import locate
 from llmexp.checkpoint import hashes
-from llmexp.config import ConfigError
-from llmexp.convert import build
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError
+from llmexp.settings.convert import build
+from llmexp.train.assembly.targets import locate
 from llmexp.verify import kills, record, resume, runs
 from llmexp.verify.kills import Kill
 from llmexp.verify.pair import Pair

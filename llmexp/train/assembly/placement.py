@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from llmexp import mesh, precision
-from llmexp.config import Config, ConfigError, refuse
+from llmexp import mesh
 from llmexp.data.files import cpu_count
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, solve_layout
+from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.update import precision
 
 
 @dataclass(frozen=True)
@@ -129,4 +130,4 @@ def check_parallel(config: Config, layout: Layout, loss: WindowLoss) -> None:
     if not target.startswith("llmexp."):
         mix = f"the mix of split and whole parameters of parallelism={p.kind}"
         text = f"{target} is not known to take {mix}"
-        raise refuse("optimizer._target_", target, text, "llmexp.optim.adamw")
+        raise refuse("optimizer._target_", target, text, "llmexp.update.optim.adamw")

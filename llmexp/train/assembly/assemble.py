@@ -17,14 +17,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp.assembly.inputs import (
+from llmexp.data.reader import Hidden
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.exchange.families import TRANSFORMERS
+from llmexp.metrics import hardware
+from llmexp.models.loss import WindowLoss
+from llmexp.run import Facts, Parent, Run, check_model
+from llmexp.run.batch import solve_batch, solve_rates
+from llmexp.run.layout import Layout
+from llmexp.settings.config import Config
+from llmexp.system.redact import redacted
+from llmexp.tasks.scoring import Task
+from llmexp.tracker import stores
+from llmexp.train.assembly.inputs import (
     Shared,
     build_tokenizer,
     document_end,
     filled,
 )
-from llmexp.assembly.parent import find_parent
-from llmexp.assembly.parts import (
+from llmexp.train.assembly.parent import find_parent
+from llmexp.train.assembly.parts import (
     build_model,
     build_optimizers,
     initial_notes,
@@ -33,28 +46,15 @@ from llmexp.assembly.parts import (
     sizes_in,
     tasks_of,
 )
-from llmexp.assembly.placement import (
+from llmexp.train.assembly.placement import (
     Placement,
     check_parallel,
     placed,
     threads_per_rank,
 )
-from llmexp.assembly.solving import corpus_of, facts_of_data, rate_factor, solve_run
-from llmexp.assembly.targets import hook
-from llmexp.assembly.trial import try_model
-from llmexp.config import Config
-from llmexp.data.reader import Hidden
-from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import Tokenizer
-from llmexp.exchange.families import TRANSFORMERS
-from llmexp.metrics import hardware
-from llmexp.models.loss import WindowLoss
-from llmexp.redact import redacted
-from llmexp.run import Facts, Parent, Run, check_model
-from llmexp.run.batch import solve_batch, solve_rates
-from llmexp.run.layout import Layout
-from llmexp.tasks.scoring import Task
-from llmexp.tracker import stores
+from llmexp.train.assembly.solving import corpus_of, facts_of_data, rate_factor, solve_run
+from llmexp.train.assembly.targets import hook
+from llmexp.train.assembly.trial import try_model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim._muon import muon as update_muon
 
-from llmexp.values import shown
+from llmexp.settings.values import shown
 
 _MUON_KNOBS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",

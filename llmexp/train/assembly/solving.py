@@ -13,8 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp import provenance, schedule
-from llmexp.assembly.inputs import (
+from llmexp.compare.throughput import single_rank_rate
+from llmexp.data.files import cpu_count
+from llmexp.data.stream import Corpus
+from llmexp.data.tokenizers import Tokenizer
+from llmexp.run import Facts, Run, SourceShare, solve
+from llmexp.run.batch import solve_batch, solve_rates
+from llmexp.run.layout import Layout
+from llmexp.runs import provenance
+from llmexp.settings.config import Config, ConfigError, Parallelism, plain, refuse
+from llmexp.settings.values import AUTO
+from llmexp.system.redact import redacted
+from llmexp.tracker import stores
+from llmexp.train.assembly.inputs import (
     DATA_COMMON,
     Shared,
     build_corpus,
@@ -23,19 +34,9 @@ from llmexp.assembly.inputs import (
     filled,
     place_of,
 )
-from llmexp.assembly.remembered import OURS, known_memory, remember, remembered
-from llmexp.assembly.targets import bind
-from llmexp.compare.throughput import single_rank_rate
-from llmexp.config import Config, ConfigError, Parallelism, plain, refuse
-from llmexp.data.files import cpu_count
-from llmexp.data.stream import Corpus
-from llmexp.data.tokenizers import Tokenizer
-from llmexp.redact import redacted
-from llmexp.run import Facts, Run, SourceShare, solve
-from llmexp.run.batch import solve_batch, solve_rates
-from llmexp.run.layout import Layout
-from llmexp.tracker import stores
-from llmexp.values import AUTO
+from llmexp.train.assembly.remembered import OURS, known_memory, remember, remembered
+from llmexp.train.assembly.targets import bind
+from llmexp.update import schedule
 
 FACTS = "facts"  # of a model on a machine, a folder of the cache
 # Variables that llmexp, torch, its libraries and the loader of those read.

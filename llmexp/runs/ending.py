@@ -16,13 +16,13 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
-from llmexp.config import ConfigError, fill
 from llmexp.data.files import cut_files
-from llmexp.fileio import read_json
-from llmexp.redact import redacted
-from llmexp.values import remember_variables, typed
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError, fill
+from llmexp.settings.values import remember_variables, typed
+from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
+from llmexp.system.fileio import read_json
+from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
 CUT = "cut: no end was recorded (power cut or reboot?)"  # the error of a run that was mended

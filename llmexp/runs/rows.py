@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmexp.fileio import Unwritable
-from llmexp.rundir import walk_rows
+from llmexp.runs.rundir import walk_rows
+from llmexp.system.fileio import Unwritable
 
 # json.dumps with options would make one for each row
 ROW = json.JSONEncoder(allow_nan=False, separators=(",", ":"))

@@ -14,11 +14,45 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from llmexp.config import NO_DEFAULT, Config, Knob, key_of
-from llmexp.values import AUTO, VARIABLE, ConfigError, children, fill, hint, nearest, refuse
+from llmexp.settings.config import NO_DEFAULT, Config, Knob, key_of
+from llmexp.settings.values import (
+    AUTO,
+    VARIABLE,
+    ConfigError,
+    children,
+    fill,
+    hint,
+    nearest,
+    refuse,
+)
 
 T = TypeVar("T")
 MAX_VALUES, MAX_DEPTH = 10_000, 50  # of a config; aliases make a short YAML file endless
+
+
+# Functions that had another name before: configs of older runs hold these.
+_RENAMED = {
+    "llmexp.optim.": "llmexp.update.optim.",
+    "llmexp.schedule.": "llmexp.update.schedule.",
+}
+
+
+def renamed(tree: Any) -> Any:
+    """Return a saved config, nested or flat, with the names that our functions have today."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: today(value) if str(key).endswith("_target_") else renamed(value)
+        for key, value in tree.items()
+    }
+
+
+def today(dotted: Any) -> Any:
+    """Return the name that a function of ours has today."""
+    for old, new in _RENAMED.items():
+        if isinstance(dotted, str) and dotted.startswith(old):
+            return new + dotted.removeprefix(old)
+    return dotted
 
 
 def build(mapping: Mapping[str, Any]) -> Config:

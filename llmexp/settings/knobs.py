@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.config import NO_DEFAULT, OPEN_SECTIONS, Config, Knob, knobs_of
+from llmexp.settings.config import NO_DEFAULT, OPEN_SECTIONS, Config, Knob, knobs_of
 
 RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmexp import rundir
-from llmexp.config import ConfigError
+from llmexp.runs import rundir
+from llmexp.settings.config import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step

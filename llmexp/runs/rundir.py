@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from llmexp.config import Config, ConfigError
-from llmexp.convert import build
-from llmexp.fileio import Unwritable, read_json, write_json
+from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.convert import build, renamed
+from llmexp.system.fileio import Unwritable, read_json, write_json
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (
     "config.yaml",
@@ -99,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: holds no config")
-    return config
+    return renamed(config)
 
 
 def built_config(path: Path) -> Config:

@@ -10,17 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmexp import precision, rundir
-from llmexp.assembly.inputs import (
-    WITHOUT_TEXT,
-    build_tokenizer,
-    document_end,
-    filled,
-    padded,
-)
-from llmexp.assembly.parts import initial_weights, keep_inside_documents, model_maker
 from llmexp.checkpoint import loading
-from llmexp.config import Config, ConfigError
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.export import DTYPES, Exported, Stored, export
 from llmexp.exchange.families import TRANSFORMERS
@@ -29,6 +19,17 @@ from llmexp.exchange.sizes import sizes_of
 from llmexp.models.common import give_memory
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError
+from llmexp.train.assembly.inputs import (
+    WITHOUT_TEXT,
+    build_tokenizer,
+    document_end,
+    filled,
+    padded,
+)
+from llmexp.train.assembly.parts import initial_weights, keep_inside_documents, model_maker
+from llmexp.update import precision
 
 
 @dataclass(frozen=True)

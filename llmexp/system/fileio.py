@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmexp.values import ConfigError
+from llmexp.settings.values import ConfigError
 
 
 class Unwritable(OSError):

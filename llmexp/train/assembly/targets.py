@@ -17,8 +17,9 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.config import ConfigError, nearest, refuse
-from llmexp.values import children, hint
+from llmexp.settings.config import ConfigError, nearest, refuse
+from llmexp.settings.convert import today
+from llmexp.settings.values import children, hint
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.
@@ -26,8 +27,8 @@ OWN = {
     "model": ("llmexp.models",),
     "data": ("llmexp.data.sources", "llmexp.data.corpus"),
     "tokenizer": ("llmexp.data.tokenizers", "llmexp.data.tokenizer_files"),
-    "optimizer": ("llmexp.optim",),
-    "schedule": ("llmexp.schedule",),
+    "optimizer": ("llmexp.update.optim",),
+    "schedule": ("llmexp.update.schedule",),
     "hooks": ("llmexp.verify.record",),
 }
 MOST_FRAMES = 12  # of the user's code, that an error shows
@@ -86,7 +87,11 @@ def locate(key: str, dotted: Any) -> Callable[..., Any]:
     """Return the callable that `dotted` names. Raises ConfigError for anything outside the allowed
     packages."""
     if not isinstance(dotted, str) or "." not in dotted.strip("."):
-        raise refuse(key, dotted, "the dotted name of a function is needed", "llmexp.optim.adamw")
+        raise refuse(
+            key, dotted, "the dotted name of a function is needed", "llmexp.update.optim.adamw"
+        )
+    if (new := today(dotted)) != dotted:
+        raise refuse(key, dotted, "this function has another name now", new)
     packages = allowed_packages(key.partition(".")[0])
     module_name, _, name = dotted.rpartition(".")
     text = f"is outside the allowed packages ({', '.join(packages) or 'none'})"
@@ -167,7 +172,7 @@ def bind(section: str, values: Mapping[str, Any], offered: Mapping[str, Any]) ->
     """Return a function of further arguments, bound to the section's knobs and to those of
     `offered` that it accepts.
 
-    Variables of the environment are filled in before (`llmexp.assembly.inputs.filled`). Raise
+    Variables of the environment are filled in before (`llmexp.train.assembly.inputs.filled`). Raise
     ConfigError for knobs that the signature does not have (with the nearest one) or that are
     missing; and, when it is called, for an exception of the user's own code (`described`).
     """
@@ -207,7 +212,7 @@ def resolve(
     """Return the callable that a section names, and its knobs. Raise ConfigError for knobs that it
     does not have, with the nearest one; `offered` are arguments that are not knobs."""
     if "_target_" not in values:
-        example = EXAMPLES.get(section.partition(".")[0], "llmexp.optim.adamw")
+        example = EXAMPLES.get(section.partition(".")[0], "llmexp.update.optim.adamw")
         text = f"it names the function, for example {section}._target_={example}"
         raise ConfigError(f"{section}._target_: this key is missing; {text}")
     knobs = {str(k): v for k, v in values.items() if k != "_target_"}

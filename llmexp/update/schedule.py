@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from llmexp.values import shown
+from llmexp.settings.values import shown
 
 
 def warmup_updates(

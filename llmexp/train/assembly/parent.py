@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from llmexp import precision, rundir
 from llmexp.checkpoint import loading
 from llmexp.checkpoint.pieces import named_tensors
-from llmexp.config import Config, ConfigError, flatten, plain, refuse
 from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
-from llmexp.knobs import differing, is_record
-from llmexp.labels import shown
-from llmexp.redact import as_recorded
 from llmexp.run import Parent
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.settings.knobs import differing, is_record
+from llmexp.settings.labels import shown
+from llmexp.settings.values import typed
+from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
-from llmexp.values import typed
+from llmexp.update import precision
 
 # Keys besides those of the sections data and tokenizer that decide which sequence is the k-th.
 ORDER = ("batch.sequence_length", "train.seed")

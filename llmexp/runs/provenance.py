@@ -29,8 +29,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp import __version__, fileio, rundir
-from llmexp.redact import as_recorded, redacted
+from llmexp import __version__
+from llmexp.runs import rundir
+from llmexp.system import fileio
+from llmexp.system.redact import as_recorded, redacted
 
 FOLDER, FILE, PACKAGES = "provenance", "provenance.json", "packages.txt"
 LIMIT_S = 2.0  # for all of it
@@ -315,7 +317,7 @@ def versions() -> dict[str, str]:
 
 def source_digest() -> str:
     """sha256 over the package's source files, by name and content."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -325,7 +327,7 @@ def source_digest() -> str:
 def commit() -> str | None:
     """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None
     outside of one."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.assembly.targets import bind, described, locate, place
-from llmexp.config import OPEN_SECTIONS, Config, ConfigError, fill, plain, refuse
 from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
-from llmexp.values import remember_variables
+from llmexp.settings.config import OPEN_SECTIONS, Config, ConfigError, fill, plain, refuse
+from llmexp.settings.values import remember_variables
+from llmexp.train.assembly.targets import bind, described, locate, place
 
 T = TypeVar("T")
 CORPUS = "llmexp.data.corpus.corpus"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp import precision
-from llmexp.assembly.placement import Placement
-from llmexp.assembly.targets import described, locate
-from llmexp.assembly.targets import place as line_of
-from llmexp.config import ConfigError
+from llmexp.settings.config import ConfigError
+from llmexp.train.assembly.placement import Placement
+from llmexp.train.assembly.targets import described, locate
+from llmexp.train.assembly.targets import place as line_of
+from llmexp.update import precision
 
 ROWS, TOKENS = 2, 16  # of the batch of a real pass
 

@@ -11,18 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llmexp import optim, precision, rundir
-from llmexp.assembly.inputs import WITHOUT_TEXT, build_tokenizer, filled, place_of
-from llmexp.assembly.targets import bind
-from llmexp.config import Config, ConfigError, Train, refuse
 from llmexp.data.tokenizers import Tokenizer
 from llmexp.exchange.families import TRANSFORMERS
 from llmexp.exchange.reading import Source, begin_with, check, check_values, open_source
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
+from llmexp.runs import rundir
+from llmexp.settings.config import Config, ConfigError, Train, refuse
+from llmexp.settings.values import typed
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
-from llmexp.values import typed
+from llmexp.train.assembly.inputs import WITHOUT_TEXT, build_tokenizer, filled, place_of
+from llmexp.train.assembly.targets import bind
+from llmexp.update import optim, precision
 
 # Knobs of every model about its first weights, and of every optimizer for `solve_rates`: no
 # arguments of their functions.

@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llmexp import fileio, provenance
-from llmexp.config import Config, ConfigError, plain
 from llmexp.data.files import cache_folder
 from llmexp.metrics.console import gib
+from llmexp.runs import provenance
+from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.system import fileio
 
 MEMORY = "memory"  # what was measured, a folder of the cache
 # Faults of the cache, which must not stop a run: no home folder, a folder that cannot be read, keys
@@ -23,7 +24,7 @@ NO_MATTER = (
     "eval_every_tokens", "tasks_folder", "max_consecutive_skips", "stop_step",
     "profile_start", "profile_steps",
 )  # fmt: skip
-OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.optim.")  # which read no files
+OURS = ("llmexp.models.gpt2.", "llmexp.models.llama.", "llmexp.update.optim.")  # no files
 VALUES = ("lr", "weight_decay", "beta1", "beta2")  # of the optimizer, likewise
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llmexp.values import (  # noqa: F401
+from llmexp.settings.values import (  # noqa: F401
     NO_DEFAULT,
     VARIABLE,
     ConfigError,
@@ -338,7 +338,7 @@ FOLDER_NAME = re.compile(r"[^/\x00-\x1f\x7f.-][^/\x00-\x1f\x7f]{0,79}")
 
 def conf_dir() -> Path:
     """Return conf/ of the source tree, or the copy inside an installed wheel."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 

@@ -1,0 +1,6 @@
+"""The operating system: processes, files and secrets. In reading order:
+
+child   start a process, pass on signals, exit codes
+fileio  small files, written whole or not at all
+redact  replace the secrets of this machine by their names
+"""

@@ -1,0 +1,7 @@
+"""From gradients to new parameters. In reading order:
+
+precision  autocast, loss scale, dtype of parameters
+clip       limit a gradient by its norm or by value
+schedule   the learning rate's factor after so many updates
+optim      the optimizers, and an update that the device can skip
+"""
