@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # The module of each name.
 _PLACES = {
     "Answer": "program.judging",
-    "ConfigError": "values",
+    "ConfigError": "settings.values",
     "Evaluation": "program.judging",
     "Run": "program.folder",
     "RunFailed": "program.work",

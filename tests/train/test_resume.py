@@ -73,6 +73,24 @@ def test_saved_by_time_and_resumed_is_bit_equal(whole, tmp_path):
     assert exact(cut) == exact(result)
 
 
+def test_a_run_whose_functions_had_other_names_goes_on(whole, tmp_path):
+    copy = cut_after(whole[0], tmp_path, 15)
+    for path in (copy / "config.yaml", copy / "checkpoints/step_00000015/manifest.json"):
+        text = path.read_text()
+        assert "llmexp.update.optim." in text
+        assert "llmexp.update.schedule." in text
+        path.write_text(text.replace("llmexp.update.", "llmexp."))
+    again = llmexp("resume", str(copy), cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert exact(Result(0, "", "", copy)) == exact(whole[0])
+    gone = llmexp(
+        "train", *TINY, "optimizer._target_=llmexp.optim.adamw", f"hydra.run.dir={tmp_path}/new",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert gone.code == 2
+    assert "for example optimizer._target_=llmexp.update.optim.adamw" in gone.err
+
+
 # in epoch 0, in epoch 1 (mid), in epoch 2: all at least 5 steps to go
 @pytest.mark.parametrize(
     ("kind", "step"), [("whole", 5), ("whole", 10), ("whole", 15), ("scaled", 5), ("scaled", 15)]
