@@ -79,7 +79,7 @@ COMMANDS = {
 def run(arguments: list[str]) -> int:
     """Run one command; its exit code. What the user got wrong is one line on standard error, exit
     code 2."""
-    from llmexp.settings.config import ConfigError
+    from llmexp.settings.values import ConfigError
     from llmexp.system.child import REFUSED
 
     try:
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
 
 def dispatch(arguments: list[str]) -> int:
     """Call what the first argument names. Raises ConfigError."""
-    from llmexp.settings.config import ConfigError, nearest
+    from llmexp.settings.values import ConfigError, nearest
 
     command, rest = arguments[0], arguments[1:]
     if command in ("-h", "--help", "help"):

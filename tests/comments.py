@@ -8,8 +8,9 @@ from pathlib import Path
 
 from llmexp.cli.preparing import Prepare
 from llmexp.forecast.settings import Plan
-from llmexp.settings.config import Knob, conf_dir, knobs_of
+from llmexp.settings.config import conf_dir
 from llmexp.settings.knobs import fields
+from llmexp.settings.values import Knob, knobs_of
 from llmexp.sweep.settings import Sweep
 
 KNOBS = fields() | {

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import solve_budget
-from llmexp.settings.config import Batch, ConfigError, Train
+from llmexp.settings.config import Batch, Train
+from llmexp.settings.values import ConfigError
 
 small = st.integers(1, 40)
 

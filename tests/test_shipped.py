@@ -26,8 +26,9 @@ from torch.distributed.run import parse_args
 from llmexp import __version__
 from llmexp.__main__ import run
 from llmexp.data import train_tokenizer
-from llmexp.settings.config import Config, flatten
+from llmexp.settings.config import Config
 from llmexp.settings.knobs import dead, fields
+from llmexp.settings.values import flatten
 from llmexp.tracker.stores import STORES
 from tests import comments
 from tests.conftest import ROOT, SHARED, TINY, environment, llmexp

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmexp.compose import command_line
 from llmexp.runs import rundir
 from llmexp.runs.naming import add_weights, check_new, named_checkpoint
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmexp.compare import table
 from llmexp.compare.comparing import ALIGNMENTS, NEGLIGIBLE, NO_RUN, compare
 from llmexp.compare.records import Comparison
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE
 

@@ -15,9 +15,9 @@ from llmexp.compose import app, command_line, environment, errors
 from llmexp.compose.overrides import parsed
 from llmexp.runs import rundir
 from llmexp.runs.naming import add_weights, named_checkpoint
-from llmexp.settings.config import Config, ConfigError, nearest, plain
+from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, nearest, typed
 from llmexp.sweep import show
 from llmexp.system.redact import redacted
 

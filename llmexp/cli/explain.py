@@ -21,9 +21,10 @@ from llmexp.compose.origin import COMMAND_LINE, CONFIG_NAME, Layer, layers, not_
 from llmexp.forecast.settings import Plan
 from llmexp.metrics.keys import KEYS, is_of_named_set
 from llmexp.run.budget import BUDGETS, budgets_in
-from llmexp.settings.config import Config, ConfigError, conf_dir, flatten, knobs_of, plain
+from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.knobs import ACTS, SOMETIMES, affects, fields
 from llmexp.settings.labels import ALIASES, shown
+from llmexp.settings.values import ConfigError, flatten, knobs_of
 from llmexp.sweep.settings import Sweep
 
 WIDTH = 80

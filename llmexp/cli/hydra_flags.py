@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from llmexp.compose import app, command_line, errors, origin
 from llmexp.compose.environment import refuse_secrets, variables_kept
 from llmexp.run.budget import BUDGETS, budgets_in
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import expand
 from llmexp.system import child
 

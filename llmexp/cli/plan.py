@@ -16,7 +16,8 @@ from llmexp.forecast.planned import Planned
 from llmexp.forecast.settings import Plan, build_plan
 from llmexp.runs import rundir
 from llmexp.runs.naming import refuse_folder
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.sweep.points import expand, is_grid, load_points, split_duplicates
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from llmexp.cli import hydra_flags
 from llmexp.cli.preparing import Prepare, build_prepare, part_of
 from llmexp.compose import app, command_line
 from llmexp.compose.errors import user_errors
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, show
 
 

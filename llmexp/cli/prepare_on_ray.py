@@ -12,7 +12,7 @@ from typing import Any
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import Progress
 from llmexp.data.work import Part, Work
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray as cluster
 
 CPUS = 4  # of a task: one reads, and feeds so many that encode

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.config import choice, knob, refuse
 from llmexp.settings.convert import section
+from llmexp.settings.values import choice, knob, refuse
 
 PART = "3/16"
 

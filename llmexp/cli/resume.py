@@ -16,10 +16,10 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import BUDGETS, NO_BUDGET, keep_warmup
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, nearest, plain, refuse
+from llmexp.settings.config import plain
 from llmexp.settings.convert import build, with_knobs
 from llmexp.settings.labels import plural
-from llmexp.settings.values import quoted, remember_variables, typed
+from llmexp.settings.values import ConfigError, nearest, quoted, refuse, remember_variables, typed
 from llmexp.sweep import ledger
 from llmexp.system import child
 

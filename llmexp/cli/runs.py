@@ -23,8 +23,8 @@ from llmexp.compare.records import as_dict, number
 from llmexp.compare.rows import last_with
 from llmexp.compare.table import columns
 from llmexp.runs import ending, rundir
-from llmexp.settings.config import ConfigError
 from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import clean

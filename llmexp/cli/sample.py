@@ -7,7 +7,7 @@ import sys
 
 from llmexp.compose import command_line
 from llmexp.runs.naming import add_weights, named_checkpoint
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 
 
 def sample(arguments: list[str]) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line
 from llmexp.runs.naming import check_new
-from llmexp.settings.config import ConfigError
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, typed
 from llmexp.system.fileio import write_whole
 
 USAGE = """\

@@ -26,7 +26,8 @@ from llmexp.compose.environment import fill_tracker, refuse_secrets
 from llmexp.compose.forking import newest_step
 from llmexp.compose.origin import refuse_unused
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, plain, refuse
+from llmexp.settings.config import plain
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import say
 
 

@@ -19,8 +19,8 @@ from llmexp import __version__
 from llmexp.cli import hydra_flags
 from llmexp.compose import app, command_line, environment, origin
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, nearest, plain, refuse
-from llmexp.settings.values import AUTO
+from llmexp.settings.config import Config, plain
+from llmexp.settings.values import AUTO, ConfigError, nearest, refuse
 from llmexp.system import fileio
 from llmexp.system.redact import concealed, redacted
 from llmexp.verify.checks import Check, print_wrapped

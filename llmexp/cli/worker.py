@@ -12,8 +12,7 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import conclude, how_it_left, what_is_left
-from llmexp.settings.config import ConfigError
-from llmexp.settings.values import AUTO
+from llmexp.settings.values import AUTO, ConfigError
 from llmexp.system.child import (
     DONE,
     FAILED,

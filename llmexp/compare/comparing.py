@@ -21,7 +21,7 @@ from llmexp.compare.position import begins_after, common_position
 from llmexp.compare.reading import find, read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
 from llmexp.metrics.keys import is_of_named_set
-from llmexp.settings.config import ConfigError, nearest
+from llmexp.settings.values import ConfigError, nearest
 
 UNFINISHED = ("preempted", "cut", "running")
 ALIGNMENTS = ("tokens", "steps", "time")

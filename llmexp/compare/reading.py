@@ -25,9 +25,9 @@ from llmexp.compare.rows import Columns
 from llmexp.runs import ending, rundir
 from llmexp.runs.naming import LEDGER, LINEAGE, runs_meant, with_changes
 from llmexp.runs.rundir import ends_early
-from llmexp.settings.config import ConfigError
 from llmexp.settings.convert import today
 from llmexp.settings.knobs import default_of
+from llmexp.settings.values import ConfigError
 from llmexp.system.redact import clean
 
 LEDGER_FORMAT = 1

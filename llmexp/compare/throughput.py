@@ -16,7 +16,7 @@ import numpy as np
 
 from llmexp.compare import reading
 from llmexp.compare.records import Record
-from llmexp.settings.config import flatten
+from llmexp.settings.values import flatten
 from llmexp.system import fileio
 
 # Titles of figures that are facts of a run, and of those that are medians of a column.

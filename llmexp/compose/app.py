@@ -26,9 +26,9 @@ from llmexp.compose.guard import guard, refuse_code
 from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import replace_budgets
-from llmexp.settings.config import FOLDER_NAME, Config, ConfigError, conf_dir, plain, refuse
+from llmexp.settings.config import FOLDER_NAME, Config, conf_dir, plain
 from llmexp.settings.convert import build
-from llmexp.settings.values import remember_variables
+from llmexp.settings.values import ConfigError, refuse, remember_variables
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from hydra.errors import HydraException
 
 from llmexp.compose.guard import BY_HAND, refuse_search_path
 from llmexp.compose.overrides import parsed
-from llmexp.settings.config import ConfigError
-from llmexp.settings.values import pasteable, typed
+from llmexp.settings.values import ConfigError, pasteable, typed
 
 REFUSED_FLAGS = ("config_name", "config_path", "experimental_rerun")  # of Hydra's
 

@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from llmexp.settings.config import OPEN_SECTIONS, VARIABLE, ConfigError
-from llmexp.settings.values import children, is_secret
+from llmexp.settings.config import OPEN_SECTIONS
+from llmexp.settings.values import VARIABLE, ConfigError, children, is_secret
 from llmexp.system.redact import redacted, secrets
 from llmexp.tracker.fields import with_environment
 

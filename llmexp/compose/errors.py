@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.origin import CONFIG_NAME, not_in_option, option
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.config import ConfigError, flatten, nearest
-from llmexp.settings.values import hint
+from llmexp.settings.values import ConfigError, flatten, hint, nearest
 
 MOST = 18  # names in a list of what there is
 

@@ -19,9 +19,9 @@ from llmexp.run.batch import cut_anew
 from llmexp.run.budget import NO_BUDGET, budgets_in
 from llmexp.run.layout import solve_layout
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, conf_dir, plain, refuse
+from llmexp.settings.config import Config, conf_dir, plain
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import AUTO
+from llmexp.settings.values import AUTO, ConfigError, refuse
 
 PREFIX = "llmexp-fork-"  # of the folder of options
 OPTION = "parent"  # of each group: what the parent had

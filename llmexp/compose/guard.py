@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.config import ConfigError, refuse
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.train.assembly.targets import RESERVED, inside_allowed, locate, refuse_calls
 
 SWEEPERS = (

@@ -17,16 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.forking import PREFIX
 from llmexp.compose.overrides import key_of, parsed
-from llmexp.settings.config import (
-    OPEN_SECTIONS,
-    Config,
-    ConfigError,
-    conf_dir,
-    flatten,
-    plain,
-    refuse,
-)
+from llmexp.settings.config import OPEN_SECTIONS, Config, conf_dir, plain
 from llmexp.settings.knobs import dead, defaults, fields
+from llmexp.settings.values import ConfigError, flatten, refuse
 
 COMMAND_LINE = "the command line"
 

@@ -11,7 +11,7 @@ import torch
 
 from llmexp.data.places import need
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.opening import export_run
 
 

@@ -23,7 +23,8 @@ from llmexp.data.tokenizers import end_of_text
 from llmexp.metrics.ratio import with_error
 from llmexp.models.loss import WindowLoss
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system.redact import as_recorded, redacted
 from llmexp.tasks import scoring
 from llmexp.train.assembly.inputs import build_corpus, document_end, filled

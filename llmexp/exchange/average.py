@@ -15,8 +15,7 @@ from llmexp.checkpoint.loading import Loaded, whole_tensor
 from llmexp.checkpoint.pieces import Piece
 from llmexp.exchange.sizes import FREE
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, flatten
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system.fileio import new_folder, read_json, write_json, write_whole
 
 RECORD = "average.json"  # makes a folder no run: it has no rows, and nothing goes on from it

@@ -19,9 +19,9 @@ from llmexp.metrics import hardware
 from llmexp.metrics.console import gib
 from llmexp.metrics.devices import Device, device_called
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.config import Config
 from llmexp.settings.convert import build, with_knobs
-from llmexp.settings.values import AUTO
+from llmexp.settings.values import AUTO, ConfigError, refuse
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble

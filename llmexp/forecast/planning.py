@@ -20,9 +20,9 @@ from llmexp.models.planned import planned_for
 from llmexp.models.recompute import recomputed_share
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
-from llmexp.settings.values import AUTO
+from llmexp.settings.values import AUTO, ConfigError, refuse
 from llmexp.train.assembly.assemble import Parts, assemble, kernel_of
 from llmexp.train.assembly.inputs import Shared
 from llmexp.train.assembly.remembered import MEMORY, kind_of, remember

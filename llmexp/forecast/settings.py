@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmexp.metrics.devices import device_named
-from llmexp.settings.config import ConfigError, knob, refuse
 from llmexp.settings.convert import section
+from llmexp.settings.values import ConfigError, knob, refuse
 
 # GPT-2 124M compiled in bf16 is estimated to reach this of an H200.
 PEAK_SHARE = 0.3

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, nearest
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError, nearest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.program.folder import Run, framed, named, words_of
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 
 if TYPE_CHECKING:
     from llmexp.compare.records import Comparison

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.program.folder import Run, load, named, words_of
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.system.child import DONE, PREEMPTED, REFUSED
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 from llmexp.run.batch import solve_batch, too_large
 from llmexp.run.budget import solve_budget
 from llmexp.run.layout import Layout
-from llmexp.settings.config import Config, Train, refuse
+from llmexp.settings.config import Config, Train
+from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmexp.settings.config import Batch, ConfigError, refuse
-from llmexp.settings.values import AUTO
+from llmexp.settings.config import Batch
+from llmexp.settings.values import AUTO, ConfigError, refuse
 
 DEFAULT_MICRO_BATCH_SIZE = 8  # used when the batch section does not determine it
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from llmexp.settings.config import ConfigError, Train, refuse
+from llmexp.settings.config import Train
+from llmexp.settings.values import ConfigError, refuse
 
 BUDGETS = ("train.max_steps", "train.max_epochs", "train.max_tokens")
 NO_BUDGET: dict[str, Any] = {key.removeprefix("train."): None for key in BUDGETS}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.config import Parallelism, refuse
+from llmexp.settings.config import Parallelism
+from llmexp.settings.values import refuse
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any
 
 from llmexp.data.files import cut_files
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, fill
-from llmexp.settings.values import remember_variables, typed
+from llmexp.settings.values import ConfigError, fill, remember_variables, typed
 from llmexp.system.child import DONE, FAILED, PREEMPTED, REFUSED, STOP_SIGNALS, how_it_died
 from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step

@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
 from llmexp.settings.convert import build, renamed
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import Unwritable, read_json, write_json
 
 CONFIG, RUN, STATUS, METRICS, LOG, CHECKPOINTS = (

@@ -14,22 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llmexp.settings.values import (  # noqa: F401
-    NO_DEFAULT,
-    VARIABLE,
-    ConfigError,
-    Knob,
-    choice,
-    count,
-    fill,
-    flatten,
-    key_of,
-    knob,
-    knobs_of,
-    nearest,
-    refuse,
-    seconds,
-)
+from llmexp.settings.values import choice, count, knob, seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,17 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from llmexp.settings.config import NO_DEFAULT, Config, Knob, key_of
+from llmexp.settings.config import Config
 from llmexp.settings.values import (
     AUTO,
+    NO_DEFAULT,
     VARIABLE,
     ConfigError,
+    Knob,
     children,
     fill,
     hint,
+    key_of,
     nearest,
     refuse,
 )

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.config import NO_DEFAULT, OPEN_SECTIONS, Config, Knob, knobs_of
+from llmexp.settings.config import OPEN_SECTIONS, Config
+from llmexp.settings.values import NO_DEFAULT, Knob, knobs_of
 
 RANKS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp")
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, refuse
 from llmexp.settings.labels import plural
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.current import Current

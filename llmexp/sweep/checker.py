@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
 from llmexp.sweep.ledger import Facts
 from llmexp.sweep.points import Point, Refused

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
-from llmexp.settings.config import ConfigError
 from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ray, slurm
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import Local

@@ -23,9 +23,9 @@ from typing import Any
 from llmexp.runs import rundir
 from llmexp.runs.ending import state_now
 from llmexp.runs.naming import CHANGES, LEDGER, with_changes
-from llmexp.settings.config import FOLDER_NAME, ConfigError, flatten
+from llmexp.settings.config import FOLDER_NAME
 from llmexp.settings.knobs import essence
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system import fileio
 
 FORMAT = 1

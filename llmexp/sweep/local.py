@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude, how_it_left, record_end
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.system.child import DONE, PREEMPTED, REFUSED, kill_family, pass_on, start_worker

@@ -11,9 +11,10 @@ from typing import Any
 
 from llmexp.compose.app import typed
 from llmexp.run.budget import BUDGETS
-from llmexp.settings.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.settings.config import Config, plain
 from llmexp.settings.knobs import essence
 from llmexp.settings.labels import shown
+from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.ledger import Entry, Ledger

@@ -20,8 +20,7 @@ from llmexp.compose.command_line import kept_back
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
 from llmexp.runs import rundir
-from llmexp.settings.config import refuse
-from llmexp.settings.values import typed
+from llmexp.settings.values import refuse, typed
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import search
 from llmexp.sweep.batch import run_batch

@@ -11,8 +11,9 @@ from pathlib import Path
 from llmexp.compose.app import visible
 from llmexp.run.budget import keep_warmup
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
 from llmexp.sweep.ledger import Entry, Facts, Ledger, steps_of

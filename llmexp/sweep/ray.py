@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, refuse
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.local import STDERR, settle
 from llmexp.sweep.matching import Task

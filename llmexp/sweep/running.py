@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, show
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current

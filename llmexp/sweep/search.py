@@ -12,8 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from llmexp.compose.errors import user_errors
 from llmexp.compose.origin import CONFIG_NAME
-from llmexp.settings.config import ConfigError, refuse
-from llmexp.settings.values import quoted
+from llmexp.settings.values import ConfigError, quoted, refuse
 from llmexp.sweep import show
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Current

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmexp.settings.config import choice, count, knob
 from llmexp.settings.convert import section
+from llmexp.settings.values import choice, count, knob
 
 
 @dataclass(frozen=True, kw_only=True)

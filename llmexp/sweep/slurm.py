@@ -17,8 +17,9 @@ from typing import Any
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import Left, conclude
-from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.config import Config
 from llmexp.settings.labels import plural
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.sweep.show import name_of

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.config import flatten
-from llmexp.settings.values import NAMED, VARIABLE, is_secret
+from llmexp.settings.values import NAMED, VARIABLE, flatten, is_secret
 
 # characters; anything shorter is found in too many texts that have nothing to do with it
 SHORTEST = 8

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import read_json, write_json
 
 POSITION_FILE = "tracker.json"

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmexp.settings.config import flatten
-from llmexp.settings.values import ConfigError, hint
+from llmexp.settings.values import ConfigError, flatten, hint
 from llmexp.system.child import DONE, PREEMPTED
 from llmexp.tracker.fields import Fields
 

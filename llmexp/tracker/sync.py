@@ -15,7 +15,7 @@ from typing import Any
 from llmexp.metrics.keys import figures_in
 from llmexp.runs import rundir
 from llmexp.runs.naming import runs_meant, runs_under
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import clean
 from llmexp.tracker.fields import (

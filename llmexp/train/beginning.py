@@ -22,8 +22,9 @@ from llmexp.run import Parent
 from llmexp.run.banner import banner_sections
 from llmexp.runs import rundir
 from llmexp.runs.rows import Rows
-from llmexp.settings.config import ConfigError, flatten, plain, refuse
+from llmexp.settings.config import plain
 from llmexp.settings.convert import renamed
+from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.folder import fixed_facts, other_data, refuse_other_config

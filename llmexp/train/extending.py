@@ -9,8 +9,7 @@ from typing import Any
 from llmexp.checkpoint import loading
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, fill, refuse
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, fill, refuse, typed
 from llmexp.train.assembly.assemble import Parts, rate_factor
 
 # A warm-up that was a share of the budget is fixed in steps when the budget changes.

@@ -18,7 +18,7 @@ from llmexp.checkpoint.loading import CheckpointError
 from llmexp.data.stream import DataChanged
 from llmexp.mesh.agent import STARTED
 from llmexp.runs import ending, rundir
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.system.child import FAILED, REFUSED, STOP
 from llmexp.system.fileio import Unwritable
 from llmexp.system.redact import redacted

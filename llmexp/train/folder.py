@@ -22,9 +22,9 @@ from llmexp.metrics import hardware
 from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.naming import LINEAGE, lineage, refuse_folder
-from llmexp.settings.config import ConfigError, flatten, plain
+from llmexp.settings.config import plain
 from llmexp.settings.knobs import differing, may_change
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system import fileio
 from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed, marks

@@ -19,7 +19,8 @@ from llmexp import mesh
 from llmexp.mesh import agent
 from llmexp.mesh.watch import ENDED, FAILURES, GIVEN_UP, HostsMissing, Plan
 from llmexp.runs import ending, provenance, rundir
-from llmexp.settings.config import ConfigError, Parallelism, plain
+from llmexp.settings.config import Parallelism, plain
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import FAILED, REFUSED
 from llmexp.train.assembly.assemble import Parts

@@ -22,7 +22,8 @@ from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
 from llmexp.data.work import Work
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble

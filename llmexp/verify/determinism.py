@@ -7,7 +7,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.verify import record, runs
 from llmexp.verify.checks import Check, equal
 from llmexp.verify.pair import Pair

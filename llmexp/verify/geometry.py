@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from llmexp.checkpoint import loading
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, fill, refuse
+from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import ConfigError, fill, refuse
 from llmexp.train.assembly.assemble import Parts, assemble
 from llmexp.verify.checks import Check, print_wrapped
 from llmexp.verify.reference import (

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from llmexp.checkpoint import loading
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system.child import DONE, ended, family, kill_family, send
 from llmexp.verify import record, runs
 

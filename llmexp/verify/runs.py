@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, plain, refuse
+from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.system.child import DONE, hand_over, signals_passed_on, start_worker
 from llmexp.system.fileio import tail
 from llmexp.verify import record

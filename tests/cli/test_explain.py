@@ -15,8 +15,9 @@ from llmexp.compose import app, command_line
 from llmexp.compose.origin import layers
 from llmexp.run import Facts, Run
 from llmexp.run.layout import Layout
-from llmexp.settings.config import OPEN_SECTIONS, ConfigError, flatten, plain
+from llmexp.settings.config import OPEN_SECTIONS, plain
 from llmexp.settings.knobs import ACTS, fields
+from llmexp.settings.values import ConfigError, flatten
 from tests.conftest import TINY
 
 SYNTHETIC = [*TINY, "data=synthetic", "data.n_tokens=5000"]

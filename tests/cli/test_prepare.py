@@ -12,7 +12,7 @@ import pytest
 
 from llmexp.cli.prepare import prepare
 from llmexp.cli.preparing import build_prepare, part_of
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from tests.conftest import llmexp
 from tests.data.test_corpus import tree
 

@@ -17,7 +17,7 @@ from llmexp.compare.comparing import compare, compare_records
 from llmexp.compare.plot_training import others
 from llmexp.compare.records import Comparison, Record
 from llmexp.compare.table import columns_in_full, show, to_json
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from tests.compare.synthetic import make_run, make_sweep
 
 OPTIM = "llmexp.update.optim"

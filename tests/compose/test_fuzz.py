@@ -23,8 +23,9 @@ from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
 from llmexp.data.sources import tokens
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError, plain
+from llmexp.settings.config import plain
 from llmexp.settings.convert import build
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ledger
 from tests.conftest import TINY
 

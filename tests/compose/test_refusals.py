@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmexp.__main__ import run
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.train.assembly import placement
 from tests.conftest import TINY, llmexp
 

@@ -24,7 +24,8 @@ from llmexp.__main__ import run as command
 from llmexp.exchange.tokenizer import tokenizer_files
 from llmexp.models.hf import HuggingFace
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.assemble import assemble
 from tests.conftest import PATHS, ROOT, TINY, Result, environment, llmexp, start, train
 from tests.forecast.test_memory import composed

@@ -13,8 +13,9 @@ from llmexp.compose.forking import recut
 from llmexp.forecast import fitting, memory
 from llmexp.forecast.fitting import fitted
 from llmexp.forecast.measuring import Died
-from llmexp.settings.config import ConfigError, plain
+from llmexp.settings.config import plain
 from llmexp.settings.convert import build
+from llmexp.settings.values import ConfigError
 from llmexp.sweep.check import answer
 from llmexp.system.child import how_it_died
 from llmexp.train.assembly import remembered

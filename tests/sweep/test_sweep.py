@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmexp.compare import reading
 from llmexp.runs.naming import with_changes
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import running
 from llmexp.sweep.running import rungs

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmexp.runs import rundir
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.ledger import Entry, Ledger

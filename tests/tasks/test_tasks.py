@@ -18,7 +18,7 @@ from llmexp import mesh
 from llmexp.__main__ import run as command
 from llmexp.compare.figures import columns_of
 from llmexp.evaluate import harness, sets
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.tasks import make, scoring
 from llmexp.tasks.items import SHIPPED, read_items, read_task
 from llmexp.train.assembly.opening import Opened, open_run

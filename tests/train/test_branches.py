@@ -23,7 +23,8 @@ from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import newest_step
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble

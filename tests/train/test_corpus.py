@@ -11,7 +11,7 @@ import pytest
 import tiktoken
 
 from llmexp.cli.prepare import prepare
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, Result, llmexp, train
 from tests.tools import cut_after, exact, same_state
 from tests.train.test_branches import planned

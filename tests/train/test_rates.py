@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llmexp.compare.records import Entry, Record
 from llmexp.compare.settings import factors
 from llmexp.run.batch import solve_rates
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from tests.conftest import TINY, llmexp, train
 
 SHORT = ["data=synthetic", "data.n_tokens=4000", "schedule=constant", "schedule.warmup_ratio=0",

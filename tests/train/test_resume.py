@@ -16,8 +16,7 @@ import yaml
 from llmexp.cli.resume import change
 from llmexp.compose.overrides import parsed
 from llmexp.runs.rundir import read_rows
-from llmexp.settings.config import ConfigError
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, typed
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
 

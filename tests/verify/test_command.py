@@ -19,7 +19,7 @@ import pytest
 from llmexp.__main__ import run
 from llmexp.cli import verify
 from llmexp.data.stream import DataChanged
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.verify import runs
 from llmexp.verify.checks import Check, at_most, equal
 from tests.conftest import TINY, llmexp, start

@@ -18,8 +18,9 @@ from torch import nn
 
 from llmexp.compose import app
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import build
+from llmexp.settings.values import ConfigError
 from llmexp.train import loop, worker
 from llmexp.train import step as step_module
 from llmexp.train.assembly.assemble import assemble

@@ -13,8 +13,8 @@ from llmexp.data import corpus, sources
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
-from llmexp.settings.config import OPEN_SECTIONS, Config, ConfigError, fill, plain, refuse
-from llmexp.settings.values import remember_variables
+from llmexp.settings.config import OPEN_SECTIONS, Config, plain
+from llmexp.settings.values import ConfigError, fill, refuse, remember_variables
 from llmexp.train.assembly.targets import bind, described, locate, place
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from llmexp.models.common import give_memory
 from llmexp.models.gpt2 import GPT2
 from llmexp.models.llama import Llama
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.inputs import (
     WITHOUT_TEXT,
     build_tokenizer,

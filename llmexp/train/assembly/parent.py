@@ -14,10 +14,10 @@ from llmexp.data.stream import Corpus
 from llmexp.exchange.average import refuse_average
 from llmexp.run import Parent
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, flatten, plain, refuse
+from llmexp.settings.config import Config, plain
 from llmexp.settings.knobs import differing, is_record
 from llmexp.settings.labels import shown
-from llmexp.settings.values import typed
+from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system.redact import as_recorded
 from llmexp.tracker.fields import run_fields
 from llmexp.update import precision

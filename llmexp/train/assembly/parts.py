@@ -17,8 +17,8 @@ from llmexp.exchange.reading import Source, begin_with, check, check_values, ope
 from llmexp.exchange.tokenizer import same_ids, tokenizer_of
 from llmexp.models.hf import check_finite
 from llmexp.runs import rundir
-from llmexp.settings.config import Config, ConfigError, Train, refuse
-from llmexp.settings.values import typed
+from llmexp.settings.config import Config, Train
+from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
 from llmexp.train.assembly.inputs import WITHOUT_TEXT, build_tokenizer, filled, place_of

@@ -16,7 +16,8 @@ from llmexp.data.files import cpu_count
 from llmexp.models.loss import WindowLoss
 from llmexp.models.recompute import blocks_of
 from llmexp.run.layout import Layout, check_split, solve_layout
-from llmexp.settings.config import Config, ConfigError, refuse
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError, refuse
 from llmexp.update import precision
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from llmexp.data.files import cache_folder
 from llmexp.metrics.console import gib
 from llmexp.runs import provenance
-from llmexp.settings.config import Config, ConfigError, plain
+from llmexp.settings.config import Config, plain
+from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 
 MEMORY = "memory"  # what was measured, a folder of the cache

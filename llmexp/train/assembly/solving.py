@@ -21,8 +21,8 @@ from llmexp.run import Facts, Run, SourceShare, solve
 from llmexp.run.batch import solve_batch, solve_rates
 from llmexp.run.layout import Layout
 from llmexp.runs import provenance
-from llmexp.settings.config import Config, ConfigError, Parallelism, plain, refuse
-from llmexp.settings.values import AUTO
+from llmexp.settings.config import Config, Parallelism, plain
+from llmexp.settings.values import AUTO, ConfigError, refuse
 from llmexp.system.redact import redacted
 from llmexp.tracker import stores
 from llmexp.train.assembly.inputs import (

@@ -17,9 +17,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from llmexp.settings.config import ConfigError, nearest, refuse
 from llmexp.settings.convert import today
-from llmexp.settings.values import children, hint
+from llmexp.settings.values import ConfigError, children, hint, nearest, refuse
 
 # The modules of our own parts, by section. Not all of llmexp: it has functions that write files and
 # start processes.

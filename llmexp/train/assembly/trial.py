@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmexp.settings.config import ConfigError
+from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.placement import Placement
 from llmexp.train.assembly.targets import described, locate
 from llmexp.train.assembly.targets import place as line_of
