@@ -1,5 +1,5 @@
 """Steps on a CUDA device, in this process: made of the project's own parts as a run makes them, and
-as people write them by hand. For first_gpu.py and bench_cuda.py."""
+as people write them by hand. For cuda.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp import mesh
 from llmexp.compose import app

@@ -1,6 +1,6 @@
 """What preparing and reading a corpus cost beside what they cannot do without: ratios of one run.
 
-    python tests/benchmarks/bench_prepare.py [megabytes] [shards]
+    python benchmarks/prepare.py [megabytes] [shards]
 
 Each ratio is the median of pairs in turns, of CPU time, so that a busy machine counts little:
 
@@ -29,7 +29,7 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmexp.data import shards
 from llmexp.data.corpus import corpus

@@ -1,7 +1,7 @@
 """Past this machine: llama_1b on up to 1024 ranks, planned by one process with torch's fake process
 group.
 
-    python tests/benchmarks/plan_ranks.py
+    python -m tests.plan_ranks
 
 The run's own functions compose, assemble, wrap and step, for one rank of the world; its tensors are
 fake (shapes without memory) and its collectives do nothing but be counted. What the rank holds,
@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmexp.compose import app
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.tools import option  # noqa: E402

@@ -1,7 +1,7 @@
 """On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, in turns
 with a loop written by hand.
 
-    python tests/benchmarks/bench_cuda.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
+    python benchmarks/cuda.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
     [--small] [OVERRIDE ...]
 
 Both make steps of the same model, batch and arithmetic in this process, the one by hand compiled as
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("override", nargs="*", help="for all cases: model.vocab_size=50304")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_cuda: no CUDA device is visible; nothing was measured")
+        print("benchmarks/cuda.py: no CUDA device is visible; nothing was measured")
         return
     deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)

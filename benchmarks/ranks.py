@@ -1,7 +1,7 @@
 """Two ranks: a run under DDP against a bare loop under torchrun; FSDP communicating once a step or
 more often.
 
-    python tests/benchmarks/bench_ranks.py [ddp|fsdp] [--rounds 40] [--tracker wandb]
+    python benchmarks/ranks.py [ddp|fsdp] [--rounds 40] [--tracker wandb]
 
 The two jobs of a pair are there at the same time and take turns, step by step, so that both see the
 same machine: whose turn it is not waits in a read. The runs are real ones, with rows, console and
@@ -159,7 +159,7 @@ def bare(accumulation: int, steps: int) -> None:
 
 def environment() -> dict[str, str]:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    paths = f"{HERE}:{HERE.parents[1]}"
+    paths = f"{HERE}:{HERE.parent}"
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "WANDB_MODE": "offline"}
 
 
@@ -205,12 +205,10 @@ def interleave(
     return found
 
 
-def llmexp(
-    run: Path, steps: int, *overrides: str, hooks: str = "bench_ranks.take_turns"
-) -> list[str]:
+def llmexp(run: Path, steps: int, *overrides: str, hooks: str = "ranks.take_turns") -> list[str]:
     """The command line of a real run with a row at each step."""
     return [
-        sys.executable, "-m", "llmexp", "train", "--allow", "bench_ranks", f"hooks=[{hooks}]",
+        sys.executable, "-m", "llmexp", "train", "--allow", "ranks", f"hooks=[{hooks}]",
         f"hydra.run.dir={run}",
         "data=synthetic", "precision=fp32", f"train.max_steps={steps}", "train.log_every=1",
         "train.eval_every=null",
@@ -295,7 +293,7 @@ def bench_fsdp(rounds: int) -> None:
                 ]
                 for way in ways
             }  # fmt: skip
-            hooks = "bench_ranks.take_turns,bench_ranks.count_bytes"
+            hooks = "ranks.take_turns,ranks.count_bytes"
             commands = [
                 llmexp(folder / way, WARM_UP + rounds + 1, *overrides[way], hooks=hooks)
                 for way in ways

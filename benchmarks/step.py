@@ -1,7 +1,7 @@
 """Steady-state speed of a run against a bare hand-written loop over the same model, batch and
 precision.
 
-    python tests/benchmarks/bench_step.py [--rounds 40] [--case NAME] [--log-every 1]
+    python benchmarks/step.py [--rounds 40] [--case NAME] [--log-every 1]
 
 The run is a real one, with rows, console and checks on and a row each step (or each N-th); a hook
 makes one bare step before each of its steps, so that both see the same machine. Printed: median of
