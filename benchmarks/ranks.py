@@ -71,7 +71,7 @@ turns: Turns | None = None
 
 
 def take_turns(event: str, context: Any) -> None:
-    """A hook: a turn is from one start of a step to the next, row and all."""
+    """Take turns as a hook, each from one start of a step to the next, row and all."""
     global turns
     turns = turns or Turns()
     if event == "step_start":
@@ -86,7 +86,7 @@ received: Any = None
 
 
 def count_bytes(event: str, context: Any) -> dict[str, float] | None:
-    """A hook: what this rank receives from others during step 2 goes into that row."""
+    """Write as a hook what this rank receives from others in step 2 into its row."""
     global received
     if context.step == 2 and event == "step_start":
         import torch
@@ -119,7 +119,7 @@ def count_bytes(event: str, context: Any) -> dict[str, float] | None:
 
 
 def bare(accumulation: int, steps: int) -> None:
-    """What people write by hand and start with torchrun: nanoGPT's loop."""
+    """Train as people write it by hand and start with torchrun: nanoGPT's loop."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -166,7 +166,7 @@ def environment() -> dict[str, str]:
 def interleave(
     folder: Path, commands: Sequence[list[str]], ranks: int, *, warm_up: int = WARM_UP
 ) -> list[list[float]]:
-    """Runs the commands at the same time, one step of each in turn; the seconds of each job's
+    """Run the commands at the same time, one step of each in turn; the seconds of each job's
     steps, mean of its ranks, without the first `warm_up` and the last one. Raises RuntimeError when
     one fails."""
     pipes = []
@@ -206,7 +206,7 @@ def interleave(
 
 
 def llmexp(run: Path, steps: int, *overrides: str, hooks: str = "ranks.take_turns") -> list[str]:
-    """The command line of a real run with a row at each step."""
+    """Return the command line of a real run with a row at each step."""
     return [
         sys.executable, "-m", "llmexp", "train", "--allow", "ranks", f"hooks=[{hooks}]",
         f"hydra.run.dir={run}",

@@ -1,7 +1,7 @@
 """On a CUDA device: speed and memory of gpt2_small and llama_1b at length 1024 in bf16, in turns
 with a loop written by hand.
 
-    python benchmarks/cuda.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
+    python benchmarks/gpu.py [--out DIR] [--minutes 9] [--model gpt2_small] [--all]
     [--small] [OVERRIDE ...]
 
 Both make steps of the same model, batch and arithmetic in this process, the one by hand compiled as
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import cuda_steps as steps
+import gpu_steps as steps
 import torch
 
 MODELS = {"gpt2_small": (32, 4), "llama_1b": (8, 4)}  # micro-batch, accumulation
@@ -100,7 +100,7 @@ def measured(case: Case, small: bool, rounds: int, out: Path, more: list[str]) -
 
 
 def line(case: Case, f: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     if "tokens_per_sec" not in f:
         text = str(f.get("error", f))
         short = "out of memory" if "out of memory" in text else text.strip().splitlines()[-1][:100]
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("override", nargs="*", help="for all cases: model.vocab_size=50304")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks/cuda.py: no CUDA device is visible; nothing was measured")
+        print("benchmarks/gpu.py: no CUDA device is visible; nothing was measured")
         return
     deadline = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """Steps on a CUDA device, in this process: made of the project's own parts as a run makes them, and
-as people write them by hand. For cuda.py."""
+as people write them by hand. For gpu.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMON = [
 
 
 def made(model: str, micro: int, accumulation: int, length: int, *more: str) -> Setup:
-    """The parts of a worker for a model, by overrides; bf16 on CUDA unless they say otherwise."""
+    """Return what a worker trains with, by overrides; bf16 on CUDA unless they say otherwise."""
     sizes = [
         f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={accumulation}",
         f"batch.sequence_length={length}", "precision=bf16", "train.device=cuda",
@@ -70,7 +70,7 @@ def step_of(s: Setup, window: Window, last: Step | None = None) -> Step:
 
 
 def ours(s: Setup) -> Callable[[], None]:
-    """A function that makes the next step."""
+    """Return a function that makes the next step."""
     following, last = itertools.cycle(windows(s)), None
 
     def step() -> None:
@@ -81,8 +81,10 @@ def ours(s: Setup) -> Callable[[], None]:
 
 
 def bare(s: Setup, compiled: bool = True) -> Callable[[], None]:
-    """The same by hand: nanoGPT's loop over a model of the same shape, loss compiled as a whole,
-    fused AdamW, clipping, gradients set to none."""
+    """Return the same by hand: nanoGPT's loop over a model of the same shape.
+
+    The loss is compiled as a whole, AdamW fused, gradients clipped and set to none.
+    """
     model, run = s.parts.build_model().to(s.mesh.device), s.parts.run
     following = itertools.cycle(windows(s))
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -160,7 +162,7 @@ def matrix_rate(size: int = 8192) -> float:
 
 
 def kernels(step: Callable[[], None]) -> list[str]:
-    """The kernels of one step by their time on the device: milliseconds, calls, name."""
+    """Return the kernels of one step by their time on the device: milliseconds, calls, name."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
