@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from llmexp.settings.values import shown
+from llmexp.settings.values import refuse, shown
 
 
 def warmup_updates(
@@ -86,42 +86,6 @@ def cosine(
     return rise * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def wsd(
-    update: int,
-    total_updates: int,
-    warmup_steps: int | None = None,
-    warmup_ratio: float | None = None,
-    decay_ratio: float = 0.2,
-    end_ratio: float = 0.0,
-) -> float:
-    """Warm-up, stable, then a line to `end_ratio` over the last `decay_ratio` of all updates (Hu et
-    al. 2024).
-
-    Raises ValueError where the warm-up reaches into the decay: the rate would fall from 1 in one
-    step.
-    """
-    start = warmup_updates(total_updates, warmup_steps, warmup_ratio)
-    decay = round(_share("decay_ratio", decay_ratio) * total_updates)
-    if total_updates - decay < start < total_updates:
-        key, value = (
-            ("warmup_steps", warmup_steps)
-            if warmup_steps is not None
-            else ("warmup_ratio", warmup_ratio)
-        )
-        raise ValueError(
-            f"schedule.{key}={value}: the warm-up of {start} updates reaches into the decay, which "
-            f"is the last {decay} of {total_updates}; a shorter warm-up or a smaller "
-            f"schedule.decay_ratio is needed; for example "
-            f"schedule.decay_ratio={math.floor(100 * (1 - start / total_updates)) / 100:g}"
-        )
-    if update < start:
-        return (update + 1) / start
-    left = total_updates - 1 - update  # updates still to come after this one
-    return (
-        1.0 if left >= decay else 1 + (_share("end_ratio", end_ratio) - 1) * (decay - left) / decay
-    )
-
-
 def cooldown(
     update: int,
     total_updates: int,
@@ -132,31 +96,35 @@ def cooldown(
     decay_ratio: float = 0.2,
     end_ratio: float = 0.0,
 ) -> float:
-    """Warm-up, stable, then a line to `end_ratio` from update `decay_start` on, over `decay_steps`
-    updates, else to the end. Without a start the decay is the last `decay_steps` updates, else the
-    last `decay_ratio` of all: as in `wsd`.
+    """Warm-up, stable, then a line to `end_ratio` (Hu et al. 2024).
 
-    Raises ValueError where the warm-up reaches into the decay.
+    The decay starts at update `decay_start` and takes `decay_steps` updates, else all to the end.
+    Without a start it is the last `decay_steps` updates, else the last `decay_ratio` of all.
+    Raises ConfigError where the warm-up reaches into the decay: the rate would fall in one step.
     """
     for key, value, least in (("decay_start", decay_start, 0), ("decay_steps", decay_steps, 1)):
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or value < least
         ):
-            raise ValueError(
-                f"schedule.{key}={shown(value)}: a whole number from {least} is needed"
-            )
+            raise refuse(f"schedule.{key}", value, f"a whole number from {least} is needed")
     start = decay_start
     if start is None:
-        whole = round(_share("decay_ratio", decay_ratio) * total_updates)
-        start = max(0, total_updates - (decay_steps or whole))
+        length = decay_steps or round(_share("decay_ratio", decay_ratio) * total_updates)
+        start = max(0, total_updates - length)
     risen = warmup_updates(total_updates, warmup_steps, warmup_ratio)
-    if start < risen:
-        raise ValueError(
-            f"schedule.warmup_steps={risen}: the warm-up reaches into the decay, which starts at "
-            f"update {start}; for example schedule.warmup_steps={start}"
+    if start < risen < total_updates:
+        key = "warmup_ratio" if warmup_steps is None else "warmup_steps"
+        given = warmup_ratio if warmup_steps is None else warmup_steps
+        text = (
+            f"the warm-up of {risen} updates reaches into the decay, which starts at update "
+            f"{start} of {total_updates}; for example schedule.warmup_steps={start}"
         )
+        raise refuse(f"schedule.{key}", given, text)
     if update < risen:
         return (update + 1) / risen
     decayed = update + 1 - start  # updates of the decay, with this one
-    progress = min(1.0, max(0.0, decayed / (decay_steps or max(1, total_updates - start))))
-    return 1 + (_share("end_ratio", end_ratio) - 1) * progress
+    length = decay_steps or max(1, total_updates - start)
+    return 1 + (_share("end_ratio", end_ratio) - 1) * min(max(decayed, 0), length) / length
+
+
+wsd = cooldown  # the decay is a share of all updates

@@ -194,7 +194,7 @@ BAD = [
                                               "micro_batch_size 8", "= 4000 is"),
     ("schedule=wsd schedule.warmup_steps=99 "
      "train.max_steps=100", "schedule.warmup_steps=99: the warm-up of 99 updates",
-     "schedule.decay_ratio=0.01"),
+     "schedule.warmup_steps=80"),
     ("parallelism.nproc_per_node=2", "parallelism.nproc_per_node=2", "parallelism=ddp"),
     ("precision=tf32 train.device=cpu", "precision.kind=tf32", "precision=fp32"),
     # data

@@ -28,7 +28,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256
 from llmexp.train.assembly import solving
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.update.schedule import cooldown, wsd
+from llmexp.update.schedule import cooldown
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import exact, same_state, wait_for, weights
 
@@ -397,12 +397,7 @@ def test_an_extension_whose_schedule_has_ended_names_the_fork(tmp_path, trunk):
 
 
 def test_a_cooldown_is_a_line_from_its_start_to_the_end_value():
-    """Without a start it is `wsd`."""
     line = [cooldown(u, 20, decay_start=8, decay_steps=4, end_ratio=0.2) for u in range(20)]
     assert np.allclose(line, [1.0] * 8 + [0.8, 0.6, 0.4] + [0.2] * 9, rtol=1e-15)
-    for total in (7, 20, 33):
-        given = {"warmup_steps": 3, "decay_ratio": 0.3, "end_ratio": 0.1}
-        both = [(cooldown(u, total, **given), wsd(u, total, **given)) for u in range(total)]
-        assert all(a == pytest.approx(b, rel=1e-15) for a, b in both)
     with pytest.raises(ValueError, match="reaches into the decay"):
         cooldown(0, 20, warmup_steps=9, decay_start=8)
