@@ -91,7 +91,7 @@ def prepared(args: Any) -> Prepared | str:
     if settings.part is not None:
         return settings.part
     ids = model_config.get("vocab_size") or tokenizer.n_vocab
-    corpus = build_corpus(config, tokenizer, ids, write=True, ask_again=True)
+    corpus = build_corpus(config, tokenizer, ids, ask_again=True)
     held_out = 0 if corpus.val is None else len(corpus.val)
     counts = (len(corpus.train), held_out)
     return Prepared(corpus.description, tokenizer.name, *counts, corpus.table, corpus.warnings)
@@ -109,9 +109,9 @@ def prepare_apart(settings: Prepare, config: Config, tokenizer: Any) -> None:
     from llmexp.cli.prepare_on_ray import write_all
     from llmexp.data.prepared import prepare_part
     from llmexp.data.work import Part
-    from llmexp.train.assembly.inputs import corpus_work
+    from llmexp.train.assembly.inputs import works_to_prepare
 
-    works, cache = corpus_work(config, tokenizer)
+    works, cache = works_to_prepare(config, tokenizer)
     part = part_of(settings)
     try:
         if part is None:

@@ -66,7 +66,7 @@ def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
     """Return when all tasks are done; chunks in the cache say how far they are. Raises
     ValueError."""
     total = sum(sum(work.unit_bytes()) for work in works)
-    progress = Progress(f"{len(handles)} parts on Ray", True, total)
+    progress = Progress(f"{len(handles)} parts on Ray", total)
     left, seen = list(handles), set[Path]()
     _new_text(works, seen)
     while left:

@@ -1,13 +1,14 @@
-"""data=corpus: named sources of documents, mixed by weight, with named validation sets.
+"""Make the sources of documents that a data section names into a `Corpus`.
 
-Each source is prepared on its own, so another mixture of the same sources costs nothing.
+`corpus` is data=corpus: named sources, mixed by weight, with named validation sets. Each source is
+prepared on its own, so another mixture of the same sources prepares nothing. data=text and
+data=stdlib (in `sources`) are a corpus of one source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmexp.data.files import cache_folder
@@ -17,11 +18,13 @@ from llmexp.data.places import Answers, Unreachable
 from llmexp.data.prepared import Forgotten, Prepared, prepare
 from llmexp.data.records import Counts
 from llmexp.data.sections import check_kinds, main_set, read_sources, read_stages, read_validation
-from llmexp.data.source import TRAIN
+from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream
 from llmexp.data.tokenizers import Tokenizer, end_of_text_id, identity
-from llmexp.data.work import Work, refuse_shared, work_of
+from llmexp.data.work import Work, refuse_shared, with_kinds, work_of
 from llmexp.settings.values import refuse
+
+Sources = tuple[dict[str, Source], dict[str, Source]]  # to train on; validation sets
 
 
 def corpus(  # noqa: PLR0913 (its knobs)
@@ -35,16 +38,14 @@ def corpus(  # noqa: PLR0913 (its knobs)
     cache_dir: str | None,
     tokenizer: Tokenizer,
     sequence_length: int,
-    write: bool = True,
     ask_again: bool = False,
 ) -> Corpus:
-    """Documents of several sources, mixed by weight.
+    """Return the documents of several sources, mixed by weight.
 
     `sources`: name -> files (paths, globs or addresses) or hf (a folder of save_to_disk, or a name
     on the hub), text_key, weight. `val`: name -> files or hf, or share: so much of the documents of
-    all sources, chosen by their content. `stages`: [{from_tokens, weights}], each replaces the
-    weights from there on. Buckets and the hub are asked where shards are missing, or with
-    `ask_again`. Raises ValueError.
+    all sources. `stages`: [{from_tokens, weights}], each replaces the weights from there on.
+    Buckets and the hub are asked where shards are missing, or with `ask_again`. Raises ValueError.
     """
     check_kinds(val, stages, on_bad_record)
     if not (max_epochs is None or max_epochs > 0):
@@ -54,7 +55,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
     cache = cache_folder(cache_dir)
 
     def made(anew: bool) -> Corpus:
-        return _corpus(data, tokenizer, sequence_length, Answers(cache, write, anew))
+        return _corpus(data, tokenizer, sequence_length, Answers(cache, anew))
 
     try:
         return made(ask_again)
@@ -70,38 +71,41 @@ def corpus(  # noqa: PLR0913 (its knobs)
         return replace(found, description=f"{found.description}; not asked now: {error}")
 
 
-def work(data: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return what there is to do for each source of the section `data`, and the cache folder.
-    Raises ValueError."""
-    check_kinds(data["val"], data["stages"], data["on_bad_record"])
-    cache = cache_folder(data["cache_dir"])
-    works, held_out, _ = _works(data, tokenizer, Answers(cache, write=True, anew=True))
-    return [*works.values(), *held_out.values()], cache
+def corpus_sources(
+    answers: Answers, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **others: Any
+) -> Sources:
+    """Return the sources that the knobs of data=corpus name. Raises ValueError."""
+    check_kinds(val, stages, on_bad_record)
+    skip = on_bad_record == "skip"
+    held_out, shares = read_validation(val, skip, answers)
+    return read_sources(sources, shares, skip, answers), held_out
 
 
-def _works(
-    data: Mapping[str, Any], tokenizer: Tokenizer, answers: Answers
-) -> tuple[dict[str, Work], dict[str, Work], dict[str, float] | None]:
-    """Return the work for each source, and for each validation set with files of its own; and the
-    weights of the sources, None where none is given."""
+def works_of(some: Sources, tokenizer: Tokenizer, answers: Answers) -> list[dict[str, Work]]:
+    """Return what there is to prepare for each source and validation set. Raises ValueError."""
     end_of_text_id(tokenizer)  # ends each document
-    chosen, weights = read_sources(data["sources"], answers)
-    held_out, shares = read_validation(data["val"], answers)
-    chosen = {name: replace(source, shares=shares) for name, source in chosen.items()}
-    skip_bad = data["on_bad_record"] == "skip"
-    works, works_val = (
-        {name: work_of(source, skip_bad, tokenizer, answers) for name, source in some.items()}
-        for some in (chosen, held_out)
-    )
-    refuse_shared([*works.values(), *works_val.values()])
-    return works, works_val, weights
+    return [
+        {name: work_of(source, tokenizer, answers) for name, source in each.items()}
+        for each in some
+    ]
+
+
+def documents_to_train(some: Sources, answers: Answers) -> Iterator[Iterator[str]]:
+    """Yield the pieces of each training document, one source after the other. Raises ValueError."""
+    for source in some[0].values():
+        for document in with_kinds(source, answers).read(Counts()):
+            if document.split == TRAIN:
+                yield document.pieces
 
 
 def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers: Answers) -> Corpus:
     names = list(data["val"])
     main = main_set(data["val_main"], names)
-    works, works_val, weights = _works(data, tokenizer, answers)
+    chosen, held_out = corpus_sources(answers, **data)
+    works, works_val = works_of((chosen, held_out), tokenizer, answers)
+    refuse_shared([*works.values(), *works_val.values()])
     mixed = read_stages(data["stages"], list(works), length)
+    weights = {name: s.weight for name, s in chosen.items() if s.weight is not None}
     ready, ready_val = (
         {name: prepare(one, answers) for name, one in some.items()} for some in (works, works_val)
     )
@@ -199,18 +203,3 @@ def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, An
                 "empty": one.counts.empty if first else 0,  # of the whole source
                 "bad": one.counts.bad if first else 0,
             }
-
-
-def training_documents(
-    sources: Mapping[str, Any], val: Mapping[str, Any], on_bad_record: str, cache_dir: str | None
-) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of all sources, one source after the other."""
-    answers = Answers(cache_folder(cache_dir), write=False, anew=True)
-    check_kinds(val, [], on_bad_record)
-    chosen, _ = read_sources(sources, answers)
-    _, shares = read_validation(val, answers)
-    for source in chosen.values():
-        source = replace(source, shares=shares)
-        for document in source.read(Counts(), on_bad_record == "skip"):
-            if source.split_of(document.digest) == TRAIN:
-                yield document.pieces

@@ -6,27 +6,15 @@ whole document, with the end-of-text token between two documents.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
-from llmexp.data.documents import Document, blocks
 from llmexp.data.files import cpu_count
 from llmexp.data.tokenizer_files import PATTERNS, HuggingFace
-from llmexp.data.tokenizers import (
-    Own,
-    Tokenizer,
-    end_of_text_id,
-    is_byte_level,
-    token_byte_lengths,
-)
+from llmexp.data.tokenizers import Own, Tokenizer, is_byte_level
 
 PIECE_CHARACTERS = 1 << 19  # text that one thread encodes at a time
 MAX_THREADS = 32
@@ -69,56 +57,6 @@ def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
     if is_byte_level(tokenizer):
         return iter
     return cut if is_cuttable(tokenizer) else lambda texts: iter(("".join(texts),))
-
-
-def encode_documents(
-    documents: Sequence[Document],
-    encoding: Tokenizer,
-    max_tokens: int | None,
-    count_bytes: Callable[[int], None] = lambda n: None,
-) -> Iterator[np.ndarray]:
-    """Yield the tokens of the documents in order, as arrays; the end-of-text token between two of
-    them. At most `max_tokens` in all.
-
-    Raises ValueError, with file and byte offset, for text that is not UTF-8.
-    """
-    left = sys.maxsize if max_tokens is None else max_tokens
-    as_bytes, cut_up = is_byte_level(encoding), pieces_of(encoding)
-
-    def encode(piece: tuple[str | None, Path]) -> tuple[np.ndarray, int]:
-        text, path = piece
-        if text is None:  # between two documents
-            return np.array([end_of_text_id(encoding)]), 0
-        raw = text.encode()
-        if as_bytes:
-            return np.frombuffer(raw, dtype=np.uint8), len(raw)
-        try:
-            return encoding.encode_to_numpy(text, disallowed_special=()), len(raw)
-        except ValueError as error:
-            why = f"the tokenizer {encoding.name} gave up on this text: {error}"
-            raise ValueError(f"{path}: {why}") from None
-
-    def pieces() -> Iterator[tuple[str | None, Path]]:
-        for i, document in enumerate(documents):
-            if i:
-                yield None, document.path
-            for piece in cut_up(blocks(document)):
-                yield piece, document.path
-
-    # tiktoken lets go of the interpreter lock; bytes need no threads
-    some = pieces()
-    found = ((piece, encode(piece)) for piece in some) if as_bytes else ahead(encode, some)
-    with contextlib.closing(found) as encoded:
-        for _, (tokens, n_bytes) in encoded:
-            if left <= 0:
-                return
-            if len(tokens) > left:  # a part of the text, by the lengths of its ids
-                lengths = token_byte_lengths(encoding)
-                kept, every = int(lengths[tokens[:left]].sum()), int(lengths[tokens].sum())
-                n_bytes = max(1, round(n_bytes * kept / max(1, every)))
-            count_bytes(n_bytes)
-            yield tokens[:left]
-            left -= len(tokens)
 
 
 def ahead(

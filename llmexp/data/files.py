@@ -16,31 +16,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from llmexp.settings.values import refuse
 from llmexp.system.fileio import sha256, write_whole
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
-MOST_LINE = 1 << 24  # bytes of a first line that is looked at
-BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and a byte order mark
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-READ_BY_CORPUS = "read it as a source: data=corpus data.sources.main.files={path}"
 XZ, BZIP2 = b"\xfd7zXZ\x00", tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 JSON_ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")
 READ_SAVED = "data=corpus data.sources.main.hf="
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
-# First bytes of files that data=corpus reads and that are no plain text; and expressions for those
-# of files that nothing here reads: what they are, and what to do with them.
-PACKED = {
-    b"\x1f\x8b": "compressed by gzip",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd",
-    XZ: "compressed by xz",
-    **dict.fromkeys(BZIP2, "compressed by bzip2"),
-    PARQUET: "a Parquet file",
-    ARROW_FILE: "an Arrow file",
-    ARROW_STREAM: "an Arrow stream",
-}
+# First bytes of files that nothing here reads: what they are, and what to do with them.
 UTF_16 = "convert it first: iconv -f {kind} -t UTF-8 {{path}} > FILE"
 OTHERS = {
     rb"PK\x03\x04": ("a zip archive, not text", "unpack it first: unzip {path}"),
@@ -147,42 +134,6 @@ def refuse_others(key: str, path: str, head: bytes) -> None:
             raise refuse(key, path, text)
 
 
-def refuse_packed(key: str, path: Path) -> None:
-    """Raise ValueError, with a way to read it, for a file that is not plain text by its first
-    bytes."""
-    read_by_corpus = READ_BY_CORPUS.format(path=shlex.quote(str(path)))
-    with open(path, "rb") as file:
-        head = file.read(512)
-        file.seek(max(0, path.stat().st_size - 4))
-        is_parquet = file.read() == PARQUET  # at both ends
-        file.seek(0)
-        for magic, kind in PACKED.items():
-            if head.startswith(magic) and (magic != PARQUET or is_parquet):
-                raise refuse(key, path, f"is {kind}, not plain text; {read_by_corpus}")
-        refuse_others(key, str(path), head)
-        if JSON_ARRAY.match(head):
-            raise refuse(key, path, f"is one JSON array, not plain text; {read_by_corpus}")
-        line = _first_line(file) if head.lstrip(BLANK).startswith(b"{") else b""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return
-    if isinstance(found, dict):
-        texts = [name for name, value in found.items() if isinstance(value, str)]
-        if "text" not in texts and texts:
-            read_by_corpus += f" data.sources.main.text_key={shlex.quote(str(texts[0]))}"
-        text = f"its first line is an object with the keys {', '.join(map(str, list(found)[:5]))}"
-        raise refuse(key, path, f"is JSON lines, not plain text ({text}); {read_by_corpus}")
-
-
-def _first_line(file: BinaryIO) -> bytes:
-    """Return the first line that is not blank, cut at MOST_LINE bytes."""
-    while line := file.readline(MOST_LINE):
-        if line.strip(BLANK):
-            return line.strip(BLANK)
-    return b""
-
-
 def sha256_of(paths: Sequence[Path]) -> list[str]:
     """Return the sha256 of each file."""
     with ThreadPoolExecutor(min(8, cpu_count())) as pool:
@@ -236,12 +187,10 @@ def remembered(
     settings: Any,
     paths: Sequence[Path],
     compute: Callable[[], Any],
-    write: bool,
 ) -> Any:
-    """Return `compute()`, or what it returned (plain values) when the files had the same sizes and
-    times of change.
+    """Return `compute()`, or what it returned for files of the same sizes and times of change.
 
-    A note that cannot be written or read is no error: the value is computed again.
+    The value is plain. A note that cannot be written or read is no error: it is computed again.
     """
     states = [
         (os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in ((p, p.stat()) for p in paths)
@@ -256,7 +205,7 @@ def remembered(
     unchanged = all(
         p.stat().st_mtime_ns == state[2] for p, state in zip(paths, states, strict=True)
     )
-    if write and settled and unchanged:
+    if settled and unchanged:
         write_note(note, {"value": value})
     return value
 

@@ -23,7 +23,6 @@ def add_labels(
     paths: Mapping[str, Sequence[Path]],
     arrays: Mapping[Path, np.ndarray],
     cache: Path,
-    write: bool,
 ) -> dict[str, Any]:
     """Give each stream the labels of its knob, where there are any. Return what identifies them.
     Raises ValueError."""
@@ -34,13 +33,13 @@ def add_labels(
     for (key, patterns), stream, some in zip(given.items(), streams, paths.values(), strict=False):
         if patterns is not None:
             ids = [(path, arrays[path]) for path in some]
-            stream.labels, digests = read_labels(key, patterns, ids, cache, write)
+            stream.labels, digests = read_labels(key, patterns, ids, cache)
             found[key.removeprefix("data.")] = digests
     return found
 
 
 def read_labels(
-    key: str, patterns: Any, ids: Sequence[tuple[Path, np.ndarray]], cache: Path, write: bool
+    key: str, patterns: Any, ids: Sequence[tuple[Path, np.ndarray]], cache: Path
 ) -> tuple[TokenStream, dict[str, str]]:
     """Return the labels of token files, and what identifies their content. Raises ValueError.
 
@@ -66,7 +65,7 @@ def read_labels(
             _check(key, path, array, beside, there)
         return True
 
-    remembered(cache, "labels", key, [*paths, *(path for path, _ in ids)], scan, write)
+    remembered(cache, "labels", key, [*paths, *(path for path, _ in ids)], scan)
     digests = [sample_digest(TokenStream([array])) for array in arrays]
     return TokenStream(arrays), files_fingerprint(paths, digests)
 

@@ -51,8 +51,7 @@ def _noted(training: Mapping[str, Prepared], val: Prepared, answers: Answers) ->
             counts = shared(training, val)
         except OSError:  # a file of digests is gone: `verify data` names it
             return {}
-        if answers.write:
-            write_note(note, {"counts": counts})
+        write_note(note, {"counts": counts})
     return counts
 
 
@@ -78,7 +77,5 @@ def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
 
 def digests_of(one: Prepared, every: int = 1) -> Iterator[np.ndarray]:
     """Yield the digests of the training documents of a source, of one in `every` of its shards."""
-    if one.digests:  # it was counted, and has no shards
-        yield np.frombuffer(one.digests[TRAIN], DIGEST)
     for shard in one.streams[TRAIN].shards[::every]:
         yield digests_beside(shard)

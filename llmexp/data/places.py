@@ -1,5 +1,7 @@
-"""Places that documents come from: files on this machine, and addresses in buckets and on the
-web, which the library fsspec reads."""
+"""Open the files that documents come from: on this machine, in buckets and on the web.
+
+The library fsspec reads addresses, with its own timeouts.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,10 @@ import glob
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,11 @@ from llmexp.data.files import match_files, read_note, remembered, sha256_of, wri
 from llmexp.settings.values import refuse
 
 T = TypeVar("T")
-ANSWER_S = 10.0  # a bucket or hub that does not answer in this time is given up
-AHEAD_BYTES = 1 << 21  # asked of a bucket at a time; slower than this in ANSWER_S is no answer
+ANSWER_S = 10.0  # a web server that is silent for so long is given up
+AHEAD_BYTES = 1 << 21  # asked of a bucket at a time
 WEB = ("http://", "https://")
 BUFFER_BYTES = 1 << 19
 ASKED = 16  # files asked about at once
-RECORDS = 256  # of a stream, waited for at a time
 MARKS = ("etag", "ETag", "md5Hash", "mtime", "LastModified")  # of a file's content, in a bucket
 
 
@@ -42,87 +41,36 @@ def need(package: str, key: str, what: str, extra: str = "data") -> Any:
         raise ValueError(f"{key}: {why}; pip install 'llmexp[{extra}]'") from None
 
 
-def answered(ask: Callable[[], T], wait_s: float) -> Future[T]:
-    """Call `ask` in a thread; return its future as soon as it is done, or after so long."""
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(ask())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="llmexp-ask", daemon=True).start()
-    wait([found], wait_s)
-    return found
-
-
-def in_time(key: str, place: str, ask: Callable[[], T]) -> T:
-    """Return what `ask` returns. Raise ValueError where it fails or takes longer than ANSWER_S."""
-    found, why = answered(ask, ANSWER_S), f"no answer within {ANSWER_S:g} s"
-    if found.done():
-        if (error := found.exception()) is None:
-            return found.result()
-        if isinstance(error, ImportError):
-            raise refuse(key, place, f"needs a package that is missing: {error}")
-        cause = error.__cause__ or error  # "not found" may hide a refused connection
-        why = f"{type(cause).__name__}: {cause}"[:300]
-    raise Unreachable(f"{key}={place}: cannot be read ({why}); try again, or copy it to this disk")
-
-
-def next_in_time(key: str, place: str, records: Iterable[T]) -> Iterator[T]:
-    """Yield the records. Raises ValueError where RECORDS of them take longer than ANSWER_S."""
-    left = iter(records)
-    while some := in_time(key, place, lambda: list(itertools.islice(left, RECORDS))):
-        yield from some
-
-
 class Unreachable(ValueError):
     """A bucket or hub did not answer, or refused."""
 
 
-class Watched(io.RawIOBase):
-    """A file in a bucket: a read that takes longer than ANSWER_S raises ValueError."""
-
-    def __init__(self, key: str, place: str, file: Any) -> None:
-        self._key, self._place, self._file = key, place, file
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = int(self._file.seek(offset, whence))
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = in_time(self._key, self._place, lambda: self._file.read(len(buffer)))
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def close(self) -> None:
-        if not self.closed:
-            with contextlib.suppress(Exception):  # it was only read
-                self._file.close()
-        super().close()
+@contextlib.contextmanager
+def reading(key: str, place: str) -> Iterator[None]:
+    """Turn what a library raises for a remote place into a ValueError that names it."""
+    try:
+        yield
+    except ImportError as error:
+        raise refuse(key, place, f"needs a package that is missing: {error}") from None
+    except Exception as error:
+        if isinstance(error, ValueError):  # it names the place
+            raise
+        why = f"{type(error).__name__}: {error}"[:300]
+        if isinstance(error, TimeoutError):
+            why = "no answer in time"
+        way = "try again, or copy it to this disk"
+        raise Unreachable(f"{key}={place}: cannot be read ({why}); {way}") from None
 
 
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
-    """Open a path or an address (s3://, gs://, https://) for reading bytes, with `seeks` in any
+    """Open a path or an address (s3://, gs://, https://) for reading bytes; with `seeks` in any
     order. Raises ValueError."""
     if is_remote(place):
         system, path = _remote(key, place)
         # One stream of a web server needs no ranges, which not every server has.
         block = 0 if place.startswith(WEB) and not seeks else AHEAD_BYTES
-        file = in_time(key, place, lambda: system.open(path, "rb", block_size=block))
-        return io.BufferedReader(Watched(key, place, file), BUFFER_BYTES)
+        with reading(key, place):
+            return io.BufferedReader(system.open(path, "rb", block_size=block), BUFFER_BYTES)
     try:
         return open(place, "rb")
     except OSError as error:
@@ -138,25 +86,31 @@ def _remote(key: str, address: str) -> tuple[Any, str]:
     fsspec = need("fsspec", key, f"reading {address}")
     knobs = {}
     if address.startswith(WEB):
-        timeout = need("aiohttp", key, f"reading {address}").ClientTimeout(total=None)
-        knobs = {"client_kwargs": {"timeout": timeout}}  # else a stream ends after five minutes
-    found: tuple[Any, str] = in_time(key, address, lambda: fsspec.core.url_to_fs(address, **knobs))
+        limits = need("aiohttp", key, f"reading {address}").ClientTimeout(
+            total=None, sock_connect=ANSWER_S, sock_read=ANSWER_S
+        )  # a total would end a stream after five minutes
+        knobs = {"client_kwargs": {"timeout": limits}}
+    with reading(key, address):
+        found: tuple[Any, str] = fsspec.core.url_to_fs(address, **knobs)
     return found
 
 
 @dataclass
 class Answers:
-    """Answers of buckets and the hub about their files, remembered in the cache: a run whose
-    shards are there asks nothing."""
+    """What buckets and the hub answered about their files, remembered in the cache.
+
+    A run whose shards are there asks nothing.
+    """
 
     cache: Path
-    write: bool
-    anew: bool  # ask, whatever is remembered
+    anew: bool = False  # ask, whatever is remembered
     remembered: dict[str, str] = field(default_factory=dict)  # key -> day of an answer in use
 
     def get(self, key: str, question: str, ask: Callable[[], T]) -> T:
-        """Return the answer (plain values) to a question of the knob `key` that is remembered, else
-        that of `ask`."""
+        """Return the remembered answer (plain values) to a question, else that of `ask`.
+
+        `key`: the knob that the question is about.
+        """
         name = hashlib.sha256(question.encode()).hexdigest()[:32]
         note = self.cache / "notes" / f"remote-{name}.json"
         found = {} if self.anew else read_note(note)
@@ -165,22 +119,18 @@ class Answers:
             known: T = found["answer"]
             return known
         answer = ask()
-        if self.write:
-            day = datetime.date.today().isoformat()
-            write_note(note, {"question": question, "answer": answer, "day": day})
+        day = datetime.date.today().isoformat()
+        write_note(note, {"question": question, "answer": answer, "day": day})
         return answer
 
     def digests(self, paths: list[Path]) -> list[str]:
         """Return the sha256 of each file here."""
-        found: list[str] = remembered(
-            self.cache, "sha256", None, paths, lambda: sha256_of(paths), self.write
-        )
+        found: list[str] = remembered(self.cache, "sha256", None, paths, lambda: sha256_of(paths))
         return found
 
 
 def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
-    """Return the files that globs and addresses name, sorted per glob, each once. Raises
-    ValueError."""
+    """Return the files that globs and addresses name, sorted per glob, each once."""
     wanted = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(wanted, (list, tuple)) or not any(is_remote(str(p)) for p in wanted):
         return [str(path) for path in match_files(key, patterns)]
@@ -200,15 +150,18 @@ def match_places(key: str, patterns: Any, answers: Answers) -> list[str]:
 
 def _match_remote(key: str, pattern: str) -> list[str]:
     system, path = _remote(key, pattern)
-    names = in_time(key, pattern, lambda: sorted(system.glob(path)))
+    with reading(key, pattern):
+        names = sorted(system.glob(path))
     if not names:
         raise refuse(key, pattern, "no file matches there")
     return [str(system.unstrip_protocol(name)) for name in names]
 
 
 def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list[str], list[int]]:
-    """Return what identifies the content of each file (a digest; in a bucket, what the bucket says
-    of it), and their sizes in bytes. Raises ValueError."""
+    """Return what identifies the content of each file, and their sizes in bytes.
+
+    It is a digest; in a bucket, what the bucket says of the file. Raises ValueError.
+    """
     local = [Path(place) for place in places if not is_remote(place)]
     pairs = zip(local, answers.digests(local), strict=True)
     known = {str(path): (digest, os.path.getsize(path)) for path, digest in pairs}
@@ -220,12 +173,12 @@ def contents_of(key: str, places: Sequence[str], answers: Answers) -> tuple[list
 
 
 def remote_contents(key: str, addresses: Sequence[str]) -> list[tuple[str, int]]:
-    """Return for each address (what the bucket says of its content, its bytes). Raises
-    ValueError."""
+    """Return (what the bucket says of its content, its bytes) for each address."""
 
     def one(address: str) -> tuple[str, int]:
         system, path = _remote(key, address)
-        info = in_time(key, address, lambda: system.info(path))
+        with reading(key, address):
+            info = system.info(path)
         size = info.get("size") or 0
         marks = {name: str(info[name]) for name in MARKS if info.get(name)}
         return json.dumps([address, size, marks], sort_keys=True), size

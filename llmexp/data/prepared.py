@@ -1,4 +1,4 @@
-"""The token shards of a source in the cache: found, written, joined, or counted only."""
+"""The token shards of a source in the cache: found, written, and joined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from llmexp.data.progress import Progress
 from llmexp.data.records import Counts
 from llmexp.data.source import Source
 from llmexp.data.stream import DataChanged, Shard, TokenStream, sample_digest
-from llmexp.data.tokenizers import identified
+from llmexp.data.tokenizers import Tokenizer, identified, identity
 from llmexp.data.work import FORMAT, Key, Part, Work, work_of
 
 MANIFEST = "manifest.json"
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Prepared:
-    """The shards of a source, or their counts where nothing was written."""
+    """The shards of a source."""
 
     source: Source
     streams: dict[str, TokenStream]
@@ -39,8 +39,6 @@ class Prepared:
     documents: dict[str, int]  # by split
     text_bytes: dict[str, int]
     key: Key
-    # By split, where there are no shards that have them.
-    digests: dict[str, bytearray] = field(default_factory=dict)
 
     @property
     def content(self) -> str:
@@ -50,20 +48,19 @@ class Prepared:
 
 
 class Forgotten(Exception):
-    """Answers of a bucket or the hub that are remembered count only while their shards are
-    there, and these are not."""
+    """The shards that remembered answers of a bucket or the hub describe are missing: ask again."""
 
 
 def prepare(work: Work, answers: Answers) -> Prepared:
-    """Return the shards of a source, from the cache where they are there. Without `answers.write`
-    what is not there is counted. Raises ValueError, Forgotten."""
+    """Return the shards of a source, from the cache where they are there.
+
+    Raises ValueError, and Forgotten.
+    """
     cache, source = answers.cache, work.source
     if (found := _open(work)) is not None:
         return found
-    if {f"{source.key}.files", f"{source.key}.hf"} & answers.remembered.keys():
+    if source.key in answers.remembered:
         raise Forgotten
-    if not answers.write:
-        return _counted(work)
     with building(work.folder, cache):
         if (found := _open(work)) is None:  # else another process was faster
             _begin(work)
@@ -83,8 +80,10 @@ def prepare(work: Work, answers: Answers) -> Prepared:
 def prepare_part(
     works: Sequence[Work], part: Part, cache: Path, threads: int | None = None
 ) -> None:
-    """Write what is missing of one part of the shards of several sources; other processes may write
-    other parts meanwhile. `prepare` joins them. Raises ValueError."""
+    """Write what is missing of one part of the shards of several sources.
+
+    Other processes may write other parts meanwhile; `prepare` joins them. Raises ValueError.
+    """
     start, total = 0, sum(sum(work.unit_bytes()) for work in works)
     for work in works:
         if _open(work) is None:
@@ -98,18 +97,21 @@ def prepare_part(
 
 
 def _begin(work: Work) -> None:
+    """Make the folder of the shards, without those that were whole once and are damaged."""
     if (work.folder / MANIFEST).exists():
-        shutil.rmtree(work.folder)  # it was whole once, and is damaged
+        shutil.rmtree(work.folder)
     work.folder.mkdir(exist_ok=True)
 
 
 def write_part(work: Work, part: Part, start: int, total: int, threads: int | None = None) -> None:
-    """Write what is missing of a part. The units of the source begin at `start` of `total` bytes of
-    all sources. The caller holds the lock."""
+    """Write what is missing of a part; the caller holds the lock.
+
+    The units of the source begin at `start` of `total` bytes of all sources.
+    """
     sizes = work.unit_bytes()
     starts = list(accumulate(sizes, initial=start))
     mine = [n for n, size in enumerate(sizes) if part.meets(starts[n], size, total)]
-    progress = Progress(work.text, True, sum(sizes[n] for n in mine))
+    progress = Progress(work.text, sum(sizes[n] for n in mine))
     done = 0
     for number in mine:
         files = work.units[number]
@@ -122,31 +124,8 @@ def write_part(work: Work, part: Part, start: int, total: int, threads: int | No
 
 
 def _say(progress: Progress, starts: Mapping[str, int], n_bytes: int, counts: Counts) -> None:
-    """Say that so much text is done. `starts`: of each file, the bytes to read before it."""
+    """Report that so much text is done; `starts`: the bytes to read before each file."""
     progress.add(n_bytes, starts.get(counts.place, 0) + counts.position())
-
-
-def _counted(work: Work) -> Prepared:
-    """Return what preparing would give, with streams that know their lengths only."""
-    source = work.source
-    progress = Progress(work.text, False)
-    tokens, number, size = (dict.fromkeys(source.splits, 0) for _ in range(3))
-    counts, digests = Counts(), {split: bytearray() for split in source.splits}
-    for unit in work.units:
-        read = source.read(counts, work.skip_bad, unit)
-        for job, (_, stops) in shards.encoded(read, counts, work.tokenizer):
-            lengths = np.diff(stops, prepend=0).tolist()
-            for part, length in zip(job.parts, lengths, strict=True):
-                split = source.split_of(part.digest)
-                tokens[split] += length
-                number[split] += part.ends
-                size[split] += part.n_bytes
-                digests[split] += part.digest * part.ends
-                progress.add(part.n_bytes)
-    progress.end()
-    _refuse_empty(source, counts)
-    streams = {name: TokenStream.unprepared(count) for name, count in tokens.items()}
-    return Prepared(source, streams, counts, number, size, work.key, digests)
 
 
 def _refuse_empty(source: Source, counts: Counts) -> None:
@@ -158,11 +137,13 @@ def _refuse_empty(source: Source, counts: Counts) -> None:
 
 
 def _refuse_changed(work: Work, cache: Path) -> None:
-    """Ask buckets again: where a file changed while it was read remove the shards and raise
-    DataChanged."""
+    """Ask buckets again, and raise DataChanged if a file changed while it was read.
+
+    The shards are removed then.
+    """
     source = work.source
     if any(map(is_remote, source.files)):
-        now = work_of(source, work.skip_bad, work.tokenizer, Answers(cache, False, True))
+        now = work_of(source, work.tokenizer, Answers(cache, anew=True))
         if now.key != work.key:
             shutil.rmtree(work.folder)
             raise DataChanged(f"{source.key}: a file changed while it was prepared; start again")
@@ -196,15 +177,17 @@ def _finish(work: Work) -> None:
 
 
 def _stream(folder: Path, manifest: Mapping[str, Any], split: str) -> TokenStream:
-    """Return the ids of a split. Raises ValueError for a shard that is not whole, OSError."""
+    """Return the ids of a split. Raises ValueError for a shard that is not whole, and OSError."""
     dtype, chunks = np.dtype(manifest["dtype"]), manifest["chunks"]
     paths = {f"{folder}/{chunk['name']}.{split}.bin": chunk[split]["tokens"] for chunk in chunks}
     return TokenStream([_mapped(path, dtype, count) for path, count in paths.items()])
 
 
 def _mapped(path: str, dtype: np.dtype, count: int) -> Shard:
-    """Map a file of so many ids. np.memmap asks the system many times as often, which counts for
-    thousands of shards. Raises ValueError for a file that is not whole, OSError."""
+    """Map a file of so many ids. Raises ValueError for a file that is not whole, and OSError.
+
+    np.memmap makes many times as many system calls, which counts for thousands of shards.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         found = os.fstat(handle)
@@ -238,3 +221,28 @@ def _open(work: Work) -> Prepared | None:
         return Prepared(source, streams, counts, documents, text_bytes, work.key)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
+
+
+def noted_sha256(path: Path) -> str | None:
+    """Return the sha256 that was noted of a shard when it was written; None for other files."""
+    try:
+        chunk, _, split = path.stem.partition(".")  # CHUNK.SPLIT.bin
+        noted = json.loads((path.parent / f"{chunk}.json").read_text())["shards"][split]["sha256"]
+        return noted if isinstance(noted, str) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def refuse_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the shards in a folder of the cache were made by another tokenizer."""
+    try:
+        noted = json.loads((folder / MANIFEST).read_text())["tokenizer"]
+        other = noted["sha256"] != identity(tokenizer)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if other:
+        raise ValueError(
+            f"{folder}: these shards were made by the tokenizer {noted.get('name')} "
+            f"({noted['sha256'][:8]}), and {tokenizer.name} ({identity(tokenizer)[:8]}) is another "
+            "one; give the tokenizer that made them, for example tokenizer=gpt2"
+        )

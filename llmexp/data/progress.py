@@ -15,13 +15,12 @@ OFTEN_S, SELDOM_S = 0.2, 60.0  # between two states of a bar; the most between t
 class Progress:
     """A bar on a terminal, else lines on stderr, of a preparation that takes longer than QUIET_S.
 
-    `what` is prepared, or with `write` false its tokens are counted only. `total`: bytes to read,
-    0 where nobody knows. Bytes of text are what the rate is of; a packed file has fewer to read.
+    `what` is prepared. `total`: bytes to read, 0 where it is not known. The rate is in bytes of
+    text; a packed file has fewer to read.
     """
 
-    def __init__(self, what: str, write: bool, total: int = 0) -> None:
+    def __init__(self, what: str, total: int = 0) -> None:
         self._what, self._total = what, total
-        self._doing = "preparing" if write else "counting the tokens of"
         self._text = self._read = 0  # bytes of text that were done, of the total that were read
         self._began: tuple[float, int] | None = None  # when, and how far, with the first text
         self._started = self._shown = time.monotonic()
@@ -65,7 +64,7 @@ class Progress:
             parts.append(f"{format_duration(left)} left")
         first, self._printed = not self._printed, True
         if first and self._total and sys.stderr.isatty():
-            self._bar = _bar(self._doing, self._what, self._total)
+            self._bar = _bar(self._what, self._total)
         if self._bar is None:
             self._line(", ".join(parts))
         else:
@@ -73,10 +72,10 @@ class Progress:
             self._bar.refresh()
 
     def _line(self, text: str) -> None:
-        print(f"{self._doing} {self._what}: {text}", file=sys.stderr, flush=True)
+        print(f"preparing {self._what}: {text}", file=sys.stderr, flush=True)
 
 
-def _bar(doing: str, what: str, total: int) -> Any:
+def _bar(what: str, total: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -89,7 +88,7 @@ def _bar(doing: str, what: str, total: int) -> Any:
         transient=True,
         expand=True,
     )
-    bar.add_task(f"{doing} {what}", total=total, text="")
+    bar.add_task(f"preparing {what}", total=total, text="")
     bar.start()
     bar.console.show_cursor(True)  # a killed command must not leave a terminal without its cursor
     return bar

@@ -29,7 +29,7 @@ from llmexp.data.files import (
     XZ,
     refuse_others,
 )
-from llmexp.data.places import need, open_file
+from llmexp.data.places import is_remote, need, open_file, reading
 from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
 from llmexp.data.tables import arrow, parquet
 from llmexp.settings.values import refuse
@@ -94,13 +94,13 @@ def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader
 def kind_of(key: str, place: str) -> str:
     """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty". Raises
     ValueError for what holds no documents."""
-    with open_file(key, place) as file:
+    with _damage_named(key, place), open_file(key, place) as file:
         refuse_others(key, place, file.peek(HEAD))
         if file.peek(HEAD).startswith(PARQUET):
             return "parquet"
         if file.peek(HEAD).startswith((ARROW_FILE, ARROW_STREAM)):
             return "arrow"
-        with _damage_named(key, place), unpacked(key, place, file) as inner:
+        with unpacked(key, place, file) as inner:
             head = inner.peek(HEAD)
             refuse_others(key, place, head)
             if JSON_ARRAY.match(head) or (_named(place, ".json") and STRINGS.match(head)):
@@ -137,15 +137,17 @@ def _named(place: str, *endings: str) -> bool:
 
 @contextlib.contextmanager
 def _damage_named(key: str, place: str) -> Iterator[None]:
-    """Turn what reads a damaged file raises into a ValueError that names it."""
-    try:
-        yield
-    except Exception as error:
-        of_library = type(error).__name__ in ("ZstdError", "ArrowInvalid")
-        if not of_library and not isinstance(error, DAMAGED):
-            raise
-        text = f"is cut short or damaged ({error}); get the file again"
-        raise refuse(key, place, text) from None
+    """Turn what reading a damaged file, or a server that fails, raises into a ValueError."""
+    with reading(key, place) if is_remote(place) else contextlib.nullcontext():
+        try:
+            yield
+        except Exception as error:
+            of_library = type(error).__name__ in ("ZstdError", "ArrowInvalid")
+            of_network = isinstance(error, (TimeoutError, ConnectionError))
+            if of_network or not (of_library or isinstance(error, DAMAGED)):
+                raise
+            text = f"is cut short or damaged ({error}); get the file again"
+            raise refuse(key, place, text) from None
 
 
 def documents(
@@ -179,7 +181,7 @@ def _text(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found
         yield bad
         return
     where = f"{key}={place}"
-    yield Document(digest.digest(), _pieces(key, place, counts), where) if size else None
+    yield Document(digest.digest(), _pieces(key, place, counts), where, size) if size else None
 
 
 def _pieces(key: str, place: str, counts: Counts) -> Iterator[str]:
@@ -193,14 +195,12 @@ def _pieces(key: str, place: str, counts: Counts) -> Iterator[str]:
             raise BadRecord(f"{key}={place}: {error}") from None
 
 
-def decoded(file: BinaryIO, at: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Yield UTF-8 text from where a file stands, its byte `at`, to its end or to the byte `stop`.
-    Raises UnicodeError with the place and what to do, EOFError where the file ends before."""
+def decoded(file: BinaryIO) -> Iterator[str]:
+    """Yield the UTF-8 text of a file. Raises UnicodeError with the place and what to do."""
     decoder = codecs.getincrementaldecoder("utf-8")()
+    at = 0
     while True:
-        raw = file.read(BLOCK if stop is None else min(BLOCK, stop - at))
-        if not raw and stop is not None and at < stop:
-            raise EOFError
+        raw = file.read(BLOCK)
         before = at - len(decoder.getstate()[0])
         at += len(raw)
         try:

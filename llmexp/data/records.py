@@ -1,8 +1,9 @@
-"""Documents, records that are none, and counts of both: what all readers share."""
+"""Documents, records that cannot be read, and counts of both: what all readers share."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -41,13 +42,15 @@ class Counts:
         return Counts(documents, empty, bad, first_bad)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Document:
     """A text in pieces, which can be read once; `digest` (16 bytes) is of all its UTF-8 bytes."""
 
     digest: bytes
     pieces: Iterator[str] = field(repr=False)
     where: str = ""  # its file, and its place there
+    characters: int = 0  # of a plain text file
+    split: str = ""
 
 
 Found = Document | BadRecord | None  # None: an empty document
@@ -66,6 +69,33 @@ def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterato
         else:
             counts.documents += 1
             yield found
+
+
+def cut(document: Document, splits: list[str], shares: list[float]) -> Iterator[Document]:
+    """Yield a text file as one document per split: the first characters for training, the last
+    ones for the shares.
+
+    With one share it is text[:int(n * (1 - share))] and the rest, for n characters.
+    """
+    count = document.characters
+    stops = [int(count * (1 - sum(shares[at:]))) for at in range(len(shares))] + [count]
+    held, start = "", 0
+
+    def pieces(left: int) -> Iterator[str]:
+        nonlocal held
+        while left and (held := held or next(document.pieces, "")):
+            text, held = held[:left], held[left:]
+            left -= len(text)
+            yield text
+
+    for split, stop in zip(splits, stops, strict=True):
+        if stop > start:
+            digest = hashlib.blake2b(document.digest + split.encode(), digest_size=16).digest()
+            digest = digest if start else document.digest
+            part = Document(digest, pieces(stop - start), document.where, split=split)
+            yield part
+            deque(part.pieces, 0)  # what was not read
+        start = max(start, stop)
 
 
 def whole(text: str, where: str) -> Found:

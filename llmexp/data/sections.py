@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmexp.data.places import Answers, match_places
@@ -25,34 +26,37 @@ def check_kinds(val: Any, stages: Any, on_bad_record: Any) -> None:
 
 
 def read_sources(
-    sections: Mapping[str, Any], answers: Answers
-) -> tuple[dict[str, Source], dict[str, float] | None]:
-    """Return the sources and their weights; None where none is given."""
+    sections: Mapping[str, Any], shares: Sequence[tuple[str, float]], skip: bool, answers: Answers
+) -> dict[str, Source]:
+    """Return the sources, each with its weight, or all without. Raises ValueError."""
     if not isinstance(sections, Mapping) or not sections:
         example = "data.sources.web.files=corpus/*.jsonl"
         raise ValueError(f"data.sources: name one source at least; for example {example}")
     found: dict[str, Source] = {}
-    weights: dict[str, float] = {}
     for name, value in sections.items():
         key = f"data.sources.{name}"
         section = _section(key, name, value, (*PLACE_KEYS, "weight"))
-        found[name] = _source(key, section, answers)
-        if (weight := section.get("weight")) is not None:
-            left_out = weight == 0 and not isinstance(weight, bool)
-            given = 0.0 if left_out else _number(f"{key}.weight", weight, "from 0", "0.5")
-            weights[name] = given
-    if weights and (missing := [name for name in found if name not in weights]):
+        weight = section.get("weight")
+        if weight == 0 and not isinstance(weight, bool):
+            weight = 0.0  # leaves the source out
+        elif weight is not None:
+            weight = _number(f"{key}.weight", weight, "from 0", "0.5")
+        source = _source(key, section, answers)
+        found[name] = replace(source, shares=tuple(shares), weight=weight, skip_bad=skip)
+    weights = {name: source.weight for name, source in found.items()}
+    missing = [name for name, weight in weights.items() if weight is None]
+    if missing and len(missing) < len(found):
         way = "give all sources a weight, or none (then each counts by its tokens)"
         text = f"the other sources have weights, this one has none; {way}"
         raise ValueError(f"data.sources.{missing[0]}.weight: {text}")
-    if weights and not any(weights.values()):
+    if not missing and not any(weights.values()):
         raise refuse(f"data.sources.{next(iter(found))}.weight", 0, "all weights are 0", 1)
-    return found, weights or None
+    return found
 
 
 def read_validation(
-    sections: Mapping[str, Any], answers: Answers
-) -> tuple[dict[str, Source], tuple[tuple[str, float], ...]]:
+    sections: Mapping[str, Any], skip: bool, answers: Answers
+) -> tuple[dict[str, Source], list[tuple[str, float]]]:
     """Return the validation sets with files of their own, and the shares of the others."""
     held_out, shares = {}, []
     for name, value in sections.items():
@@ -61,7 +65,7 @@ def read_validation(
         if name in TAKEN:
             raise ValueError(f"{key}: is the name of {TAKEN[name]}; choose another one")
         if (share := section.get("share")) is None:
-            held_out[name] = _source(key, section, answers)
+            held_out[name] = replace(_source(key, section, answers), skip_bad=skip)
             continue
         if len(section) > 1:
             text = "a validation set is a share of the sources, or has files of its own"
@@ -70,7 +74,7 @@ def read_validation(
         shares.append((name, _number(f"{key}.share", share, "above 0 and below 1", "0.01")))
     if (total := sum(share for _, share in shares)) >= 1:
         raise ValueError(f"data.val: the shares add up to {total:g}; nothing is left to train on")
-    return held_out, tuple(shares)
+    return held_out, shares
 
 
 def _section(key: str, name: Any, value: Any, known: Sequence[str]) -> dict[str, Any]:
@@ -92,11 +96,12 @@ def _source(key: str, section: Mapping[str, Any], answers: Answers) -> Source:
         example = f"{key}.files=corpus/*.jsonl"
         raise ValueError(f"{key}: either files or hf is needed; for example {example}")
     if "hf" in section:
-        return Source(key, text_key, hf=str(section["hf"]), split=str(section.get("split", TRAIN)))
+        split = str(section.get("split", TRAIN))
+        return Source(f"{key}.hf", text_key, hf=str(section["hf"]), split=split)
     if "split" in section:
         raise refuse(f"{key}.split", section["split"], "belongs to hf, and the source has files")
     places = match_places(f"{key}.files", section["files"], answers)
-    return Source(key, text_key, tuple(places))
+    return Source(f"{key}.files", text_key, tuple(places))
 
 
 def _number(key: str, value: Any, what: str, example: str) -> float:
@@ -107,6 +112,7 @@ def _number(key: str, value: Any, what: str, example: str) -> float:
 
 
 def main_set(given: str | None, names: list[str]) -> str | None:
+    """Return the name of the validation set that val/loss is of: the first by default."""
     if given is None:
         return names[0] if names else None
     if given not in names:

@@ -76,7 +76,7 @@ def write_unit(
 
     counts, files = Counts(), work.units[number]
     writer: _Writer | None = None
-    documents = work.source.read(counts, work.skip_bad, files)
+    documents = work.source.read(counts, files)
     with contextlib.closing(encoded(documents, counts, work.tokenizer, wanted, threads)) as jobs:
         try:
             for job, (ids, stops) in jobs:
@@ -104,6 +104,7 @@ class Part:
     digest: bytes
     ends: bool
     n_bytes: int
+    split: str = ""
 
 
 @dataclass
@@ -184,7 +185,7 @@ def _jobs(
         if not write:
             in_chunk += sum(map(_size, document.pieces))
         for text, ends in _with_end(pieces(document.pieces)) if write else ():
-            job.parts.append(Part(text, document.digest, ends, _size(text)))
+            job.parts.append(Part(text, document.digest, ends, _size(text), document.split))
             size += job.parts[-1].n_bytes
             in_chunk += job.parts[-1].n_bytes
             if not ends:
@@ -221,7 +222,7 @@ class _Writer:
     """The shards of one chunk, while it is written."""
 
     def __init__(self, work: Work, name: str) -> None:
-        self._path, self._split_of = work.folder / f"{name}.json", work.source.split_of
+        self._path = work.folder / f"{name}.json"
         stem, dtype = work.folder / name, id_type(work.tokenizer)
         self._shards = {split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits}
 
@@ -229,7 +230,7 @@ class _Writer:
         """Write the ids of each part to the shard of its split, as many at a time as follow."""
         first = 0
         pairs = zip(parts, stops, strict=True)
-        for split, some in itertools.groupby(pairs, lambda pair: self._split_of(pair[0].digest)):
+        for split, some in itertools.groupby(pairs, lambda pair: pair[0].split):
             shard = self._shards[split]
             for part, stop in some:
                 shard.note(part, stop - first)

@@ -1,7 +1,9 @@
 """The data sources of conf/data: functions that return a `Corpus`.
 
-The caller passes the knobs of the YAML and, of tokenizer, vocab_size, sequence_length and write,
-what the signature asks for. `shuffle` and `ignore_id` belong to the loop and never get here.
+The caller passes the knobs of the YAML and, of tokenizer, vocab_size, sequence_length and
+ask_again, what the signature asks for. `shuffle` and `ignore_id` belong to the loop and never get
+here. A source NAME of documents has a function NAME_sources beside it, from the same knobs to its
+`Source`s, for commands that read the documents themselves.
 """
 
 from __future__ import annotations
@@ -9,14 +11,13 @@ from __future__ import annotations
 import math
 import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmexp.data.documents import blocks, find_documents, split
+from llmexp.data.corpus import Sources, works_of
 from llmexp.data.files import (
     allow_open_files,
     cache_folder,
@@ -25,7 +26,11 @@ from llmexp.data.files import (
     remembered,
 )
 from llmexp.data.labels import add_labels
-from llmexp.data.prepare import Split, prepare, refuse_tokenizer
+from llmexp.data.order import sequence_index
+from llmexp.data.overlap import warnings_of
+from llmexp.data.places import Answers
+from llmexp.data.prepared import prepare, refuse_tokenizer
+from llmexp.data.source import TRAIN, Source
 from llmexp.data.stream import Corpus, TokenStream, check_ids, sample_digest
 from llmexp.data.token_files import documents_of, open_tokens
 from llmexp.data.tokenizers import Tokenizer, identity
@@ -76,16 +81,18 @@ def stdlib(
     max_tokens: int | None,
     seed: int,
     cache_dir: str | None,
-    write: bool = True,
 ) -> Corpus:
-    """Return the source text of the running Python's standard library, without its tests: real text
-    on every machine."""
-    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    found = _text_corpus({"data": _stdlib_files()}, amount, tokenizer, cache, write)
+    """Return the source text of Python's standard library, without its tests.
+
+    That is real text on every machine.
+    """
+    amount, answers = Amount(val_ratio, max_tokens, seed), Answers(cache_folder(cache_dir))
+    found = _text_corpus(stdlib_sources(answers, **vars(amount)), amount, tokenizer, answers)
     return replace(found, description=f"Python's standard library, {found.description}")
 
 
-def _stdlib_files() -> list[Path]:
+def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **others: Any) -> Sources:
+    """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     paths = []
@@ -97,7 +104,8 @@ def _stdlib_files() -> list[Path]:
         text = f"this Python has no readable source files in {root} ({len(paths)} found)"
         way = "use text files of your own: data=text data.train_files=corpus/*.txt"
         raise ValueError(f"data=stdlib: {text}; {way}")
-    return sorted(paths, key=lambda path: path.relative_to(root).parts)
+    paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
+    return {"text": _source("data", paths, val_ratio, seed)}, {}
 
 
 def text(
@@ -109,17 +117,44 @@ def text(
     max_tokens: int | None,
     seed: int,
     cache_dir: str | None,
-    write: bool = True,
 ) -> Corpus:
-    """UTF-8 text files, each a document; the end-of-text token stands between two documents.
+    """Return files of text as a corpus of one source; the end-of-text token stands between two
+    documents.
 
-    Without `val_files` the last `val_ratio` of the text (bytes, cut between characters) is for
-    validation; several documents are put into an order by `seed` first. A byte order mark at the
-    start of a file is left out; everything else stays as it is.
+    Without `val_files` the share `val_ratio` is for validation: of 100 files or more whole ones,
+    chosen by their content, of fewer the last part of each. They are read in an order by `seed`
+    then. A byte order mark at the start of a file is left out; everything else stays as it is.
     """
+    amount, answers = Amount(val_ratio, max_tokens, seed), Answers(cache_folder(cache_dir))
+    knobs = {"train_files": train_files, "val_files": val_files, **vars(amount)}
+    return _text_corpus(text_sources(answers, **knobs), amount, tokenizer, answers)
+
+
+def text_sources(
+    answers: Answers,
+    *,
+    train_files: Any,
+    val_files: Any,
+    val_ratio: float,
+    seed: int,
+    **others: Any,
+) -> Sources:
+    """Return the sources that the knobs of data=text name. Raises ValueError."""
     paths = _match_both(train_files, val_files)
-    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    return _text_corpus(paths, amount, tokenizer, cache, write)
+    train = paths["data.train_files"]
+    if "data.val_files" in paths:
+        val = {"val": _source("data.val_files", paths["data.val_files"])}
+        return {"text": _source("data.train_files", train)}, val
+    return {"text": _source("data.train_files", train, val_ratio, seed)}, {}
+
+
+def _source(key: str, paths: list[Path], val_ratio: float = 0.0, seed: int | None = None) -> Source:
+    """Return files as a source, in an order by `seed`, a share of them for validation."""
+    if seed is not None:
+        order = sequence_index(seed, np.arange(len(paths)), len(paths), True)
+        paths = [paths[i] for i in order]
+    shares = (("val", val_ratio),) if val_ratio else ()
+    return Source(key, files=tuple(map(str, paths)), shares=shares)
 
 
 def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
@@ -130,65 +165,52 @@ def _match_both(train_files: Any, val_files: Any) -> dict[str, list[Path]]:
     return found
 
 
-def training_documents(
-    *,
-    val_ratio: float,
-    max_tokens: int | None,
-    seed: int,
-    cache_dir: str | None,
-    train_files: Any = None,
-    val_files: Any = None,
-) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of `text`, or of `stdlib` without files;
-    `max_tokens` does not cut them."""
-    paths = (
-        {"data": _stdlib_files()} if train_files is None else _match_both(train_files, val_files)
-    )
-    amount, cache = Amount(val_ratio, max_tokens, seed), cache_folder(cache_dir)
-    key, some = next(iter(paths.items()))
-    found = find_documents(key, some, cache, False)
-    if len(paths) == 1:
-        found = split(found, amount.val_ratio, amount.seed)["train"]
-    for document in found:
-        yield blocks(document)
-
-
-def _text_corpus(
-    paths: dict[str, list[Path]], amount: Amount, tokenizer: Tokenizer, cache: Path, write: bool
-) -> Corpus:
-    """Return the corpus of text files, of which the second knob's, if any, are for validation."""
-    found = [find_documents(key, some, cache, write) for key, some in paths.items()]
-    train, val = found if len(found) > 1 else (found[0], [])
-    if val:
-        splits = {"train": Split(train, amount.max_tokens), "val": Split(val, None)}
+def _text_corpus(some: Sources, amount: Amount, tokenizer: Tokenizer, answers: Answers) -> Corpus:
+    """Return the corpus of one source, with its share or another source for validation."""
+    works, works_val = works_of(some, tokenizer, answers)
+    ready = [prepare(work, answers) for work in (*works.values(), *works_val.values())]
+    if works_val:
+        most: tuple[int | None, int | None] = (amount.max_tokens, None)
+        val = ready[1].streams[TRAIN]
     else:
-        parts, shares = split(train, amount.val_ratio, amount.seed), amount.shares()
-        splits = {"train": Split(parts["train"], shares[0]), "val": Split(parts["val"], shares[1])}
-    streams = prepare(splits, tokenizer, cache, write)
-
-    every = train + val
-    size = size_text(sum(d.size for d in every))
-    description = f"{_counted(len(every), 'file')}, {size} of text"
-    if empty := sum(map(len, paths.values())) - len(every):
-        description += f", {_counted(empty, 'empty file')} left out"
+        most = amount.shares()
+        val = ready[0].streams.get("val", TokenStream([]))
+    train, val = (
+        # without the last end-of-text token: it stands between two documents
+        stream.part(0, max(0, min(len(stream) - 1, len(stream) if left is None else left)))
+        for stream, left in zip((ready[0].streams[TRAIN], val), most, strict=True)
+    )
+    size = sum(sum(one.text_bytes.values()) for one in ready)
+    count = sum(one.counts.documents for one in ready)
+    description = f"{_counted(count, 'document')}, {size_text(size)} of text"
+    if empty := sum(one.counts.empty for one in ready):
+        description += f", {_counted(empty, 'empty one')} left out"
+    marks = [
+        files_fingerprint(list(map(Path, work.contents)), list(work.contents.values()))
+        for work in (*works.values(), *works_val.values())
+    ]
     fingerprint: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": identity(tokenizer),
-        "train_files": files_fingerprint([d.path for d in train], [d.content for d in train]),
-        "val_files": files_fingerprint([d.path for d in val], [d.content for d in val]),
+        "train_files": marks[0],
+        "val_files": marks[1] if works_val else {},
         "max_tokens": amount.max_tokens,
     }
-    if not val:
-        seed = amount.seed if len(train) > 1 else None
-        fingerprint |= {"val_ratio": amount.val_ratio, "seed": seed}
-    both = _overlap(*({d.content: d.path for d in some} for some in (train, val)))
+    if not works_val:
+        source = ready[0].source
+        fingerprint |= {
+            "val_ratio": amount.val_ratio,
+            "val_is": "the last part of each file" if source.cuts_texts else "whole documents",
+            "seed": amount.seed if len(source.files) > 1 else None,
+        }
+    held_out = {"val": ready[1]} if works_val else {}
     return Corpus(
-        train=streams["train"],
-        val=streams["val"] or None,
+        train=train,
+        val=val or None,
         description=description,
         fingerprint=fingerprint,
         is_text=True,
-        warnings=both,
+        warnings=warnings_of({"text": ready[0]}, held_out, answers),
     )
 
 
@@ -216,7 +238,6 @@ def tokens(
     train_labels: str | list[str] | None = None,
     val_labels: str | list[str] | None = None,
     tokenizer: Tokenizer | None = None,
-    write: bool = True,
 ) -> Corpus:
     """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header) or of Megatron
     (with its .idx), other .bin and OLMo's .npy (flat, `dtype`). Labels beside them hide targets.
@@ -239,9 +260,9 @@ def tokens(
     streams = [TokenStream([arrays[p] for p in some]) for some in paths.values()]
     # The content counts, at each start: a note by size and time misses a change that leaves both.
     digests = {p: sample_digest(TokenStream([a])) for p, a in arrays.items()}
-    _check_all_ids(arrays, vocab_size, dtype, cache, write)
+    _check_all_ids(arrays, vocab_size, dtype, cache)
     marked = {"data.train_labels": train_labels, "data.val_labels": val_labels}
-    labels = add_labels(marked, streams, paths, arrays, cache, write)
+    labels = add_labels(marked, streams, paths, arrays, cache)
 
     if len(streams) > 1:
         train, val = streams[0].part(0, max_tokens or len(streams[0])), streams[1]
@@ -253,7 +274,7 @@ def tokens(
         needed = f"batch.sequence_length={sequence_length} needs {sequence_length + 1:,}"
         raise refuse("data.train_files", train_files, f"{text}; {needed}")
     description = f"{_counted(len(arrays), 'token file')}, {len(train):,} training tokens"
-    about, unmarked = _documents_text(arrays, tokenizer, cache, write)
+    about, unmarked = _documents_text(arrays, tokenizer, cache)
     fingerprint = {
         name: files_fingerprint(some, [digests[p] for p in some])
         for name, some in (("train_files", train_paths), ("val_files", val_paths))
@@ -266,10 +287,10 @@ def tokens(
 
 
 def _documents_text(
-    arrays: dict[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path, write: bool
+    arrays: dict[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path
 ) -> tuple[str, int]:
     """Return what the indexes know of documents, in words, and how many lack the end-of-text id."""
-    there, unmarked = documents_of(arrays, tokenizer, cache, write)
+    there, unmarked = documents_of(arrays, tokenizer, cache)
     text = f", {_counted(there, 'document')} by their indexes" if there else ""
     if unmarked:
         text += f" ({unmarked:,} do not end with the end-of-text id)"
@@ -277,7 +298,7 @@ def _documents_text(
 
 
 def _check_all_ids(
-    arrays: dict[Path, np.ndarray], vocab_size: int, dtype: str, cache: Path, write: bool
+    arrays: dict[Path, np.ndarray], vocab_size: int, dtype: str, cache: Path
 ) -> None:
     def scan() -> bool:
         for path, array in arrays.items():
@@ -285,7 +306,7 @@ def _check_all_ids(
         return True
 
     settings = [vocab_size, [a.dtype.str for a in arrays.values()], dtype]
-    remembered(cache, "ids", settings, list(arrays), scan, write)
+    remembered(cache, "ids", settings, list(arrays), scan)
 
 
 def _split_stream(stream: TokenStream, amount: Amount) -> list[TokenStream]:
@@ -332,7 +353,7 @@ def synthetic(
     best = f"best possible loss {nats:.3f} nats per token"
     description = f"synthetic {pattern} over {ids} ids, {best}"
     fingerprint = {"content": sample_digest(TokenStream([kept])), "val_ratio": val_ratio}
-    return Corpus(train, val or None, description, fingerprint)
+    return Corpus(train, val or None, description, fingerprint, has_documents=False)
 
 
 def _overlap(train: dict[str, Path], val: dict[str, Path]) -> tuple[str, ...]:

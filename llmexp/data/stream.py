@@ -93,30 +93,19 @@ class TokenStream:
         self._arrays = [a for a, _ in kept]
         self.shards = [s for _, s in kept]
         self._ends = np.cumsum([0, *(len(a) for a in self._arrays)], dtype=np.int64)
-        self._unprepared_length: int | None = None
         # Of the same length: below 0 where an id is no target; None: all are.
         self.labels: TokenStream | None = None
 
     @classmethod
-    def unprepared(cls, length: int) -> TokenStream:
-        """Return a stream whose length is known but whose tokens are not there; reading it raises
-        ValueError."""
-        stream = cls([])
-        stream._unprepared_length = length
-        return stream
-
-    @classmethod
     def joined(cls, streams: Sequence[TokenStream]) -> TokenStream:
         """Return the tokens of several streams, one after the other; shares their files."""
-        if any(stream._unprepared_length is not None for stream in streams):
-            return cls.unprepared(sum(map(len, streams)))
         found = cls([])
         arrays = [array for stream in streams for array in stream._arrays]
         found._set(arrays, [shard for stream in streams for shard in stream.shards])
         return found
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._unprepared_length is None else self._unprepared_length
+        return int(self._ends[-1])
 
     def n_sequences(self, sequence_length: int) -> int:
         """Sequences of `sequence_length` inputs and as many targets, which are the inputs shifted
@@ -125,8 +114,6 @@ class TokenStream:
 
     def part(self, start: int, stop: int) -> TokenStream:
         """Return the tokens [start, stop) as a stream of their own; shares the files."""
-        if self._unprepared_length is not None:
-            return TokenStream.unprepared(max(0, min(stop, len(self)) - start))
         cuts = [
             array[max(0, start - first) : max(0, stop - first)]
             for array, first in zip(self._arrays, self._ends[:-1].tolist(), strict=True)
@@ -135,6 +122,12 @@ class TokenStream:
         stream._set(cuts, self.shards)
         stream.labels = None if self.labels is None else self.labels.part(start, stop)
         return stream
+
+    def starts_its_shards(self) -> bool:
+        """Return whether the tokens are all of the shards, or all but some at their end."""
+        pairs = list(zip(self._arrays, self.shards, strict=True))
+        whole = all(len(array) == len(shard.array) for array, shard in pairs[:-1])
+        return whole and all(array[:1].ctypes.data == s.array[:1].ctypes.data for array, s in pairs)
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all tokens in order, as they are stored and without a copy: (position of the first,
@@ -173,9 +166,6 @@ class TokenStream:
 
         Raises IndexError outside the stream.
         """
-        if self._unprepared_length is not None:
-            text = "these tokens have been counted only; prepare the data first: llmexp prepare"
-            raise ValueError(text)
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (starts.min() < 0 or starts.max() + count > len(self)):
             text = f"tokens up to {starts.max() + count} asked of a stream of {len(self)}"
@@ -212,6 +202,7 @@ class Corpus:
     description: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
+    has_documents: bool = True  # which a document mask could keep apart
     mixed: Mixed | None = None  # of several sources; None: one stream in one order
     val_sets: dict[str, TokenStream] = field(default_factory=dict)  # named ones, `val` among them
     # Documents that do not end with the tokenizer's end-of-text id, by an index of their own.

@@ -54,28 +54,36 @@ class TextBytes:
         return self._known[id(stream)][1]
 
     def _read(self, stream: TokenStream) -> Documents | None:
-        """Return of each document where it ends in the stream, the bytes of its text over those of
-        its ids' pieces, and the bytes of each id where no id has a piece. None where the bytes of
-        the text are not known. Every id is read once."""
-        ends, sizes, first = [], [], 0
+        """Return, for each document, where it ends in the stream, its bytes of text per byte of its
+        ids' pieces, and the bytes of each id if no id has a piece.
+
+        None where the bytes of the text are not known. Every id of the shards is read once; the
+        stream may stop before they do.
+        """
+        ends, sizes, pieces, first = [], [], [], 0
         for shard in stream.shards:
             if (one := known_documents(shard)) is None:
                 return None
             ends.append(first + one[0])
             sizes.append(one[1])
+            pieces.append(self._pieces(shard, one[0]))
             first += len(shard.array)
-        if first != len(stream) or not ends:
+        if not ends or not stream.starts_its_shards():
             return None
         end_n, size_n = np.concatenate(ends), np.concatenate(sizes).astype(np.float64)
-        pieces_n = np.zeros(len(end_n))
-        for at, ids in stream.blocks(1 << 20):
+        pieces_n, counts_n = np.concatenate(pieces), np.diff(end_n, prepend=0)
+        scale_n = size_n / np.where(pieces_n, pieces_n, np.inf)
+        return end_n, scale_n, np.where(pieces_n, 0.0, size_n / counts_n)
+
+    def _pieces(self, shard: Shard, end_n: np.ndarray) -> np.ndarray:
+        """Return float64 [n]: the bytes of the pieces of each document's ids."""
+        found_n = np.zeros(len(end_n))
+        for at, ids in TokenStream([shard]).blocks(1 << 20):
             number = np.searchsorted(end_n, at + np.arange(len(ids)), side="right")
             low = int(number[0])
             sums = np.bincount(number - low, self._lengths[ids])
-            pieces_n[low : low + len(sums)] += sums
-        counts_n = np.diff(end_n, prepend=0)
-        scale_n = size_n / np.where(pieces_n, pieces_n, np.inf)
-        return end_n, scale_n, np.where(pieces_n, 0.0, size_n / counts_n)
+            found_n[low : low + len(sums)] += sums
+        return found_n
 
 
 def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:

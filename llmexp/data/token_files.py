@@ -68,7 +68,7 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
 
 
 def documents_of(
-    arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path, write: bool
+    arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path
 ) -> tuple[int, int]:
     """Return how many documents the indexes beside token files know, and how many of those do not
     end with the tokenizer's end-of-text id."""
@@ -86,7 +86,7 @@ def documents_of(
                 unmarked += int((last != end).sum()) if end is not None else 0
         return [there, unmarked]
 
-    there, unmarked = remembered(cache, "documents", end, list(arrays), count, write)
+    there, unmarked = remembered(cache, "documents", end, list(arrays), count)
     return there, unmarked
 
 

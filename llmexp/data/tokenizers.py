@@ -8,12 +8,12 @@ import hashlib
 import struct
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 import tiktoken
 
-from llmexp.data.places import answered
 from llmexp.settings.values import nearest, refuse
 
 END_OF_TEXT = "<|endoftext|>"
@@ -174,7 +174,16 @@ def pretrained(name: str, download_timeout_s: float = 8.0) -> tiktoken.Encoding:
         key, text = "tokenizer.download_timeout_s", "must be above 0, for example 8.0"
         raise refuse(key, download_timeout_s, text)
     # tiktoken sets no timeout of its own: a network that swallows packets would hold it for minutes
-    found = answered(lambda: tiktoken.get_encoding(name), download_timeout_s)
+    found: Future[tiktoken.Encoding] = Future()
+
+    def ask() -> None:
+        try:
+            found.set_result(tiktoken.get_encoding(name))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=ask, name="llmexp-download", daemon=True).start()
+    wait([found], download_timeout_s)
     if found.done() and found.exception() is None:
         return found.result()
     why = f"no answer within {download_timeout_s:g} s"

@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmexp.data.files import state_of
 from llmexp.data.places import Answers, contents_of, is_remote
-from llmexp.data.source import Source, hub_identity
+from llmexp.data.readers import kind_of
+from llmexp.data.source import FEW_FILES, Source, hub_identity
 from llmexp.data.stream import DataChanged
 from llmexp.data.tokenizers import Tokenizer, identity
 
@@ -41,7 +43,6 @@ class Work:
     units: tuple[tuple[str, ...], ...]
     sizes: dict[str, int]  # bytes of each file
     states: dict[str, tuple[int, int]]  # of the files here, from before they were hashed
-    skip_bad: bool
     tokenizer: Tokenizer
 
     @property
@@ -84,23 +85,40 @@ class Part:
         return at * self.of // (total << 64) == self.number - 1
 
 
-def work_of(source: Source, skip_bad: bool, tokenizer: Tokenizer, answers: Answers) -> Work:
+def work_of(source: Source, tokenizer: Tokenizer, answers: Answers) -> Work:
     """Return what there is to do for a source. Raises ValueError."""
     states = {name: state_of(Path(name)) for name in source.files if not is_remote(name)}
     sizes: list[int] = []
     if source.hf is None:
-        contents, sizes = contents_of(f"{source.key}.files", source.files, answers)
+        contents, sizes = contents_of(source.key, source.files, answers)
+        source = with_kinds(source, answers)
     else:
-        content, commit = hub_identity(f"{source.key}.hf", source.hf, answers)
+        content, commit = hub_identity(source.key, source.hf, answers)
         contents, source = [content], replace(source, revision=commit)
     places = source.files or (f"{source.hf}, split {source.split}",)
     text = _digest([contents, source.text_key, source.split if source.hf else None])
-    key = Key(text, _digest([FORMAT, identity(tokenizer), text, source.shares]))
-    folder = answers.cache / "corpus" / (f"{key.shards}-skipped" if skip_bad else key.shards)
+    recipe = [FORMAT, identity(tokenizer), text, source.shares]
+    key = Key(text, _digest([*recipe, "cut"] if source.cuts_texts else recipe))
+    name = f"{key.shards}-skipped" if source.skip_bad else key.shards
+    folder = answers.cache / "corpus" / name
     of_files = dict(zip(source.files, sizes, strict=True))
     units = _units(source, sizes)
     known = dict(zip(places, contents, strict=True))
-    return Work(source, folder, key, known, units, of_files, states, skip_bad, tokenizer)
+    return Work(source, folder, key, known, units, of_files, states, tokenizer)
+
+
+def with_kinds(source: Source, answers: Answers) -> Source:
+    """Return the source, and whether it cuts texts: it has shares, and few files with plain text
+    among them."""
+    if not source.shares or len(source.files) >= FEW_FILES:
+        return source
+    kinds = (
+        answers.get(source.key, f"kind {name}", partial(kind_of, source.key, name))
+        if is_remote(name)
+        else kind_of(source.key, name)
+        for name in source.files
+    )
+    return replace(source, cuts_texts="text" in kinds)
 
 
 def refuse_shared(works: Iterable[Work]) -> None:

@@ -123,7 +123,7 @@ def evaluate_sets(
     opened = judge.opened
     config = filled(config)
     ids = getattr(opened.model, "vocab_size", None) or opened.tokenizer.n_vocab
-    corpus = build_corpus(config, opened.tokenizer, ids, write=True)
+    corpus = build_corpus(config, opened.tokenizer, ids)
     recorded = rundir.read_run(opened.path).get("data_fingerprint")
     read = as_recorded(corpus.fingerprint)
     if config.data == opened.config.data and recorded not in (None, read):

@@ -17,7 +17,7 @@ import torch
 from llmexp.data.beside import DIGEST, digests_beside, ends_beside
 from llmexp.data.files import cpu_count
 from llmexp.data.order import sequence_index
-from llmexp.data.prepare import recorded
+from llmexp.data.prepared import noted_sha256
 from llmexp.data.reader import MASKED, Cut, Order, read_windows
 from llmexp.data.records import Counts
 from llmexp.data.stream import Corpus, DataChanged, Shard
@@ -27,7 +27,7 @@ from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.redact import redacted
 from llmexp.train.assembly.assemble import Parts, assemble
-from llmexp.train.assembly.inputs import corpus_work, filled
+from llmexp.train.assembly.inputs import filled, works_to_prepare
 from llmexp.train.windows import order_of
 from llmexp.verify.checks import Check, equal
 
@@ -57,7 +57,9 @@ def verify(config: Config, path: Path, *, steps: int | None, shrink: bool) -> li
     checks: list[Check] = []
     try:
         checks += check_shards(corpus.shards(), facts.vocab_size or parts.tokenizer.n_vocab, path)
-        checks += check_documents(corpus, lambda: corpus_work(filled(config), parts.tokenizer)[0])
+        checks += check_documents(
+            corpus, lambda: works_to_prepare(filled(config), parts.tokenizer)[0]
+        )
         checks += check_order(parts)
         changed = ", ".join((*corpus.differences(True), *corpus.differences(False)))
     except DataChanged as error:  # what is left could not be looked at
@@ -122,7 +124,7 @@ def check_shards(shards: list[Shard], vocab_size: int, path: Path) -> list[Check
         if not found.whole_file:
             continue
         sums += f"{found.sha256}  {Path(shard.name).absolute()}\n"
-        noted = recorded(Path(shard.name)).get("sha256")
+        noted = noted_sha256(Path(shard.name))
         if noted is None:
             unknown += 1
             continue
@@ -321,7 +323,7 @@ def _place(digest: np.void, shards: Sequence[Shard], works: Callable[[], Sequenc
     work = next(work for work in works() if work.folder == path.parent)
     unit = int(path.name.split("-")[0])
     try:
-        for document in work.source.read(Counts(), True, work.units[unit]):
+        for document in work.source.read(Counts(), work.units[unit]):
             if document.digest == digest.tobytes():
                 return document.where
     except ValueError:  # such as of a bucket that does not answer now

@@ -157,7 +157,7 @@ def read_tokens(path: Path, cache: Path) -> None:
         corpus = tokens(
             train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
             cache_dir=str(cache),
-            vocab_size=60, sequence_length=4, write=False,
+            vocab_size=60, sequence_length=4,
         )  # fmt: skip
     if corpus is not None:
         ids = corpus.train.read(0, len(corpus.train))

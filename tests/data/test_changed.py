@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from llmexp.data import documents, sources, tokenizers
+from llmexp.data import places, sources, tokenizers
 from llmexp.data.files import cut_files
 from llmexp.data.stream import Corpus, DataChanged, TokenStream
 from tests.conftest import TINY, llmexp, train
@@ -42,11 +42,11 @@ def write(path: Path, array: np.ndarray) -> None:
     np.save(path, array) if path.suffix == ".npy" else array.tofile(path)
 
 
-def corpus(path: Path, write: bool = True) -> Corpus:
+def corpus(path: Path) -> Corpus:
     return sources.tokens(
         train_files=str(path), val_files=None, dtype="uint16", val_ratio=0.1, max_tokens=None,
         cache_dir=None,
-        vocab_size=60, sequence_length=4, write=write,
+        vocab_size=60, sequence_length=4,
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
             os.utime(tmp_path / file, ns=(10**18, 10**18))
 
     put()
-    sha256_of = documents.sha256_of
+    sha256_of = places.sha256_of
 
     def hashed_then_changed(paths: list[Path]) -> list[str]:
         digests = sha256_of(paths)
@@ -241,13 +241,12 @@ def test_a_text_that_changes_while_it_is_hashed_poisons_no_cache(
         return digests
 
     with monkeypatch.context() as patch:
-        patch.setattr(documents, "sha256_of", hashed_then_changed)
+        patch.setattr(places, "sha256_of", hashed_then_changed)
         with pytest.raises(
             DataChanged,
-            match=rf"^{tmp_path / name}: this text file changed while it was being prepared",
+            match=rf"^{tmp_path / name}: this file changed while it was prepared",
         ):
             opened()
-    assert not list((tmp_path / "cache").glob("tokens/*/manifest.json"))
     put()
     assert [bytes(ids).decode() for ids in opened()] == list(texts.values())
 

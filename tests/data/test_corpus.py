@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from llmexp.cli.prepare import _cells
 from llmexp.data import encode, shards, sources, work
-from llmexp.data.corpus import corpus
-from llmexp.data.corpus import work as corpus_work
+from llmexp.data.corpus import corpus, corpus_sources, works_of
 from llmexp.data.places import Answers
 from llmexp.data.prepared import prepare_part
 from llmexp.data.progress import Progress
@@ -96,10 +95,6 @@ def test_sources_lie_one_after_the_other_each_document_with_its_end(files):
         expected += [*text.encode(), 256]
     assert ids_of(found.train) == expected
     assert ids_of(found.val)[:5] == [*b"val 0"]
-    counted = made(files, cache_dir=f"{files}/other", write=False)
-    assert not (files / "other").exists()
-    assert (len(counted.train), counted.fingerprint) == (len(found.train), found.fingerprint)
-    assert counted.table == found.table
     row = found.table[1]
     assert (row["source"], row["documents"], row["files"]) == ("code", 40, 1)
     assert row["bytes_per_token"] == pytest.approx(1 - 40 / row["tokens"])
@@ -124,8 +119,8 @@ def test_ids_are_those_of_datasets_and_tokenizers(tmp_path_factory, datasets, te
             ids = other.encode(record["text"], add_special_tokens=False).ids
             expected += [*ids, other.token_to_id("<|endoftext|>")]
     tokenizer = as_tokenizer(from_file(str(folder), None, None))
-    source = Source("data.sources.web", "text", (str(path),))
-    whole = work.work_of(source, False, tokenizer, Answers(folder / "out", True, True))
+    source = Source("data.sources.web.files", files=(str(path),))
+    whole = work.work_of(source, tokenizer, Answers(folder / "out"))
     whole.folder.mkdir(parents=True)
     shards.write_unit(whole, 0, lambda chunk: True, lambda done, counts: None)
     written = np.fromfile(whole.folder / "00000-00000.train.bin", "<u2").tolist()
@@ -154,7 +149,7 @@ def test_shards_are_equal_whoever_writes_them(files, monkeypatch, cores):
     """And wherever the writing was cut off."""
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     monkeypatch.setattr(shards, "JOB_BYTES", 90)
-    knobs = {"val": {"near": {"share": 0.2}}, "write": True}
+    knobs = {"val": {"near": {"share": 0.2}}}
     made(files, **knobs, cache_dir=f"{files}/whole")
     monkeypatch.setattr(encode, "cpu_count", lambda: cores)
     whole = tree(files / "whole" / "corpus")
@@ -203,15 +198,13 @@ def test_parts_joined_are_the_whole(files, monkeypatch, of):
         write(path, value)
 
     monkeypatch.setattr(shards, "write_json", noted)
-    data = {
-        "sources": sources, "val": val, "stages": [], "on_bad_record": "refuse",
-        "cache_dir": f"{files}/parts",
-    }  # fmt: skip
-    works, cache = corpus_work(data, byte_level())
+    answers = Answers(files / "parts")
+    some = corpus_sources(answers, sources=sources, val=val, stages=[], on_bad_record="refuse")
+    works = [one for each in works_of(some, byte_level(), answers) for one in each.values()]
     works = pickle.loads(pickle.dumps(works))
     for number in (*range(1, of + 1), 1):
         before = len(written)
-        prepare_part(works, work.Part(number, of), cache)
+        prepare_part(works, work.Part(number, of), answers.cache)
     assert len(written) == before
     assert len(written) == len(set(written)) > 15
     assert {path.name for path in (files / "parts" / "corpus").rglob("*.json")} == {
@@ -301,13 +294,12 @@ def test_shards_are_refused_with_another_tokenizer(files):
 
 
 def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):
-    """Counted once from the digests; of data that are counted only, too. Copies inside a source
-    are one document that is trained on."""
+    """Counted once from the digests. Copies inside a source are one document that is trained
+    on."""
     both = [texts_of("web", 80)[0], texts_of("web", 80)[7], texts_of("code", 40)[3]]
     json_lines(files / "val.jsonl", [*texts_of("val", 10), *both, both[0]])
     with open(files / "web.jsonl", "a") as file:
         file.write(json.dumps({"text": both[0]}) + "\n" + json.dumps({"text": both[2]}) + "\n")
-    counted = made(files, write=False)
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     val = {"near": {"share": 0.2}, "far": {"files": f"{files}/val.jsonl"}}
     kept = made(files, val={"far": val["far"]})
@@ -316,13 +308,12 @@ def test_documents_in_training_and_validation_are_a_warning(files, monkeypatch):
         "the validation set far shares documents with training: 4 of its 14 are trained on, as "
         "documents of web 4;"
     )
-    assert counted.warnings == kept.warnings
     for path in (files / "cache" / "corpus").glob("*/*.digests"):
         path.unlink()  # they are read once
     assert made(files, val={"far": val["far"]}).warnings == kept.warnings
     shutil.rmtree(files / "cache")
     split = made(files, val=val)
-    source = Source("", "", shares=(("near", 0.2),))
+    source = Source("", shares=(("near", 0.2),))
     trained = [source.split_of(digest(text)) == "train" for text in [*both, both[0]]]
     assert f"{sum(trained)} of its 14 are trained on" in split.warnings[0]
     json_lines(files / "val.jsonl", texts_of("val", 10))
@@ -369,11 +360,11 @@ REFUSED = {
         {"sources": {"web": WEB | {"weight": 1}, "two": {"files": "FOLDER/val.jsonl"}}, "val": {}},
         "data.sources.two.weight: the other sources have weights",
     ),
-    "twice": ({"sources": {"web": WEB, "two": WEB}}, "is in data.sources.web too"),
-    "in both": ({"val": {"far": WEB}}, "is in data.sources.web too"),
+    "twice": ({"sources": {"web": WEB, "two": WEB}}, "is in data.sources.web.files too"),
+    "in both": ({"val": {"far": WEB}}, "is in data.sources.web.files too"),
     "under two names": (
         {"sources": {"web": WEB, "two": {"files": "FOLDER/copy.jsonl"}}},
-        "copy.jsonl is in data.sources.web too under the name .*web.jsonl; a file belongs",
+        "copy.jsonl is in data.sources.web.files too under the name .*web.jsonl; a file belongs",
     ),
     "text key": ({"sources": {"web": WEB | {"text_key": "body"}}}, "line 1: no key 'body'; the ke"),
     "share": ({"val": {"near": {"share": 1.5}}}, r"data.val.near.share=1.5: a number above 0 and"),
@@ -416,7 +407,9 @@ def test_records_that_are_left_out_are_counted(files):
     assert (found.table[0]["bad"], found.table[0]["empty"]) == (1, 1)
     assert "1 record that cannot be read was left out" in found.description
     (files / "web.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match=r"data.sources.web: there are no documents; 1 is empty"):
+    with pytest.raises(
+        ValueError, match=r"data.sources.web.files: there are no documents; 1 is empty"
+    ):
         made(files)
 
 
@@ -464,7 +457,7 @@ shards.write_json = slow
 """
 PREPARE = """
 import sys
-from llmexp.data.corpus import corpus
+from llmexp.data.corpus import corpus, corpus_sources, works_of
 from llmexp.data.tokenizers import byte_level
 from tests.conftest import ROOT
 found = corpus(
@@ -526,5 +519,5 @@ def test_a_split_of_a_dataset_that_is_not_there(files, datasets):
     source = {"web": {"hf": f"{files}/saved"}}
     with pytest.raises(ValueError, match="there is no split validation; the splits are: train"):
         made(files, sources=source, val={"v": {"hf": f"{files}/saved", "split": "validation"}})
-    with pytest.raises(ValueError, match=r"is in data\.sources\.web too"):
+    with pytest.raises(ValueError, match=r"is in data\.sources\.web\.hf too"):
         made(files, sources=source, val={"v": {"hf": f"{files}/./saved"}})

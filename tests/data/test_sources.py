@@ -21,9 +21,14 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmexp.data import documents, sources, tokenizers
+from llmexp.data import sources, tokenizers
 from llmexp.data.files import match_files, remembered
+from llmexp.data.places import Answers
+from llmexp.data.readers import BOM
+from llmexp.data.records import Counts
+from llmexp.data.source import Source
 from llmexp.data.stream import Corpus, TokenStream
+from llmexp.data.work import with_kinds
 from tests.tools import option
 
 from .common import SHARED
@@ -60,6 +65,11 @@ def _all(stream: TokenStream | None) -> list[int]:
     return [] if stream is None else stream.read(0, len(stream)).tolist()
 
 
+def _texts(stream: TokenStream | None) -> list[str]:
+    """The documents of a stream of bytes."""
+    return bytes(i if i < 256 else 0 for i in _all(stream)).decode().split("\0")
+
+
 # text
 
 
@@ -71,7 +81,7 @@ def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio: float) -> None:
     n = int(len(text) * (1 - ratio))
     assert _all(corpus.train) == [*text[:n].encode()]
     assert _all(corpus.val) == [*text[n:].encode()]
-    assert corpus.description == "1 file, 12.3 kB of text"
+    assert corpus.description == "1 document, 12.3 kB of text"
 
 
 def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> None:
@@ -87,34 +97,46 @@ def test_tinyshakespeare_has_nanogpts_token_counts(gpt2: tiktoken.Encoding) -> N
 @settings(max_examples=60)
 @given(
     parts=st.lists(st.text("aé字🙂\r\n", min_size=1, max_size=12), min_size=1, max_size=5),
-    ratio=st.floats(0, 0.99),
-    seed=st.integers(0, 5),
+    shares=st.lists(st.floats(0.01, 0.45), min_size=1, max_size=2),
     bom=st.booleans(),
 )
-def test_a_split_loses_and_breaks_nothing(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[str], ratio: float, seed: int, bom: bool
+def test_few_texts_give_their_last_part(
+    tmp_path_factory: pytest.TempPathFactory,
+    parts: list[str],
+    shares: list[float],
+    bom: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
     for i, part in enumerate(parts):
-        (folder / f"{i}.txt").write_bytes(documents.BOM * bom + part.encode())
-    found = documents.split(
-        documents.find_documents("k", sorted(folder.iterdir()), folder / "c", False), ratio, seed
-    )
-    raw = {
-        name: [s.path.read_bytes()[s.start : s.stop] for s in segments]
-        for name, segments in found.items()
-    }
-    for pieces in raw.values():
-        assert all(piece.decode() for piece in pieces)  # not empty, and whole characters only
-    if len(parts) == 1:
-        assert b"".join(raw["train"] + raw["val"]) == parts[0].encode()
-    in_order = [s.path.name for segments in found.values() for s in segments]
-    assert sorted(set(in_order)) == [f"{i}.txt" for i in range(len(parts))]
-    assert len(in_order) <= len(parts) + 1  # one document at most is cut
-    total = sum(len(p.encode()) for p in parts)
-    n_train = sum(map(len, raw["train"]))
-    assert 0 <= int(total * (1 - ratio)) - n_train <= 3  # bytes of a character
-    assert n_train + sum(map(len, raw["val"])) == total
+        (folder / f"{i}.txt").write_bytes(BOM * bom + f"{i}{part}".encode())
+    files = tuple(str(folder / f"{i}.txt") for i in range(len(parts)))
+    names = tuple((f"v{n}", share) for n, share in enumerate(shares))
+    source = with_kinds(Source("data.train_files", files=files, shares=names), Answers(folder))
+    assert source.cuts_texts
+    read = [(d.where[-5:], d.split, "".join(d.pieces), d.digest) for d in source.read(Counts())]
+    assert len({digest for *_, digest in read}) == len(read)
+    for i, part in enumerate(parts):
+        mine = {split: piece for where, split, piece, _ in read if where == f"{i}.txt"}
+        assert "".join(mine.values()) == f"{i}{part}"
+        assert all(mine.values())  # none is empty
+        stop = int(len(f"{i}{part}") * (1 - sum(shares)))
+        assert mine.get("train", "") == f"{i}{part}"[:stop]
+    every_other = [
+        "".join(d.pieces) for n, d in enumerate(source.read(Counts())) if n % 2 == 0
+    ]  # what is left unread does not move the next
+    assert every_other == [piece for _, _, piece, _ in read[::2]]
+
+
+def test_many_texts_give_whole_ones_by_their_content() -> None:
+    for i in range(150):
+        Path(f"{i:03}.txt").write_text(f"text {i} " * (1 + i % 7))
+    one, other = _text(val_ratio=0.2), _text(val_ratio=0.2, seed=3)
+    texts = [_texts(corpus.val) for corpus in (one, other)]
+    assert sorted(texts[0]) == sorted(texts[1])  # the seed orders them, and moves none
+    assert 15 < len(texts[0]) < 45
+    assert texts[0] != texts[1]
+    every = {f"text {i} " * (1 + i % 7) for i in range(150)}
+    assert set(_texts(one.train)) == every - set(texts[0])
 
 
 def test_documents_are_shuffled_by_the_seed_and_separated() -> None:
@@ -122,9 +144,7 @@ def test_documents_are_shuffled_by_the_seed_and_separated() -> None:
         Path(f"{i}.txt").write_text(f"{i}" * 4)
     orders = {tuple(_all(_text(val_ratio=0.0, seed=seed).train)) for seed in range(4)}
     assert len(orders) == 4
-    for ids in orders:
-        pieces = bytes(i if i < 256 else 0 for i in ids).split(b"\0")
-        assert sorted(pieces) == [str(i).encode() * 4 for i in range(10)]
+    assert sorted(_texts(_text(val_ratio=0.0).train)) == [f"{i}" * 4 for i in range(10)]
     assert _text(val_ratio=0.0).val is None
 
 
@@ -148,25 +168,25 @@ def test_max_tokens_is_shared_between_training_and_validation(max_tokens: int) -
 
 
 def test_bytes_stay_as_they_are_but_for_the_order_mark() -> None:
-    raw = b"a\0b\r\nc\rd<|endoftext|>"
-    Path("a.txt").write_bytes(documents.BOM + raw + documents.BOM)
-    assert bytes(_all(_text(val_ratio=0.0).train)) == raw + documents.BOM
+    raw = b"a\tb\r\nc\rd<|endoftext|>"
+    Path("a.txt").write_bytes(BOM + raw + BOM)
+    assert bytes(_all(_text(val_ratio=0.0).train)) == raw + BOM
 
 
 def test_empty_files_among_others_are_left_out_and_reported() -> None:
     Path("a.txt").write_text("a" * 30)
     Path("b.txt").write_text("")
-    Path("c.txt").write_bytes(documents.BOM)
+    Path("c.txt").write_bytes(BOM)
     corpus = _text(val_ratio=0.0)
     assert _all(corpus.train) == [97] * 30
-    assert "2 empty files left out" in corpus.description
+    assert "2 empty ones left out" in corpus.description
 
 
 def test_the_same_file_in_both_is_a_warning() -> None:
     Path("a.txt").write_text("a" * 30)
     Path("copy.txt").write_text("a" * 30)
     (text,) = _text("a.txt", "copy.txt").warnings
-    assert text.startswith("1 file of data.val_files, such as copy.txt, is in data.train_files too")
+    assert text.startswith("the validation set val shares documents with training: 1 of its 1 are")
     Path("b.txt").write_text("b" * 30)
     assert not _text("a.txt", "b.txt").warnings
 
@@ -200,8 +220,7 @@ def test_the_fingerprint_follows_content_and_settings_not_places() -> None:
             r"data\.train_files=fold\*: folder is a folder; for its files write "
             r"data\.train_files=folder",
         ),
-        ("empty.txt", r"data\.train_files=empty\.txt: the file is empty"),
-        (["empty.txt", "empty2.txt"], r"data\.train_files: all 2 files are empty, empty\.txt"),
+        (["empty.txt", "empty2.txt"], r"data\.train_files: there are no documents; 2 are empty"),
         (
             "dangling.txt",
             r"data\.train_files=dangling\.txt: dangling\.txt cannot be read: No such file",
@@ -277,7 +296,7 @@ def test_what_is_remembered_of_files_ends_with_a_change(tmp_path: Path) -> None:
 
     def ask(settings: int = 0) -> int:
         return remembered(
-            tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls), True
+            tmp_path / "c", "x", settings, [path], lambda: calls.append(1) or len(calls)
         )
 
     assert (ask(), ask()) == (1, 2)  # changed just now: not remembered yet
@@ -455,13 +474,11 @@ def test_a_checked_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> No
     os.utime("a.npy", (1000, 1000))
     scanned: list[int] = []
     monkeypatch.setattr(sources, "check_ids", lambda *args: scanned.append(1))
-    _tokens("a.npy", write=False)
-    assert not Path("cache").exists()
     for _ in range(3):
         _tokens("a.npy")
-    assert len(scanned) == 2
+    assert len(scanned) == 1
     _tokens("a.npy", vocab_size=100)
-    assert len(scanned) == 3
+    assert len(scanned) == 2
 
 
 def test_a_wrong_dtype_is_refused() -> None:
@@ -582,7 +599,7 @@ def test_each_option_lists_every_knob_of_its_function(group: str) -> None:
         if group == "data":
             assert knobs.pop("shuffle") is True
             assert knobs.pop("ignore_id") is None
-            offered = {"tokenizer", "vocab_size", "sequence_length", "write", "ask_again"}
+            offered = {"tokenizer", "vocab_size", "sequence_length", "ask_again"}
         function = getattr(importlib.import_module(module), name)
         assert set(inspect.signature(function).parameters) - offered == set(knobs), path
 

@@ -73,13 +73,6 @@ def test_a_sequence_needs_one_token_more_than_its_length(tokens: int, sequences:
     assert TokenStream([np.zeros(tokens, np.uint16)]).n_sequences(5) == sequences
 
 
-def test_counted_tokens_cannot_be_read() -> None:
-    stream = TokenStream.unprepared(100)
-    assert (len(stream), stream.n_sequences(9), len(stream.part(90, 200))) == (100, 11, 10)
-    with pytest.raises(ValueError, match="llmexp prepare"):
-        stream.read(0, 1)
-
-
 def test_a_users_arrays_become_a_corpus() -> None:
     corpus = as_corpus((np.arange(50, dtype=np.uint16), np.arange(9)))
     assert (len(corpus.train), len(corpus.val)) == (50, 9)

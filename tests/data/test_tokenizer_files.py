@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from llmexp.__main__ import run
 from llmexp.data import sources
+from llmexp.data.corpus import documents_to_train
 from llmexp.data.encode import cut, is_cuttable
+from llmexp.data.places import Answers
 from llmexp.data.tokenizer_files import PATTERNS, from_file, keeps_bytes
 from llmexp.data.tokenizers import as_tokenizer, byte_level, end_of_text, token_byte_lengths
 from llmexp.data.train_tokenizer import SMALLEST, train
@@ -113,15 +115,20 @@ def test_text_that_is_held_out_trains_no_tokenizer(tmp_path, files):
         path.write_text("".join(f"{path.name} {i} words\n" for i in range(1000)))
     knobs = {"max_tokens": None, "seed": 3, "cache_dir": str(tmp_path / "cache")}
     knobs |= {"train_files": list(map(str, paths)), "val_ratio": 0.1, "val_files": None}
-    found = ["".join(pieces) for pieces in sources.training_documents(**knobs)]
+    answers = Answers(tmp_path / "cache")
+
+    def documents() -> list[str]:
+        some = sources.text_sources(answers, **knobs)
+        return ["".join(pieces) for pieces in documents_to_train(some, answers)]
+
+    found = documents()
     corpus = sources.text(**knobs, tokenizer=byte_level())
     ids = corpus.train.read(0, len(corpus.train))
     assert "".join(found).encode() == bytes(ids[ids < 256].tolist())
     assert sum(map(len, found)) < 0.91 * sum(path.stat().st_size for path in paths)
     (tmp_path / "val.txt").write_text("other words")
     knobs["val_files"] = str(tmp_path / "val.txt")
-    every = ["".join(pieces) for pieces in sources.training_documents(**knobs)]
-    assert every == [path.read_text() for path in paths]
+    assert documents() == [path.read_text() for path in paths]
 
 
 def test_fewer_ids_than_asked_for_where_nothing_is_left_to_merge():

@@ -89,7 +89,7 @@ def test_honest_data_pass_on_the_command_line(tmp_path: Path) -> None:
     record = result.json("verify.json")
     assert record["passed"] is True
     assert [c["passed"] for c in record["checks"]] == [True] * 7
-    files = sorted((tmp_path / "cache/tokens").glob("*/*.bin"))
+    files = sorted((tmp_path / "cache/corpus").glob("*/*.bin"))
     sums = dict(
         reversed(line.split("  "))
         for line in (tmp_path / "proof/sha256.txt").read_text().splitlines()
@@ -211,7 +211,7 @@ def test_a_flipped_bit_in_a_prepared_shard_fails(here: Path) -> None:
     Path("a.txt").write_bytes(bytes(rng.integers(97, 123, 500_000).astype(np.uint8)))
     overrides = ["data=text", "data.train_files=a.txt", "data.val_ratio=0"]
     assert failures(verify(*overrides)) == []
-    (shard,) = here.glob("cache/tokens/*/train.bin")
+    (shard,) = here.glob("cache/corpus/*/*.train.bin")
     at = 2 * (16_384 + 7_000)  # the second sample starts at (500,000 - 16,384) / 15 = token 32,241
     content = bytearray(shard.read_bytes())
     content[at] ^= 1
@@ -225,11 +225,11 @@ def test_a_shard_without_a_recorded_digest_is_not_called_proven(here: Path) -> N
     Path("a.txt").write_text("".join(map(chr, 97 + some_ids(3000) % 26)))
     overrides = ["data=text", "data.train_files=a.txt"]
     verify(*overrides)
-    (manifest,) = here.glob("cache/tokens/*/manifest.json")
-    told = json.loads(manifest.read_text())
-    for split in told["splits"].values():
-        del split["sha256"]  # as older versions wrote it
-    manifest.write_text(json.dumps(told))
+    (chunk,) = here.glob("cache/corpus/*/*-*.json")
+    told = json.loads(chunk.read_text())
+    for split in told["shards"].values():
+        del split["sha256"]
+    chunk.write_text(json.dumps(told))
     code, checks = verify(*overrides)
     assert code == 0
     assert checks["other files are what was written"]["passed"] is None

@@ -104,9 +104,9 @@ def assemble(
 ) -> Parts:
     """Check everything and look up every fact; cheap checks come before expensive ones.
 
-    With `write` false no token cache is written and the corpus may know its length only. `tried`: a
-    model of the user's has had its trial pass before the run's folder was made. `parent`: that of a
-    fork, from its run.json. Raises ConfigError."""
+    `write` is false in a process that trains nothing. `tried`: a model of the user's has had its
+    trial pass before the run's folder was made. `parent`: that of a fork, from its run.json. Raises
+    ConfigError."""
     stores.check_chosen(config.tracker.kind, config.tracker.also)
     saved, config, once = config, filled(config), (shared or Shared()).once
     place = placed(config)
@@ -134,7 +134,7 @@ def assemble(
         tried_as = [*deciding, _own(optimizer), *sizes, place.deterministic]
         once("trial", tried_as, lambda: try_model(*asked))
     tasks = tasks_of(once, config, tokenizer)
-    corpus = corpus_of(once, config, tokenizer, vocab_size or tokenizer.n_vocab, write)
+    corpus = corpus_of(once, config, tokenizer, vocab_size or tokenizer.n_vocab)
     more = facts_of_data(config, tokenizer, corpus) | initial | {"rates": rates}
     parent = parent or find_parent(dataclasses.replace(saved, batch=batch), loss.model, corpus)
     facts = _facts(config, place, loss, more | {"parent": parent})

@@ -4,12 +4,16 @@ when built. Nothing here needs torch."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmexp.data import corpus, sources
+from llmexp.data.corpus import Sources, documents_to_train, works_of
+from llmexp.data.files import cache_folder
+from llmexp.data.places import Answers
 from llmexp.data.stream import Corpus, as_corpus
 from llmexp.data.tokenizers import Tokenizer, as_tokenizer, end_of_text
 from llmexp.data.work import Work
@@ -18,9 +22,6 @@ from llmexp.settings.values import ConfigError, fill, refuse, remember_variables
 from llmexp.train.assembly.targets import bind, described, locate, place
 
 T = TypeVar("T")
-CORPUS = "llmexp.data.corpus.corpus"
-# Data of ids, which need not be the tokenizer's.
-WITHOUT_TEXT = ("llmexp.data.sources.synthetic", "llmexp.data.sources.tokens")
 DATA_COMMON = ("shuffle", "ignore_id")  # knobs of every source that the loop reads, not the source
 
 
@@ -70,50 +71,83 @@ def padded(tokenizer: Tokenizer) -> int:
 
 
 def build_corpus(
-    config: Config, tokenizer: Tokenizer, vocab_size: int, *, write: bool, ask_again: bool = False
+    config: Config, tokenizer: Tokenizer, vocab_size: int, *, ask_again: bool = False
 ) -> Corpus:
-    """Return the data of a filled config, checked against the vocabulary; prepared with `write`,
-    asking again of buckets and the hub with `ask_again`. Raises ConfigError."""
+    """Return the data of a filled config, prepared and checked against the vocabulary.
+
+    With `ask_again` buckets and the hub are asked anew. Raises ConfigError.
+    """
     data = config.data
     _check_common_data(data, vocab_size)
     offered = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "sequence_length": config.batch.sequence_length,
-        "write": write,
         "ask_again": ask_again,
     }
-    knobs = {k: v for k, v in data.items() if k not in DATA_COMMON}
-    found = bind("data", knobs, offered)()
+    found = bind("data", _knobs(data), offered)()
     try:
         found = as_corpus(found, vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(f"{error}{place_of(data, 'data')}") from None
+    if config.batch.document_mask and not found.has_documents:
+        text = f"data={data['_target_'].rpartition('.')[2]} has no documents"
+        raise refuse("batch.document_mask", True, text, False)
     if config.batch.document_mask and found.unmarked:
         text = f"{found.unmarked:,} documents lack the end-of-text id and would run into the next"
         raise refuse("batch.document_mask", True, text, False)
     return found
 
 
-def corpus_work(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:
-    """Return what there is to prepare for each source of a filled config, and the cache folder.
-    Raises ConfigError."""
-    if (target := config.data["_target_"]) != CORPUS:
-        text = "is prepared as a whole, here; parts and clusters are for data=corpus"
-        raise refuse("data._target_", target, text)
+def _knobs(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a data section that its function takes."""
+    return {k: v for k, v in data.items() if k not in DATA_COMMON}
+
+
+def uses_tokenizer(data: dict[str, Any]) -> bool:
+    """Return whether the data's ids are the tokenizer's: our function needs it to make them."""
+    if not (dotted := str(data["_target_"])).startswith("llmexp."):
+        return True  # a function of the user's: nothing is imported to know
+    found = inspect.signature(locate("data._target_", dotted)).parameters.get("tokenizer")
+    return found is not None and found.default is inspect.Parameter.empty
+
+
+def sources_of(config: Config, answers: Answers) -> Sources:
+    """Return the sources of documents that a filled config names. Raises ConfigError."""
+    dotted = config.data["_target_"]
+    target = locate("data._target_", dotted)
+    find = getattr(sys.modules[target.__module__], f"{target.__name__}_sources", None)
+    if find is None:
+        text = "has no documents of text; use data=corpus or data=text"
+        raise refuse("data._target_", dotted, text, "llmexp.data.corpus.corpus")
     try:
-        return corpus.work(config.data, tokenizer)
+        found: Sources = find(answers, **_knobs(config.data))
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    return found
+
+
+def works_to_prepare(config: Config, tokenizer: Tokenizer) -> tuple[list[Work], Path]:
+    """Return what there is to prepare for each source of a filled config, and the cache folder.
+
+    Raises ConfigError.
+    """
+    answers = Answers(cache_folder(config.data.get("cache_dir")), anew=True)
+    some = sources_of(config, answers)
+    try:
+        found = works_of(some, tokenizer, answers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [work for works in found for work in works.values()], answers.cache
 
 
 def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a document where the run has document masks, else None. Raises
-    ConfigError."""
+    """Return the id that ends a document where the run has document masks, else None.
+
+    Raises ConfigError.
+    """
     if not config.batch.document_mask:
         return None
-    if config.data["_target_"] == "llmexp.data.sources.synthetic":
-        raise refuse("batch.document_mask", True, "data=synthetic has no documents", False)
     if (found := end_of_text(tokenizer)) is None:
         text = f"the tokenizer {tokenizer.name} has no token that ends a document"
         raise refuse("batch.document_mask", True, text, False)
@@ -121,17 +155,12 @@ def document_end(config: Config, tokenizer: Tokenizer) -> int | None:
 
 
 def training_documents(config: Config) -> Iterator[Iterator[str]]:
-    """Yield the pieces of each training document of a filled config: what is held out for
-    validation is none of them. Raises ConfigError for data that are not text."""
-    knobs = {k: v for k, v in config.data.items() if k not in DATA_COMMON}
-    target = knobs.pop("_target_")
-    if target == CORPUS:
-        names = ("sources", "val", "on_bad_record", "cache_dir")
-        return corpus.training_documents(**{name: knobs[name] for name in names})
-    if target in ("llmexp.data.sources.text", "llmexp.data.sources.stdlib"):
-        return sources.training_documents(**knobs)
-    text = "has no documents of text; use data=corpus or data=text"
-    raise refuse("data._target_", target, text, CORPUS)
+    """Return the pieces of each training document of a filled config, without those of validation.
+
+    Raises ConfigError for data that are not text.
+    """
+    answers = Answers(cache_folder(config.data.get("cache_dir")), anew=True)
+    return documents_to_train(sources_of(config, answers), answers)
 
 
 def place_of(section: dict[str, Any], name: str) -> str:

@@ -23,11 +23,11 @@ from llmexp.runs import rundir
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.train.assembly.inputs import (
-    WITHOUT_TEXT,
     build_tokenizer,
     document_end,
     filled,
     padded,
+    uses_tokenizer,
 )
 from llmexp.train.assembly.parts import initial_weights, keep_inside_documents, model_maker
 from llmexp.update import precision
@@ -116,7 +116,7 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, section: dict[str, Any]) -
     size = section.get("vocab_size")
     if section["_target_"] == TRANSFORMERS or not isinstance(size, int):
         return None
-    known = size == padded(tokenizer) or config.data["_target_"] not in WITHOUT_TEXT
+    known = size == padded(tokenizer) or uses_tokenizer(config.data)
     return tokenizer.n_vocab if known and size > tokenizer.n_vocab else None
 
 

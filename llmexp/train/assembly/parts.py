@@ -21,7 +21,7 @@ from llmexp.settings.config import Config, Train
 from llmexp.settings.values import ConfigError, refuse, typed
 from llmexp.tasks.items import read_task
 from llmexp.tasks.scoring import Task, prepare
-from llmexp.train.assembly.inputs import WITHOUT_TEXT, build_tokenizer, filled, place_of
+from llmexp.train.assembly.inputs import build_tokenizer, filled, place_of, uses_tokenizer
 from llmexp.train.assembly.targets import bind
 from llmexp.update import optim, precision
 
@@ -97,7 +97,7 @@ def _check_hugging_face(section: dict[str, Any]) -> None:
 def _check_ids(key: str, folder: Path, data: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
     """Return a warning where the tokenizer of `folder`, which `key` names and the weights were
     trained with, cannot be read. Raises ConfigError where it gives other ids than the run's."""
-    if data["_target_"] in WITHOUT_TEXT:
+    if not uses_tokenizer(data):
         return []
     try:
         if rundir.is_run(folder):

@@ -62,7 +62,7 @@ def known_run(config: Config, shared: Shared) -> tuple[Config, Run] | None:
     optimizer, rates = solve_rates(config.optimizer, batch.real_batch_size)
     config = dataclasses.replace(config, batch=batch)
     ids = found["vocab_size"] or tokenizer.n_vocab
-    corpus = corpus_of(once, config, tokenizer, ids, False)
+    corpus = corpus_of(once, config, tokenizer, ids)
     found |= {"layout": Layout(**found["layout"]), "warnings": (), "rates": rates}
     facts = Facts(**found | facts_of_data(config, tokenizer, corpus))
     solved, run = solve_run(saved, config, optimizer, facts, corpus, once, False)
@@ -156,11 +156,10 @@ def solve_run(
     return solved, _completed(solved, run, corpus)
 
 
-def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int, write: bool) -> Corpus:
-    deciding = [config.data, config.tokenizer, ids, config.batch.sequence_length, write]
-    found: Corpus = once(
-        "corpus", deciding, lambda: build_corpus(config, tokenizer, ids, write=write)
-    )
+def corpus_of(once: Once, config: Config, tokenizer: Tokenizer, ids: int) -> Corpus:
+    length, masks = config.batch.sequence_length, config.batch.document_mask
+    deciding = [config.data, config.tokenizer, ids, length, masks]
+    found: Corpus = once("corpus", deciding, lambda: build_corpus(config, tokenizer, ids))
     return found
 
 

@@ -1,0 +1,185 @@
+"""Ids equal the encoding of each whole document, however the text is cut into pieces; memory does
+not grow with the text."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from llmexp.data import encode, readers, shards
+from llmexp.data.encode import BOUNDARY, cut
+from llmexp.data.records import Counts
+from llmexp.data.shards import Job, Part, encode_job
+from llmexp.data.source import Source
+from llmexp.data.tokenizers import Tokenizer, byte_level, end_of_text_id
+from tests.conftest import ROOT
+
+# What the split patterns look at: letters of both cases and none, marks, digits, white space of all
+# kinds, contractions, punctuation, special tokens as text.
+_pieces = st.sampled_from(
+    [
+        *"abzSTdm'sLRE019 "
+         "\n\r\t/!?.,-_\"()[]{}<>=|\\", "  ", "\n\n", "\r\n", " \n", "'ll", "'RE", "<|endoftext|>",
+        "字", "。", "、", "あ", "가", "я", "é", "\u0301", "ǅ", "ʰ", "١", "Ⅷ", "²", "\u00a0", "\u0085",  # noqa: E501
+        "\u2028",
+        "\u3000", "\x1c", "\ufeff", "\x00", "🙂", "\u200d", "ſ", "word", " word", "WORD",
+    ]
+)  # fmt: skip
+texts = st.one_of(st.lists(_pieces, max_size=60).map("".join), st.text(max_size=60))
+
+
+@settings(max_examples=400)
+@given(text=texts)
+@example(text="x;\n//y")  # o200k: one match across the line
+@example(text="I don't")  # o200k: one match
+@example(text="x\n\ny x \n y")
+def test_no_boundary_changes_the_tokens(bpe: tiktoken.Encoding, text: str) -> None:
+    whole = bpe.encode_ordinary(text)
+    for match in BOUNDARY.finditer(text):
+        at = match.start()
+        assert bpe.encode_ordinary(text[:at]) + bpe.encode_ordinary(text[at:]) == whole, (
+            text[:at],
+            text[at:],
+        )
+
+
+@functools.cache
+def ending_in(bpe: tiktoken.Encoding, end: str) -> tiktoken.Encoding:
+    """The same encoding with another end of text."""
+    ranks = bpe._mergeable_ranks
+    return tiktoken.Encoding(
+        "named", pat_str=bpe._pat_str, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+    )
+
+
+@settings(max_examples=30)
+@given(some=st.lists(texts, max_size=6), end=st.sampled_from(["<|endoftext|>", "aba"]))
+@example(some=["ab", "aba", "b"], end="aba")  # a name that may overlap with itself
+def test_texts_encoded_at_once_are_each_text_with_its_end(
+    bpe: tiktoken.Encoding, some: list[str], end: str
+) -> None:
+    named = ending_in(bpe, end)
+    parts = [Part(text, b"", number < 5, 0) for number, text in enumerate(some)]
+    ids, stops = encode_job(Job(0, parts), named)
+    found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
+    ends = [named._special_tokens[end]]
+    assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in parts]
+
+
+@settings(max_examples=150)
+@given(blocks=st.lists(texts, max_size=8), size=st.integers(1, 40))
+def test_pieces_are_the_text(blocks: list[str], size: int) -> None:
+    pieces = list(cut(iter(blocks), size))
+    assert "".join(pieces) == "".join(blocks)
+    assert all(pieces)
+
+
+def test_a_text_without_boundaries_is_one_growing_piece() -> None:
+    asked: list[int] = []
+
+    def blocks() -> Iterator[str]:
+        for i in range(1000):
+            asked.append(i)
+            yield "a" * 10
+
+    assert list(cut(blocks(), 10)) == ["a" * 10_000]
+    assert next(cut(iter(["a" * 50, " b" * 50]), 10)) == "a" * 50 + " b" * 49
+
+
+def encoded(folder: Path, contents: list[bytes], tokenizer: Tokenizer, piece: int) -> list[int]:
+    """Return the ids of text files, read and encoded in pieces of so many bytes."""
+    paths = [folder / f"{i}.txt" for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "BLOCK", piece)
+        patch.setattr(encode, "PIECE_CHARACTERS", piece)
+        patch.setattr(shards, "JOB_BYTES", piece)
+        counts = Counts()
+        read = Source("data.train_files", files=tuple(map(str, paths))).read(counts)
+        jobs = shards.encoded(read, counts, tokenizer)
+        return [i for _, (ids, _) in jobs for i in ids.tolist()]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    contents=st.lists(texts.filter(lambda t: "\0" not in t), min_size=1, max_size=4),
+    piece=st.integers(1, 50),
+)
+def test_streamed_tokens_equal_whole_documents(
+    bpe: tiktoken.Encoding,
+    tmp_path_factory: pytest.TempPathFactory,
+    contents: list[str],
+    piece: int,
+) -> None:
+    raw = [b"x" + content.encode() for content in contents]  # text by its first bytes
+    for tokenizer in (bpe, byte_level()):
+        wanted: list[int] = []
+        for content in raw:
+            wanted += [*tokenizer.encode_ordinary(content.decode()), end_of_text_id(tokenizer)]
+        assert encoded(tmp_path_factory.mktemp("t"), raw, tokenizer, piece) == wanted
+
+
+def test_an_encoding_of_ones_own_is_not_cut(tmp_path: Path) -> None:
+    """The boundaries are proven for known patterns only: this one joins words across spaces."""
+    own = tiktoken.Encoding(
+        "own", pat_str=r"[a-z ]+", mergeable_ranks={**{bytes([b]): b for b in range(256)},
+        b"a ": 256, b"a b": 257},
+        special_tokens={"<|endoftext|>": 258},
+    )  # fmt: skip
+    found = encoded(tmp_path, [b"a b" * 50], own, 7)
+    assert found == [*own.encode_ordinary("a b" * 50), 258]
+    assert 257 in found
+
+
+@pytest.mark.parametrize("piece", [1, 3, 1 << 19])
+@pytest.mark.parametrize(
+    ("document", "offset"),
+    [(b"abc\xff", 3), (b"ab\xe5\xad", 2), (b"\x80", 0), ("字".encode() * 5 + b"\xe5a", 15)],
+)
+def test_what_is_not_utf8_is_refused_with_its_place(
+    tmp_path: Path, document: bytes, offset: int, piece: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"0\.txt: not UTF-8 at byte {offset} "):
+        encoded(tmp_path, [document], byte_level(), piece)
+
+
+_PROGRAM = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from llmexp.data.sources import text
+    from llmexp.data.tokenizers import byte_level
+    found = text(train_files=sys.argv[3], val_files=None, tokenizer=byte_level(), val_ratio=0.0,
+                 max_tokens=None, seed=0, cache_dir=sys.argv[2])
+    peak = next((l for l in open("/proc/self/status") if l.startswith("VmHWM")), "VmHWM: 0")
+    print(len(found.train), peak.split()[1])
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs the peak memory from /proc"
+)
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """A single line of 64 MiB against one of 1 MiB: within 24 MiB, a few blocks and the sampled
+    pages of the shard."""
+    peaks = []
+    for mib in (1, 64):
+        path = tmp_path / f"{mib}.txt"
+        path.write_bytes(b"0123456789abcde " * 2**16 * mib)
+        arguments = [str(ROOT), str(tmp_path / "cache"), str(path)]
+        command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), *arguments]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert out.split()[0] == str(mib << 20)
+        peaks.append(int(out.split()[1]) / 1024)
+    assert peaks[0] > 0
+    assert peaks[1] - peaks[0] < 24
