@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmexp.data.files import cache_folder
-from llmexp.data.mixture import Mixed
+from llmexp.data.mixture import Mixture
 from llmexp.data.overlap import warnings_of
 from llmexp.data.places import Answers, Unreachable
 from llmexp.data.prepared import Forgotten, Prepared, prepare
@@ -140,9 +140,11 @@ def _corpus(data: Mapping[str, Any], tokenizer: Tokenizer, length: int, answers:
             "sources": {name: one.content for name, one in ready.items()},
             "val_sets": {name: one.content for name, one in ready_val.items()},
             "val_files": texts[main] if main else {},
+            # Before, sources followed each other in another order: their runs cannot go on.
+            **({"mixed_by": "sharing, the heaviest first"} if len(trained) > 1 else {}),
         },
         is_text=True,
-        mixed=Mixed(lengths, {0: weights or even} | mixed, data["max_epochs"]),
+        mixed=Mixture(lengths, {0: weights or even} | mixed, data["max_epochs"]),
         val_sets=val_sets,
         val_texts=texts,
         table=[*_table(ready, TRAIN), *_table(ready_val, "validation")],

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmexp.data.mixture import Mixed
+from llmexp.data.mixture import Mixture
 from llmexp.data.order import sequence_index
 from llmexp.data.stream import TokenStream
 
@@ -77,7 +77,7 @@ class Order:
     seed: int
     shuffle: bool = True
     hidden: Hidden = Hidden()
-    mixed: Mixed | None = None  # where the stream holds several sources
+    mixed: Mixture | None = None  # where the stream holds several sources
     skipped: int = 0  # sequences to add to s*R, where a fork has another batch than its parent
 
     def read(self, starts_nr: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.data.files import cut_text
-from llmexp.data.mixture import Mixed
+from llmexp.data.mixture import Mixture
 
 OTHER_IDS = "Another tokenizer, a larger model.vocab_size or the right data.dtype may be what is "
 OTHER_IDS += "missing"
@@ -203,7 +203,7 @@ class Corpus:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False  # whether the tokenizer gives the ids a meaning in bytes
     has_documents: bool = True  # which a document mask could keep apart
-    mixed: Mixed | None = None  # of several sources; None: one stream in one order
+    mixed: Mixture | None = None  # of several sources; None: one stream in one order
     val_sets: dict[str, TokenStream] = field(default_factory=dict)  # named ones, `val` among them
     # Documents that do not end with the tokenizer's end-of-text id, by an index of their own.
     unmarked: int = 0

@@ -417,7 +417,7 @@ def test_another_mixture_prepares_nothing(files, monkeypatch):
     made(files)
     monkeypatch.setattr(shards, "write_unit", None)
     again = made(files, stages=[{"from_tokens": 80, "weights": {"web": 0, "code": 1}}])
-    counts = again.mixed.mixture.counts(20).tolist()
+    counts = again.mixed.counts(20).tolist()
     assert counts[0] + counts[1] == 20
     assert counts[0] <= 10
 
@@ -441,7 +441,7 @@ def test_a_source_of_weight_zero_is_left_out_and_its_validation_set_stays(files)
     assert "code has weight" not in found.description
     assert found.description.endswith("; web has weight 0")
     later = [{"from_tokens": 80, "weights": {"web": 1, "code": 1}}]
-    counts = made(files, **knobs, stages=later).mixed.mixture.counts(20).tolist()
+    counts = made(files, **knobs, stages=later).mixed.counts(20).tolist()
     assert counts == [5, 15]
 
 
