@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import shlex
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,22 @@ def match_files(key: str, patterns: Any) -> list[Path]:
                 raise refuse(key, pattern, f"{path} cannot be read: {error.strerror}") from None
             found[path] = None
     return list(found)
+
+
+def stdlib_files() -> list[Path]:
+    """Return the source files of Python's standard library without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith("config-")]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths = [path for path in paths if os.access(path, os.R_OK)]
+    if len(paths) < 50:
+        text = f"this Python has no readable source files in {root} ({len(paths)} found)"
+        way = "use text files of your own: data=text data.train_files=corpus/*.txt"
+        raise ValueError(f"data=stdlib: {text}; {way}")
+    return sorted(paths, key=lambda path: path.relative_to(root).parts)
 
 
 def _files_below(key: str, folder: str) -> list[str]:

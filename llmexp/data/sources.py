@@ -9,8 +9,6 @@ here. A source NAME of documents has a function NAME_sources beside it, from the
 from __future__ import annotations
 
 import math
-import os
-import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from llmexp.data.files import (
     files_fingerprint,
     match_files,
     remembered,
+    stdlib_files,
 )
 from llmexp.data.labels import add_labels
 from llmexp.data.order import sequence_index
@@ -93,19 +92,7 @@ def stdlib(
 
 def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **others: Any) -> Sources:
     """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith("config-")]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    paths = [path for path in paths if os.access(path, os.R_OK)]
-    if len(paths) < 50:
-        text = f"this Python has no readable source files in {root} ({len(paths)} found)"
-        way = "use text files of your own: data=text data.train_files=corpus/*.txt"
-        raise ValueError(f"data=stdlib: {text}; {way}")
-    paths = sorted(paths, key=lambda path: path.relative_to(root).parts)
-    return {"text": _source("data", paths, val_ratio, seed)}, {}
+    return {"text": _source("data", stdlib_files(), val_ratio, seed)}, {}
 
 
 def text(

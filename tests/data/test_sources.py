@@ -572,7 +572,7 @@ def test_the_standard_library_is_real_text() -> None:
 def test_a_python_without_sources_is_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(ValueError, match=r"data=stdlib: .*data=text"):
         sources.stdlib(tokenizer=BYTES, val_ratio=0.1, max_tokens=None, seed=0, cache_dir=None)
 
