@@ -72,7 +72,7 @@ def corpus(  # noqa: PLR0913 (its knobs)
 
 
 def corpus_sources(
-    answers: Answers, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **others: Any
+    answers: Answers, *, sources: Any, val: Any, stages: Any, on_bad_record: Any, **_: Any
 ) -> Sources:
     """Return the sources that the knobs of data=corpus name. Raises ValueError."""
     check_kinds(val, stages, on_bad_record)

@@ -90,7 +90,7 @@ def stdlib(
     return replace(found, description=f"Python's standard library, {found.description}")
 
 
-def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **others: Any) -> Sources:
+def stdlib_sources(answers: Answers, *, val_ratio: float, seed: int, **_: Any) -> Sources:
     """Return the source of data=stdlib. Raises ValueError for a Python without source files."""
     return {"text": _source("data", stdlib_files(), val_ratio, seed)}, {}
 
@@ -118,13 +118,7 @@ def text(
 
 
 def text_sources(
-    answers: Answers,
-    *,
-    train_files: Any,
-    val_files: Any,
-    val_ratio: float,
-    seed: int,
-    **others: Any,
+    answers: Answers, *, train_files: Any, val_files: Any, val_ratio: float, seed: int, **_: Any
 ) -> Sources:
     """Return the sources that the knobs of data=text name. Raises ValueError."""
     paths = _match_both(train_files, val_files)
