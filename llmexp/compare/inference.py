@@ -1,0 +1,250 @@
+"""Fit one statistical model to all settings of a sweep: which are worse than the best.
+
+The figure of setting i with seed j is y_ij = setting_i + seed_j + e_ij. The residuals of the whole
+sweep estimate the noise e. Each setting has a variance of its own, drawn towards the common one
+(Smyth 2004, doi 10.2202/1544-6115.1027). All pairs hold together by the studentized range (Tukey);
+the verdicts step down: a setting that is shown to be worse is no rival of those that remain.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr, psi, stdtr, stdtrit, zeta
+
+WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An estimated difference of two settings, the second minus the first."""
+
+    mean: float
+    error: float  # its standard error
+    df: float  # degrees of freedom of the error
+
+    @property
+    def t(self) -> float:
+        """Return the size of the difference in standard errors, infinite for exact figures."""
+        if self.error > 1e-12 * abs(self.mean):
+            return abs(self.mean) / self.error
+        return math.inf if self.mean else 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The fitted model: what any weighted sum of the settings' figures is, and how uncertain."""
+
+    weights: np.ndarray  # (settings, cells): of each figure in the estimate of each setting
+    figures: np.ndarray  # (cells,)
+    of_cell: np.ndarray  # (cells,): the setting of each figure
+    variances: np.ndarray  # (settings,): of one figure around its setting and seed
+    df: np.ndarray  # (settings,): degrees of freedom of each variance
+    apart: bool = False  # whether nothing but its own seeds tells the variance of a setting
+
+    def contrast(self, weights: np.ndarray) -> Pair:
+        """Estimate a sum of the settings' figures with weights, one a setting, that add up to 0."""
+        a = weights @ self.weights
+        parts = np.bincount(self.of_cell, a**2 * self.variances[self.of_cell], len(self.variances))
+        total = float(parts.sum())
+        df = float(parts @ self.df) / total if total > 0 else float(self.df.max(initial=1.0))
+        if self.apart and total > 0:
+            df = total**2 / float((parts**2 / self.df).sum())  # Welch's
+        return Pair(float(a @ self.figures), math.sqrt(total), df)
+
+    def pair(self, i: int, j: int) -> Pair:
+        """Estimate the figure of setting j minus that of setting i."""
+        weights = np.zeros(len(self.variances))
+        weights[i], weights[j] = -1.0, 1.0
+        return self.contrast(weights)
+
+
+def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
+    """Fit the model to the figures of each setting by seed; None where no setting has two.
+
+    Seeds that several settings share are blocks, where they connect all settings and leave enough
+    to estimate the noise from. A setting whose spread is far from the others' has a variance of
+    its own alone.
+    """
+    wild = _wild(seeds)
+    tame = [i for i in range(len(seeds)) if i not in wild]
+    model = _fit([seeds[i] for i in tame])
+    if model is None or not wild:
+        return model
+    of_cell = [np.asarray(tame)[model.of_cell]]
+    figures, rows = [model.figures], [np.zeros((len(seeds), len(model.figures)))]
+    rows[0][tame] = model.weights
+    variances, df = np.zeros(len(seeds)), np.zeros(len(seeds))
+    variances[tame], df[tame] = model.variances, model.df
+    for i in wild:
+        own = np.array(list(seeds[i].values()))
+        row = np.zeros((len(seeds), len(own)))
+        row[i] = 1 / len(own)
+        rows.append(row)
+        figures.append(own)
+        of_cell.append(np.full(len(own), i))
+        variances[i], df[i] = own.var(ddof=1), len(own) - 1
+    joined = np.concatenate(figures), np.concatenate(of_cell)
+    return Model(np.hstack(rows), *joined, variances, df)
+
+
+def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:
+    """Return the settings whose spread is so large that it says nothing of the others."""
+    several = [i for i, s in enumerate(seeds) if len(s) > 1]
+    if len(several) < 3:
+        return []
+    df = np.array([len(seeds[i]) - 1.0 for i in several])
+    spread = np.array([np.var(list(seeds[i].values()), ddof=1) for i in several])
+    logs = np.log(np.maximum(spread, 1e-300)) - psi(df / 2) + np.log(df / 2)
+    # Spreads of settings differ by a factor of two (a standard deviation of 0.7 in the logarithm).
+    bound = WILD * np.sqrt(zeta(2, df / 2) + (2 * 0.7) ** 2)
+    far = logs - np.median(logs) > bound
+    return [i for i, outside in zip(several, far, strict=True) if outside]
+
+
+def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
+    cells = [(i, s, y) for i, own in enumerate(seeds) for s, y in sorted(own.items())]
+    blocks = _blocks(cells, len(seeds))
+    if blocks:
+        cells = [c for c in cells if c[1] in blocks]
+    design = np.zeros((len(cells), len(seeds) + len(blocks)))
+    for row, (i, s, _) in zip(design, cells, strict=True):
+        row[i] = 1.0
+        if blocks:
+            row[len(seeds) + blocks[s]] = 1.0
+    inverse = np.linalg.pinv(design)
+    left = np.eye(len(cells)) - design @ inverse
+    total = float(np.trace(left))
+    if total < 0.5:  # it is a whole number
+        return None
+    figures = np.array([y for _, _, y in cells])
+    of_cell = np.array([i for i, _, _ in cells])
+    residuals = left @ (figures - figures.mean())
+    squares = np.bincount(of_cell, residuals**2, len(seeds))
+    own_df = np.bincount(of_cell, np.diag(left), len(seeds))
+    apart = len(seeds) == 2 and not blocks and min(map(len, seeds)) > 1
+    variances, df = (squares / own_df, own_df) if apart else _moderated(squares, own_df, total)
+    # Where seeds are blocks, the estimates lack a constant that all settings share.
+    return Model(inverse[: len(seeds)], figures, of_cell, variances, df, apart)
+
+
+def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str, int]:
+    """Return the numbers of the seeds that several settings share; none where they do not connect
+    all settings, or leave less than two settings with two common seeds would."""
+    of_seed: dict[str, set[int]] = {}
+    for i, s, _ in cells:
+        of_seed.setdefault(s, set()).add(i)
+    shared = {s: found for s, found in of_seed.items() if len(found) > 1}
+    reached, waiting = {0}, [0]
+    while waiting:
+        i = waiting.pop()
+        for found in shared.values():
+            if i in found:
+                waiting += found - reached
+                reached |= found
+    count = sum(map(len, shared.values()))
+    spare = count - settings - len(shared) + 1
+    if len(reached) < settings or spare < max(1, settings - 1):
+        return {}
+    return {s: number for number, s in enumerate(shared)}
+
+
+def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return each setting's variance, drawn towards the common one, and its degrees of freedom.
+
+    The prior's degrees of freedom d0 follow from how far the log variances spread beyond what few
+    seeds make of equal ones, taken one standard error larger: spreads that are alike by chance
+    would else be taken for equal. Settings without seeds of their own to spare have the common
+    variance.
+    """
+    pooled = float(squares.sum()) / total
+    known = df > 0.1
+    count = int(known.sum())
+    if count < 3 or pooled == 0:
+        return np.full(len(df), pooled), np.full(len(df), total)
+    half = df[known] / 2
+    own = np.maximum(squares[known] / df[known], 1e-6 * pooled)
+    logs = np.log(own) - psi(half) + np.log(half)
+    spread, expected = float(logs.var(ddof=1)), zeta(2, half)
+    excess = float((6 * zeta(4, half) / expected**2).mean())  # kurtosis of a log chi-squared value
+    error = spread * math.sqrt(2 / (count - 1) + excess / count)
+    beyond = spread + error - float(expected.mean())
+    if beyond <= 0:
+        return np.full(len(df), pooled), np.full(len(df), total)
+    d0 = 2 * _inverse_trigamma(beyond)
+    common = math.exp(float(logs.mean()) + float(psi(d0 / 2)) - math.log(d0 / 2))
+    return (d0 * common + squares) / (d0 + df), np.minimum(d0 + df, total)
+
+
+def _inverse_trigamma(y: float) -> float:
+    """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (limma, appendix of Smyth
+    2004)."""
+    x = 0.5 + 1 / y
+    for _ in range(50):
+        value = float(zeta(2, x))
+        step = value * (1 - value / y) / (-2 * float(zeta(3, x)))
+        x += step
+        if abs(step) < 1e-10 * x:
+            break
+    return x
+
+
+def tail(q: float, count: int, df: float) -> float:
+    """Return P(Q > q) for the studentized range of `count` values, to 1e-6.
+
+    scipy.stats has it too, for a second of import and some tenths for each value.
+    """
+    if count == 2:
+        return 2 * float(stdtr(df, -q / math.sqrt(2)))
+    logs = np.linspace(-40 / math.sqrt(df) - 1, 6 / math.sqrt(df) + 0.5, 200)
+    # The density of log s, where df s^2 is chi-squared.
+    weights = np.exp(df * (logs - np.exp(2 * logs) / 2 + 0.5))
+    z = np.linspace(-8.5, 8.5, 171)
+    heights = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+    inside = (ndtr(z) - ndtr(z - q * np.exp(logs)[:, None])) ** (count - 1) @ heights
+    return float(np.clip(1 - count * (weights @ inside) / weights.sum(), 0, 1))
+
+
+@functools.cache
+def quantile(count: int, df: float, alpha: float = 0.05) -> float:
+    """Return the q with P(Q > q) = alpha for the studentized range of `count` values, to 1e-5."""
+    low, high = (
+        -math.sqrt(2) * float(stdtrit(df, alpha / pairs / 2))
+        for pairs in (1, math.comb(count, 2))  # a single pair; all of them by Bonferroni
+    )
+    if count == 2:
+        return low
+    # False position (Illinois' rule) on the logarithm of the tail, which is nearly straight.
+    at_low, at_high = (math.log(max(tail(q, count, df), 1e-300) / alpha) for q in (low, high))
+    while True:
+        q = (low * at_high - high * at_low) / (at_high - at_low)
+        at = math.log(max(tail(q, count, df), 1e-300) / alpha)
+        if abs(at) < 1e-6:
+            return q
+        if at > 0:
+            low, at_low, at_high = q, at, at_high / 2
+        else:
+            high, at_high, at_low = q, at, at_low / 2
+
+
+def worse(pairs: Mapping[int, Pair], alpha: float = 0.05) -> set[int]:
+    """Return the settings that are worse than the best one, from the difference of each to it.
+
+    They are tested from the farthest one (in standard errors) to the nearest, each as the extreme
+    one of those that are left, until one is not found.
+    """
+    found = set()
+    for place, i in enumerate(sorted(pairs, key=lambda i: -pairs[i].t)):
+        left = len(pairs) + 1 - place
+        single = 2 * float(stdtr(pairs[i].df, -pairs[i].t))
+        surely = single * math.comb(left, 2) <= alpha
+        if pairs[i].mean <= 0 or single > alpha:
+            break
+        if not surely and tail(pairs[i].t * math.sqrt(2), left, pairs[i].df) > alpha:
+            break
+        found.add(i)
+    return found

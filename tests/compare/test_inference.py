@@ -1,0 +1,178 @@
+"""The model of a sweep: against textbook formulas, and simulated sweeps whose truth is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as sampled
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.optimize import brentq
+from scipy.special import polygamma
+
+from llmexp.compare import inference
+
+
+def table(y_kn: np.ndarray) -> list[dict[str, float]]:
+    """The figures of settings over shared seeds."""
+    return [{str(j): float(y) for j, y in enumerate(row) if np.isfinite(y)} for row in y_kn]
+
+
+def judged(seeds) -> tuple[int, set[int], dict[int, inference.Pair]]:
+    model = inference.fit(seeds)
+    assert model is not None
+    best = min(range(len(seeds)), key=lambda i: model.pair(0, i).mean)
+    pairs = {i: model.pair(best, i) for i in range(len(seeds)) if i != best}
+    return best, inference.worse(pairs), pairs
+
+
+def test_two_settings_over_shared_seeds_are_students_paired_t():
+    y = np.random.default_rng(0).normal([[0.0], [1.0]], 1.0, (2, 5))
+    found = inference.fit(table(y)).pair(0, 1)
+    reference = stats.ttest_rel(y[1], y[0])
+    assert (found.mean / found.error, found.df) == pytest.approx((reference.statistic, 4))
+
+
+def test_two_settings_over_other_seeds_are_welchs_t():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=4), rng.normal(size=7) * 5
+    seeds = [{f"a{i}": v for i, v in enumerate(a)}, {f"b{i}": v for i, v in enumerate(b)}]
+    found = inference.fit(seeds).pair(0, 1)
+    reference = stats.ttest_ind(b, a, equal_var=False)
+    assert found.mean / found.error == pytest.approx(reference.statistic)
+    assert found.df == pytest.approx(reference.df)
+
+
+def test_spreads_that_are_alike_give_the_two_way_analysis_of_variance():
+    effects, blocks = np.array([0.0, 0.1, 0.5]), np.array([0.0, 1.0, -2.0, 0.3])
+    # Noise whose rows have equal squares, and no mean over rows or columns.
+    noise = np.array([[1, -1, 0, 0], [-1, 0, 1, 0], [0, 1, -1, 0]]) * 0.01
+    model = inference.fit(table(effects[:, None] + blocks + noise))
+    residual = (noise**2).sum() / (2 * 3)
+    assert model.variances == pytest.approx([residual] * 3)
+    assert model.df.tolist() == pytest.approx([6] * 3)
+    assert model.pair(0, 2).mean == pytest.approx(0.5)
+    assert model.pair(0, 2).error == pytest.approx(math.sqrt(2 * residual / 4))
+
+
+def test_variances_are_drawn_to_the_common_one_as_in_limma():
+    rng = np.random.default_rng(2)
+    y = rng.normal(size=(8, 4)) * np.exp(1.2 * rng.normal(size=(8, 1)))
+    r = y - y.mean(0) - y.mean(1, keepdims=True) + y.mean()
+    d = 3 * 7 / 8
+    own = (r**2).sum(1) / d
+    logs = np.log(own) - polygamma(0, d / 2) + math.log(d / 2)
+    spread = logs.var(ddof=1)
+    trigamma = polygamma(1, d / 2)
+    excess = polygamma(3, d / 2) / trigamma**2
+    wanted = spread * (1 + math.sqrt(2 / 7 + excess / 8)) - trigamma
+    d0 = brentq(lambda x: polygamma(1, x / 2) - wanted, 1e-3, 1e5)
+    common = math.exp(logs.mean() + polygamma(0, d0 / 2) - math.log(d0 / 2))
+    model = inference.fit(table(y))
+    assert model.variances == pytest.approx((d0 * common + d * own) / (d0 + d))
+    assert model.df == pytest.approx([d0 + d] * 8)
+
+
+@pytest.mark.parametrize(("count", "df"), [(2, 4.0), (3, 2.5), (12, 22.0), (40, 90.0)])
+def test_the_studentized_range_is_scipys(count, df):
+    q = inference.quantile(count, df)
+    assert q == pytest.approx(stats.studentized_range.ppf(0.95, count, df), rel=1e-5)
+    assert inference.tail(q, count, df) == pytest.approx(0.05, abs=1e-6)
+
+
+def test_a_setting_that_nearly_diverged_takes_nothing_from_the_others():
+    rng = np.random.default_rng(3)
+    y = rng.normal(size=(6, 4)) * 0.01 + [[0.0], [0.1], [0.1], [0.1], [0.1], [3.0]]
+    calm = judged(table(y[:5]))
+    y[5] = [1.0, 6.0, 2.0, 9.0]
+    best, worse, pairs = judged(table(y))
+    assert (best, worse & {1, 2, 3, 4}) == (0, calm[1])
+    assert calm[1] == {1, 2, 3, 4}
+    assert pairs[1].error == pytest.approx(calm[2][1].error)
+    assert pairs[5].error == pytest.approx(y[5].std(ddof=1) / 2, rel=1e-3)
+
+
+def test_equal_figures_are_certain():
+    best, worse, pairs = judged(table(np.array([[1.0, 2.0], [1.0, 2.0], [1.5, 2.5]])))
+    assert worse == {2}
+    assert pairs[1 - best].mean == pytest.approx(0, abs=1e-12)
+
+
+figures = st.floats(-3, 3).map(lambda x: round(x, 3))
+
+
+@given(
+    st.lists(st.lists(figures, min_size=4, max_size=4), min_size=3, max_size=5),
+    st.lists(st.floats(-9, 9), min_size=4, max_size=4),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=2),
+    st.randoms(use_true_random=False),
+)
+@sampled(max_examples=60, deadline=None)
+def test_what_seeds_share_changes_nothing_nor_does_the_order(rows, shared, missing, random):
+    y = np.array(rows) + np.random.default_rng(0).normal(size=(len(rows), 4))
+    for i, j in missing:
+        y[i, j] = np.nan
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    model = inference.fit(table(y))
+    other = inference.fit(table((y + shared)[order]))
+    for i, j in itertools.combinations(range(len(rows)), 2):
+        a, b = model.pair(order[i], order[j]), other.pair(i, j)
+        assert b.mean == pytest.approx(a.mean, abs=1e-9)
+        assert b.error == pytest.approx(a.error, rel=1e-6)
+        assert b.df == pytest.approx(a.df, rel=1e-6)
+
+
+def sweep(rng, means, seeds: int, unlike: float, t5: bool = False, shared: bool = True):
+    """One sweep: noise of one sd, spreads of settings lognormal with sd `unlike`."""
+    size = len(means), seeds
+    noise = rng.standard_t(5, size) / math.sqrt(5 / 3) if t5 else rng.normal(size=size)
+    y = np.asarray(means)[:, None] + noise * np.exp(unlike * rng.normal(size=(size[0], 1)))
+    if shared:
+        return table(y + rng.normal(size=seeds))
+    return [{f"{i}-{j}": v for j, v in enumerate(row)} for i, row in enumerate(y)]
+
+
+def simulated(count: int, seeds: int, unlike: float, sweeps: int, **more) -> tuple[float, float]:
+    """Shares of sweeps with a false alarm, and of settings 3 sd worse that are found."""
+    rng = np.random.default_rng(100 * count + seeds)
+    alarms = found = 0.0
+    for _ in range(sweeps):
+        alarms += bool(judged(sweep(rng, np.zeros(count), seeds, unlike, **more))[1])
+        best, worse, _ = judged(sweep(rng, [0.0] + [3.0] * (count - 1), seeds, unlike, **more))
+        found += len(worse) / (count - 1) if best == 0 else 0
+    return alarms / sweeps, found / sweeps
+
+
+# settings, seeds, sd of the logarithms of their spreads; what is to be found of those 3 sd worse
+GOALS = [(6, 3, 0.0, 0.45), (12, 3, 0.0, 0.38), (12, 5, 0.0, 0.75)]
+GOALS += [(6, 3, 0.35, 0.35), (12, 3, 0.35, 0.25), (12, 5, 0.35, 0.60)]
+OTHERS = [(2, 3), (2, 5), (3, 3), (24, 5), (12, 2), (24, 2), (6, 2)]
+
+
+@pytest.mark.parametrize(("count", "seeds", "unlike", "goal"), GOALS[:2])
+def test_few_false_alarms_and_much_found(count, seeds, unlike, goal):
+    sweeps = 200
+    alarms, found = simulated(count, seeds, unlike, sweeps)
+    assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06)
+    # Settings of one sweep share its noise: their share varies at most as that of single sweeps.
+    assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"t5": True}, {"shared": False}])
+@pytest.mark.parametrize(
+    ("count", "seeds", "unlike", "goal"),
+    [*GOALS, *((*size, unlike, 0.0) for size in OTHERS for unlike in (0.0, 0.35, 0.7))],
+)
+def test_false_alarms_and_power_at_every_size(count, seeds, unlike, goal, more):
+    if seeds < 3 and more.get("shared") is False:
+        pytest.skip("two seeds that are not shared are too few for a verdict")
+    sweeps = 1000
+    alarms, found = simulated(count, seeds, unlike, sweeps, **more)
+    assert alarms * sweeps <= stats.binom.ppf(0.999, sweeps, 0.06 if unlike < 0.7 else 0.10)
+    assert found * sweeps >= stats.binom.ppf(0.001, sweeps, goal)
