@@ -5,7 +5,8 @@ records        what a comparison is made of
 reading, rows  run folders and metrics.jsonl, none of it trusted
 figures        which runs take part, and their figures at their end or at a common position
 settings       which runs are one setting, and which settings are one computation
-statistics     means, intervals, differences
+inference      one statistical model of all settings of a sweep
+statistics     means, intervals, differences, seeds that would be needed
 evidence       what runs show: differences over seeds, rounding, effects of single keys
 judging        budgets, who leads, how the others stand
 answer, notes  the result in one line; what must be known beside it

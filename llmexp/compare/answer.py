@@ -195,7 +195,7 @@ def _one_seed(f: Findings) -> str:
 
 def _at_least(f: Findings, floor: Floor, size: float) -> str:
     """Say how many seeds tell such a difference if seeds spread no wider than rounding does."""
-    needed = seeds_needed(floor.spread, size, f.level)
+    needed = seeds_needed(floor.spread, size, len(f.ranked), len(f.ranked) - 1)
     if needed is None:
         return "no affordable number of seeds would tell"
     return f"{max(FEW, needed)} seeds each are the least that would tell"
@@ -204,7 +204,7 @@ def _at_least(f: Findings, floor: Floor, size: float) -> str:
 def _by_seeds(f: Findings) -> str:
     best = f.ranked[0]
     worse, few = f.those(Verdict.WORSE), f.those(Verdict.FEW_SEEDS)
-    alike, undecided = f.those(*SMALL), f.those(Verdict.UNDECIDED, Verdict.BETTER)
+    alike, undecided = f.those(*SMALL), f.those(Verdict.UNDECIDED)
     others = len(worse) + len(few) + len(alike) + len(undecided)
     rest = ""
     if worse:
@@ -214,10 +214,10 @@ def _by_seeds(f: Findings) -> str:
     if undecided:
         return f"{_between(best, undecided[0], f)}.{rest}"
     if alike:
-        lead = "lead" if few else "are best" if worse else "are alike"
+        lead = "lead, alike" if few else "are best, alike" if worse else "are alike"
         return (
-            f"{listed([best.label, *(r.label for r in alike)])} {lead}, {f.metric.title} "
-            f"{f.figure(best)}: they differ by nothing that matters.{rest}"
+            f"{listed([best.label, *(r.label for r in alike)])} {lead} {_within(alike)}: "
+            f"{f.metric.title} {f.figure(best)}.{rest}"
         )
     if worse:
         nearest = min(worse, key=lambda r: abs(r.size or 0.0))
@@ -230,6 +230,12 @@ def _by_seeds(f: Findings) -> str:
     counts = ", ".join(f"{r.label} {len(r.seeds)}" for r in f.ranked[:4])
     start = f"Undecided: {_leads(f, 'has', ' of those with most seeds')}"
     return f"{start}, but too few seeds are shared ({counts})."
+
+
+def _within(alike: Sequence[Rival]) -> str:
+    """Say how far settings that are alike can be from the leading one."""
+    ends = [abs(r.difference.mean) + r.difference.half for r in alike if r.difference]
+    return f"to within {max(ends):.2g}" if max(ends, default=0.0) > 1e-12 else "to the last bit"
 
 
 def _between(best: Rival, other: Rival, f: Findings) -> str:
@@ -252,12 +258,12 @@ def _seeds_to_go(other: Rival, f: Findings) -> str:
     d = other.difference
     needed = None
     if d and other.verdict == Verdict.UNDECIDED:
-        needed = seeds_needed(d.spread, max(abs(d.mean), f.negligible), f.level)
+        needed = d.seeds_needed(max(abs(d.mean), f.negligible))
     if d is None or needed is None:
-        return "no affordable number of seeds would settle it"
-    if needed <= d.pairs:
+        return "no affordable number would"
+    if needed <= d.seeds:
         return "more seeds would settle it"
-    return f"{plural(needed - d.pairs, 'more seed')} each would settle such a difference"
+    return f"{plural(needed - d.seeds, 'more seed')} each would tell"
 
 
 def _side(f: Findings, other: bool = False) -> str:

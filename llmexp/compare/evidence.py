@@ -13,12 +13,12 @@ from enum import Enum
 import numpy as np
 
 from llmexp.compare.budgets import CLOSE
+from llmexp.compare.inference import Model, quantile
 from llmexp.compare.position import positions, rows_until
-from llmexp.compare.records import SEED, TWIN, Entry, Record, number
+from llmexp.compare.records import TWIN, Entry, Record, number
 from llmexp.compare.settings import cut_of
-from llmexp.compare.statistics import Difference, paired_seeds, series_difference, unpaired_seeds
+from llmexp.compare.statistics import Difference, estimate
 from llmexp.metrics.keys import TIMINGS
-from llmexp.settings.knobs import is_record
 from llmexp.settings.labels import label
 from llmexp.settings.labels import shown as value
 
@@ -29,7 +29,6 @@ class Verdict(Enum):
     """The knowledge of a setting beside the leading one; `mark` is its word in the table."""
 
     WORSE = "seeds show it", "worse"
-    BETTER = "seeds show it, though its mean, over other seeds, is not", "undecided"
     NEGLIGIBLE = "seeds show a difference too small to matter", "same"
     SAME = "seeds show that no difference matters", "same"
     ROUNDING = "the same computation, so what differs is what rounding makes", "same"
@@ -70,6 +69,8 @@ class Rival:
     verdict: Verdict | None = None
     size: float | None = None  # of the metric, its minus the leading one's, over the seeds compared
     difference: Difference | None = None  # over seeds
+    # Equal for one computation in several cuts, and for figures that are equal to the bit.
+    identity: object = None
 
     @property
     def label(self) -> str:
@@ -99,7 +100,9 @@ class Effect:
     better: str  # its values as text
     worse: str
     difference: Difference
-    against: str = ""  # values of the other keys at which seeds show the opposite
+    against: Sequence[str] = ()  # values of the other keys at which seeds show the opposite
+    # Values of the other keys at which seeds show it; None where it does not vary with these.
+    only: Sequence[str] | None = None
 
 
 def place_of(record: Record, align: str, at: float | None, metric: str) -> Place | None:
@@ -140,27 +143,6 @@ def alike(a: Place, b: Place) -> bool:
     return ended or abs(a.planned - b.planned) <= step
 
 
-def all_pairs(count: int) -> float:
-    """Return the level of each interval at which all pairs of `count` settings hold together at 95
-    % (Bonferroni).
-
-    The leading setting was picked by looking at all, so its pairs with the others are not the only
-    ones looked at.
-    """
-    return 1 - 0.05 / max(1, math.comb(count, 2))
-
-
-def over_seeds(a: Mapping[str, float], b: Mapping[str, float], level: float) -> Difference | None:
-    """Estimate b - a over seeds, paired where at least two are shared; None where a side has too
-    few."""
-    shared = sorted(a.keys() & b.keys())
-    if len(shared) > 1:
-        return paired_seeds([b[s] - a[s] for s in shared], level)
-    if len(a) >= FEW and len(b) >= FEW:
-        return unpaired_seeds(list(a.values()), list(b.values()), level)
-    return None
-
-
 def floor_of(rivals: Sequence[Rival], metric: str) -> Floor | None:
     """Measure what rounding makes, from runs of one computation and one seed; None where there are
     no two."""
@@ -183,61 +165,74 @@ def floor_of(rivals: Sequence[Rival], metric: str) -> Floor | None:
     return Floor(size, math.sqrt(2 * variance), sum(map(len, sets)), source)
 
 
-def effects(rivals: Sequence[Rival], keys: Sequence[str], negligible: float) -> list[Effect]:
-    """Judge for each of several keys its two values that differ most, in each cell of the others,
-    over common seeds.
+@dataclass(frozen=True)
+class Fitted:
+    """The model of settings that can be judged together, and the number of each in it."""
 
-    Cells are no independent witnesses: they share seeds, data and perhaps the very steps. So the
-    seeds are counted: the differences of a seed are averaged over the cells first.
-    """
+    model: Model
+    number: Mapping[object, int]  # by `Rival.identity`
+
+
+def effects(
+    rivals: Sequence[Rival], keys: Sequence[str], fitted: Fitted | None, sign: float
+) -> list[Effect]:
+    """Judge for each of several keys its two values that differ most, averaged over the cells of
+    the other keys."""
     keys = [key for key in keys if key != TWIN]
-    if not 2 <= len(keys) <= 4:
+    if fitted is None or not 2 <= len(keys) <= 4:
         return []
-    tables = {key: _cells(rivals, keys, key) for key in keys}
-    level = 1 - 0.05 / max(1, sum(math.comb(len(t), 2) for t in tables.values()))
+    alpha = 0.05 / len(keys)
     found = []
-    for key, cells in tables.items():
+    for key in keys:
+        cells = _cells(rivals, keys, key, fitted)
         pairs = itertools.combinations(cells, 2)
-        judged = [_effect(key, a, b, cells, level, negligible) for a, b in pairs]
-        known = [effect for effect in judged if effect]
+        known = [e for a, b in pairs if (e := _effect(key, a, b, cells, fitted.model, alpha, sign))]
         if known:
             found.append(max(known, key=lambda e: (e.difference.real, abs(e.difference.mean))))
     return found
 
 
-# The rivals by the value of a key, and by the values of the other keys.
-Cells = Mapping[str, Mapping[str, Rival]]
+# The number of a setting by the value of a key, and by the values of the other keys.
+Cells = Mapping[str, Mapping[str, int]]
 
 
-def _cells(rivals: Sequence[Rival], keys: Sequence[str], key: str) -> Cells:
-    cells: dict[str, dict[str, Rival]] = defaultdict(dict)
+def _cells(rivals: Sequence[Rival], keys: Sequence[str], key: str, fitted: Fitted) -> Cells:
+    cells: dict[str, dict[str, int]] = defaultdict(dict)
     for r in rivals:
-        rest = label({k: r.entry.values.get(k) for k in keys if k != key})
-        cells[value(r.entry.values.get(key))].setdefault(rest, r)
+        number = fitted.number.get(r.identity)
+        if number is not None:
+            rest = label({k: r.entry.values.get(k) for k in keys if k != key})
+            cells[value(r.entry.values.get(key))].setdefault(rest, number)
     return cells
 
 
 def _effect(
-    key: str, a: str, b: str, cells: Cells, level: float, negligible: float
+    key: str, a: str, b: str, cells: Cells, model: Model, alpha: float, sign: float
 ) -> Effect | None:
-    """Judge two values of a key over the cells where both are of one budget."""
-    sides = {}
-    for rest in sorted({*cells[a]} & {*cells[b]}):
-        x, y = cells[a][rest], cells[b][rest]
-        if x.budget == y.budget and x.entry.computation != y.entry.computation:
-            sides[rest] = x.seeds, y.seeds
-    seeds = set.intersection(*({*p} & {*q} for p, q in sides.values())) if sides else set()
-    if len(sides) < 2 or len(seeds) < 2:
+    """Judge two values of a key over the cells where both were trained. Where the difference varies
+    over the cells by more than noise does, name those where it holds."""
+    both = [c for c in cells[a] if c in cells[b] and cells[a][c] != cells[b][c]]
+    if len(both) < 2:
         return None
-    means = [float(np.mean([q[s] - p[s] for p, q in sides.values()])) for s in sorted(seeds)]
-    d = paired_seeds(means, level)
-    against = []
-    for rest, (p, q) in sides.items():
-        single = over_seeds(p, q, level)
-        if single and single.real and single.mean * d.mean < 0 and abs(single.mean) >= negligible:
-            against.append(rest)
-    better, worse = (a, b) if d.mean > 0 else (b, a)
-    return Effect(key, better, worse, d, " and ".join(against))
+
+    def over(chosen: Sequence[str], less: Sequence[str] = ()) -> np.ndarray:
+        weights = np.zeros(len(model.variances))
+        for part, cell_sign in ((chosen, 1.0), (less, -1.0)):
+            for cell in part:
+                weights[cells[b][cell]] += cell_sign / len(part)
+                weights[cells[a][cell]] -= cell_sign / len(part)
+        return weights
+
+    d = estimate(model, over(both), len(cells), alpha)
+    single = {cell: estimate(model, over([cell]), 2, alpha / len(both)) for cell in both}
+    low, high = (pick(both, key=lambda c: single[c].mean) for pick in (min, max))
+    apart = model.contrast(over([high], [low]))
+    interacts = apart.t * math.sqrt(2) > quantile(len(both), round(apart.df, 1), alpha)
+    ahead = 1 if d.mean > 0 else -1
+    holds = [c for c in both if single[c].real and single[c].mean * ahead > 0]
+    against = [c for c in both if single[c].real and single[c].mean * ahead < 0]
+    better, worse = (a, b) if d.mean * sign > 0 else (b, a)
+    return Effect(key, better, worse, d, tuple(against), tuple(holds) if interacts else None)
 
 
 def same_rows(runs: Sequence[Record]) -> bool:
@@ -253,44 +248,3 @@ def same_rows(runs: Sequence[Record]) -> bool:
             if not np.array_equal(a, b, equal_nan=True):
                 return False
     return True
-
-
-def stepwise(a: Record, b: Record, align: str, at: float | None, level: float) -> Difference | None:
-    """Estimate b - a of train/loss step by step on the same batches, over the later half of the
-    steps that both have.
-
-    It tells whether these two trajectories differ, and nothing of other seeds. None where the
-    batches are not known to be the same, or the steps are too few.
-    """
-    if not same_batches(a, b):
-        return None
-    x, y = (_until(r, "step", align, at) for r in (a, b))
-    _, at_x, at_y = np.intersect1d(x, y, assume_unique=True, return_indices=True)
-    if a.config.get("train.data_digest") or b.config.get("train.data_digest"):
-        d = _until(b, "data_digest", align, at)[at_y] - _until(a, "data_digest", align, at)[at_x]
-        if np.any(np.nan_to_num(d)):
-            return None
-    d = _until(b, "train/loss", align, at)[at_y] - _until(a, "train/loss", align, at)[at_x]
-    return series_difference(d[len(d) // 2 :], level)
-
-
-def _until(record: Record, key: str, align: str, at: float | None) -> np.ndarray:
-    """Return the rows of a column up to where losses are read; NaN where it is not known."""
-    where, nothing = positions(record, align), np.full(len(record.columns["step"]), np.nan)
-    rows = len(nothing) if at is None or not len(where) else rows_until(where, at)
-    return record.columns.get(key, nothing)[:rows]
-
-
-def same_batches(a: Record, b: Record) -> bool:
-    """Tell whether step s of both runs trains on the same tokens: a function of seed, data and real
-    batch alone."""
-    if not a.config or not b.config or SEED not in a.config:
-        return False
-    return _data(a) == _data(b)
-
-
-def _data(record: Record) -> list[str]:
-    keys = [key for key in record.config if key.startswith(("data.", "tokenizer."))]
-    keys = [SEED, "batch.sequence_length", *sorted(k for k in keys if not is_record(k))]
-    facts = record.batch("real_batch_size"), record.facts.get("data_fingerprint")
-    return [*(f"{key}={record.config.get(key)!r}" for key in keys), *map(repr, facts)]

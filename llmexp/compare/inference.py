@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, psi, stdtr, stdtrit, zeta
 
 WILD = 3.0  # standard errors above the median log variance: from there on a spread is no common one
 
@@ -44,6 +43,7 @@ class Model:
     of_cell: np.ndarray  # (cells,): the setting of each figure
     variances: np.ndarray  # (settings,): of one figure around its setting and seed
     df: np.ndarray  # (settings,): degrees of freedom of each variance
+    blocked: bool  # whether seeds are shared, and their own effect is taken out
     apart: bool = False  # whether nothing but its own seeds tells the variance of a setting
 
     def contrast(self, weights: np.ndarray) -> Pair:
@@ -59,7 +59,8 @@ class Model:
     def pair(self, i: int, j: int) -> Pair:
         """Estimate the figure of setting j minus that of setting i."""
         weights = np.zeros(len(self.variances))
-        weights[i], weights[j] = -1.0, 1.0
+        weights[i] -= 1.0
+        weights[j] += 1.0
         return self.contrast(weights)
 
 
@@ -89,11 +90,13 @@ def fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
         of_cell.append(np.full(len(own), i))
         variances[i], df[i] = own.var(ddof=1), len(own) - 1
     joined = np.concatenate(figures), np.concatenate(of_cell)
-    return Model(np.hstack(rows), *joined, variances, df)
+    return Model(np.hstack(rows), *joined, variances, df, model.blocked)
 
 
 def _wild(seeds: Sequence[Mapping[str, float]]) -> list[int]:
     """Return the settings whose spread is so large that it says nothing of the others."""
+    from scipy.special import psi, zeta
+
     several = [i for i, s in enumerate(seeds) if len(s) > 1]
     if len(several) < 3:
         return []
@@ -129,7 +132,7 @@ def _fit(seeds: Sequence[Mapping[str, float]]) -> Model | None:
     apart = len(seeds) == 2 and not blocks and min(map(len, seeds)) > 1
     variances, df = (squares / own_df, own_df) if apart else _moderated(squares, own_df, total)
     # Where seeds are blocks, the estimates lack a constant that all settings share.
-    return Model(inverse[: len(seeds)], figures, of_cell, variances, df, apart)
+    return Model(inverse[: len(seeds)], figures, of_cell, variances, df, bool(blocks), apart)
 
 
 def _blocks(cells: Sequence[tuple[int, str, float]], settings: int) -> dict[str, int]:
@@ -161,6 +164,8 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
     would else be taken for equal. Settings without seeds of their own to spare have the common
     variance.
     """
+    from scipy.special import psi, zeta
+
     pooled = float(squares.sum()) / total
     known = df > 0.1
     count = int(known.sum())
@@ -183,6 +188,8 @@ def _moderated(squares: np.ndarray, df: np.ndarray, total: float) -> tuple[np.nd
 def _inverse_trigamma(y: float) -> float:
     """Return the x > 0 with trigamma(x) = y > 0, by Newton's method (limma, appendix of Smyth
     2004)."""
+    from scipy.special import zeta
+
     x = 0.5 + 1 / y
     for _ in range(50):
         value = float(zeta(2, x))
@@ -198,20 +205,32 @@ def tail(q: float, count: int, df: float) -> float:
 
     scipy.stats has it too, for a second of import and some tenths for each value.
     """
+    from scipy.special import ndtr, stdtr
+
     if count == 2:
         return 2 * float(stdtr(df, -q / math.sqrt(2)))
-    logs = np.linspace(-40 / math.sqrt(df) - 1, 6 / math.sqrt(df) + 0.5, 200)
+    width = 9 / math.sqrt(2 * df)
+    logs = np.linspace(-40 / df - width, width, 120 + int(400 / df))
     # The density of log s, where df s^2 is chi-squared.
     weights = np.exp(df * (logs - np.exp(2 * logs) / 2 + 0.5))
-    z = np.linspace(-8.5, 8.5, 171)
+    z = np.linspace(-8.5, 8.5, 137)
     heights = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
     inside = (ndtr(z) - ndtr(z - q * np.exp(logs)[:, None])) ** (count - 1) @ heights
     return float(np.clip(1 - count * (weights @ inside) / weights.sum(), 0, 1))
 
 
+def _at_least(count: int) -> int:
+    """Return a number of settings from `count` to an eighth more, so that hundreds of settings take
+    few quantiles."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
 @functools.cache
 def quantile(count: int, df: float, alpha: float = 0.05) -> float:
     """Return the q with P(Q > q) = alpha for the studentized range of `count` values, to 1e-5."""
+    from scipy.special import stdtrit
+
     low, high = (
         -math.sqrt(2) * float(stdtrit(df, alpha / pairs / 2))
         for pairs in (1, math.comb(count, 2))  # a single pair; all of them by Bonferroni
@@ -231,20 +250,30 @@ def quantile(count: int, df: float, alpha: float = 0.05) -> float:
             high, at_high, at_low = q, at, at_low / 2
 
 
-def worse(pairs: Mapping[int, Pair], alpha: float = 0.05) -> set[int]:
-    """Return the settings that are worse than the best one, from the difference of each to it.
+@dataclass(frozen=True)
+class Judged:
+    """How a setting stands to the best one."""
+
+    pair: Pair  # its figure minus the best one's
+    worse: bool
+    rivals: int  # the settings among which it was judged, the best one included
+    half: float  # half width of the interval of the difference, at their level
+
+
+def judged(model: Model, alpha: float = 0.05) -> tuple[int, dict[int, Judged]]:
+    """Return the setting with the lowest figure, and how each other one stands to it.
 
     They are tested from the farthest one (in standard errors) to the nearest, each as the extreme
-    one of those that are left, until one is not found.
+    one of those that are left, until one is not found to be worse.
     """
-    found = set()
-    for place, i in enumerate(sorted(pairs, key=lambda i: -pairs[i].t)):
-        left = len(pairs) + 1 - place
-        single = 2 * float(stdtr(pairs[i].df, -pairs[i].t))
-        surely = single * math.comb(left, 2) <= alpha
-        if pairs[i].mean <= 0 or single > alpha:
-            break
-        if not surely and tail(pairs[i].t * math.sqrt(2), left, pairs[i].df) > alpha:
-            break
-        found.add(i)
-    return found
+    count = len(model.variances)
+    best = min(range(count), key=lambda i: model.pair(0, i).mean)
+    pairs = {i: model.pair(best, i) for i in range(count) if i != best}
+    left, going, found = count, True, {}
+    for i in sorted(pairs, key=lambda i: -pairs[i].t):
+        q = quantile(_at_least(left), round(pairs[i].df, 1), alpha)
+        half = q * pairs[i].error / math.sqrt(2)
+        going = going and pairs[i].mean > half
+        found[i] = Judged(pairs[i], going, left, half)
+        left -= going
+    return best, found

@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmexp.compare.evidence import (
+    FEW,
     Effect,
+    Fitted,
     Floor,
     Rival,
     Verdict,
     alike,
-    all_pairs,
     effects,
     floor_of,
-    over_seeds,
     place_of,
 )
 from llmexp.compare.figures import is_loss, shown, task
+from llmexp.compare.inference import Model, fit, judged
 from llmexp.compare.records import TWIN, Column, Comparison, Entry, Record, Standing
 from llmexp.compare.settings import varying
+from llmexp.compare.statistics import Difference, estimate
 
 NEGLIGIBLE = 0.002  # nats per token: what is known to be smaller is not worth a decision
 SMALL = (Verdict.SAME, Verdict.NEGLIGIBLE)  # no difference that matters
@@ -70,10 +72,6 @@ class Findings:
         return "lowest" if self.metric.sign > 0 else "highest"
 
     @property
-    def level(self) -> float:
-        return all_pairs(len(self.ranked))
-
-    @property
     def verdicts(self) -> set[Verdict]:
         return {r.verdict for r in self.ranked if r.verdict}
 
@@ -99,18 +97,15 @@ def find_out(
     without = [r for r in rivals if not r.seeds]
     if (mixed and metric.key.endswith("/loss")) or not metric.better:
         ranked = []
-    level = all_pairs(len(ranked))
-    first = leader(ranked, level, sign) if ranked else None
+    groups = _by_budget(ranked)  # those of one budget can be compared among themselves
+    alpha = 0.05 / max(1, sum(len(group) > 1 for group in groups))
+    judged = [_judge(group, alpha, negligible, sign) for group in groups]
+    first, fitted = min(judged, key=lambda j: _order(j[0], sign), default=(None, None))
     ordered = sorted(ranked, key=lambda r: r is not first)
     budgets = _by_budget([*ordered, *without])
     keys = varying([r.entry for r in rivals], c.factors)
     taking_part = [r for rival in ranked for r in rival.entry.taking_part]
     tasks = len({task(r, metric.key) for r in taking_part}) if loss else 1
-    for group in budgets:  # those of one budget can be compared among themselves
-        if members := [r for r in group if r in ordered]:
-            lead = members[0] if members[0] is first else leader(members, level, sign)
-            for other in members:
-                _judge(lead, other, level, negligible, sign)
     for rival in ordered if tasks > 1 else ():
         rival.verdict, rival.size, rival.difference = Verdict.TASK, None, None
     if first:
@@ -122,7 +117,7 @@ def find_out(
         without=without,
         budgets=budgets,
         floor=floor_of(ranked, metric.key) if loss else None,
-        effects=effects(ranked, keys, negligible) if loss and tasks == 1 else [],
+        effects=effects(ranked, keys, fitted, sign) if loss and tasks == 1 else [],
         negligible=negligible,
         mixed=mixed,
         tasks=tasks,
@@ -163,59 +158,95 @@ def _by_budget(rivals: Sequence[Rival]) -> list[list[Rival]]:
     return found
 
 
-def leader(rivals: Sequence[Rival], level: float, sign: float) -> Rival:
-    """Return the one that the others are held against: the best of those with several seeds, where
-    there are such.
+def _order(r: Rival, sign: float) -> tuple[bool, float]:
+    """Put settings with several seeds first, and among these the better ones."""
+    return len(r.seeds) < 2, sign * r.mean
+
+
+def _judge(
+    group: Sequence[Rival], alpha: float, negligible: float, sign: float
+) -> tuple[Rival, Fitted | None]:
+    """Judge rivals of one budget beside the best one, which is returned. `sign`: -1 where the
+    higher figure is better.
 
     Twins and repeats measure what rounding makes, and win nothing by it: one of each computation
-    can lead. Where the means are over other seeds, one that is better over the common ones goes
-    before.
+    stands for all. So it does where figures are equal to the bit: a limit that clips nothing is
+    no other setting, and no further witness of the noise.
     """
-    of_computation: dict[object, list[Rival]] = defaultdict(list)
-    for r in rivals:
-        of_computation[r.entry.computation].append(r)
+    same: dict[object, list[Rival]] = defaultdict(list)
+    known: dict[object, object] = {}  # the identity of a computation, and of figures over seeds
+    for r in group:
+        figures = frozenset(r.seeds.items()) if len(r.seeds) > 1 else r.entry.computation
+        first = known.get(figures, r.entry.computation)
+        r.identity = known.setdefault(r.entry.computation, first)
+        known.setdefault(figures, r.identity)
+        same[r.identity].append(r)
 
     def weight(r: Rival) -> tuple[int, bool, float]:
         return -len(r.seeds), bool(r.entry.values.get(TWIN)), sign * r.mean
 
-    candidates = [min(same, key=weight) for same in of_computation.values()]
-    candidates = [r for r in candidates if len(r.seeds) > 1] or candidates
-    best = min(candidates, key=lambda r: sign * float(np.mean(list(r.seeds.values()))))
-    for _ in candidates:
-        estimates = ((r, over_seeds(best.seeds, r.seeds, level)) for r in candidates)
-        better = (r for r, d in estimates if d and d.real and d.mean * sign <= 0)
-        best, before = next(better, best), best
-        if best is before:
-            break
-    return best
-
-
-def _judge(lead: Rival, other: Rival, level: float, negligible: float, sign: float) -> None:
-    """Judge a rival beside the leading one of its budget. `sign`: -1 where the higher figure is
-    better."""
-    a, b = lead.seeds, other.seeds
-    if other is lead:
-        other.verdict = Verdict.BUDGET
-        return
-    if lead.entry.computation == other.entry.computation:
-        shared = a.keys() & b.keys()
-        other.verdict = Verdict.ROUNDING
-        other.size = float(np.mean([b[s] - a[s] for s in shared])) if shared else None
-        return
-    d = other.difference = over_seeds(a, b, level)
-    if d is None:
-        other.verdict = Verdict.FEW_SEEDS
-        other.size = float(np.mean(list(b.values())) - np.mean(list(a.values())))
-        return
-    other.size = d.mean
-    if d.real and abs(d.mean) >= negligible:
-        other.verdict = Verdict.WORSE if d.mean * sign > 0 else Verdict.BETTER
-    elif d.real:
-        other.verdict = Verdict.NEGLIGIBLE
-    elif abs(d.mean) + d.half < max(negligible, 1e-12):
-        other.verdict = Verdict.SAME
+    candidates = [min(those, key=weight) for those in same.values()]
+    members, model = _fitted(candidates, sign)
+    if model is None:
+        lead, found = min(candidates, key=lambda r: _order(r, sign)), {}
     else:
-        other.verdict = Verdict.UNDECIDED
+        best, standing = judged(model, alpha)
+        lead = members[best]
+        found = {members[i].identity: (i, s) for i, s in standing.items()}
+    for other in group:
+        if other is lead:
+            other.verdict = Verdict.BUDGET
+        elif other.entry.computation == lead.entry.computation:
+            shared = sorted(lead.seeds.keys() & other.seeds.keys())
+            other.verdict = Verdict.ROUNDING
+            apart = [other.seeds[s] - lead.seeds[s] for s in shared]
+            other.size = float(np.mean(apart)) if shared else None
+        elif other.identity == lead.identity:
+            other.verdict, other.size = Verdict.SAME, 0.0
+        elif model is None or other.identity not in found:
+            other.verdict, other.size = Verdict.FEW_SEEDS, other.mean - lead.mean
+        else:
+            i, s = found[other.identity]
+            weights = np.zeros(len(members))
+            weights[best], weights[i] = -sign, sign
+            d = other.difference = estimate(model, weights, s.rivals, alpha)
+            other.size, other.verdict = d.mean, _verdict(d, s.worse, negligible)
+    number = {r.identity: i for i, r in enumerate(members)}
+    return lead, Fitted(model, number) if model else None
+
+
+def _fitted(candidates: Sequence[Rival], sign: float) -> tuple[list[Rival], Model | None]:
+    """Fit the model to the settings that can be judged together: those that share seeds, or those
+    with enough seeds of their own, whichever are more."""
+    several = [r for r in candidates if len(r.seeds) > 1]
+    own = [r for r in several if len(r.seeds) >= FEW]
+    for members in (several, *sorted((connected(several), own), key=len, reverse=True)):
+        if len(members) > 1:
+            model = fit([{s: sign * y for s, y in r.seeds.items()} for r in members])
+            if model and (model.blocked or len(own) >= len(members)):
+                return list(members), model
+    return [], None
+
+
+def connected(rivals: Sequence[Rival]) -> list[Rival]:
+    """Return the largest set of settings of which each shares two seeds or more with another."""
+    left, best = list(rivals), list[Rival]()
+    while left:
+        found = [left.pop()]
+        for r in found:  # which grows
+            near = [o for o in left if len(r.seeds.keys() & o.seeds.keys()) > 1]
+            found += near
+            left = [o for o in left if o not in near]
+        best = max(best, found, key=len)
+    return [r for r in rivals if r in best]
+
+
+def _verdict(d: Difference, worse: bool, negligible: float) -> Verdict:
+    if worse and d.real:
+        return Verdict.WORSE if abs(d.mean) >= negligible else Verdict.NEGLIGIBLE
+    if abs(d.mean) + d.half < max(negligible, 1e-12):
+        return Verdict.SAME
+    return Verdict.UNDECIDED
 
 
 def standings(f: Findings) -> tuple[Entry, ...]:

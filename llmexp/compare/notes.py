@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 
 from llmexp.compare.answer import listed
 from llmexp.compare.budgets import Spent, common, equal
-from llmexp.compare.evidence import Effect, Place, Verdict, same_batches, stepwise
+from llmexp.compare.evidence import Effect, Place, Verdict
 from llmexp.compare.figures import counts
 from llmexp.compare.judging import Findings
 from llmexp.compare.position import evaluations, positions
@@ -47,7 +46,7 @@ def notes_and_why(f: Findings) -> tuple[tuple[str, ...], tuple[str, ...]]:
     large = [_effect(e, f) for e in f.effects if _matters(e, f)]
     small = [_effect(e, f) for e in f.effects if not _matters(e, f)]
     beside = (*_left_out(f), *_unequal_seeds(f), *_planned(f), *made_of[:2])
-    how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_steps(f), *_halving(f))
+    how = (*_tokens(f), *_where(f), *_batch(f), *_method(f), *_halving(f))
     notes = (*_budgets(f), *_trunk(f), *_rounding(f), *large[:2], *beside)
     return notes, (*how, *small, *_facts(f), *made_of[2:])
 
@@ -127,8 +126,13 @@ def _effect(e: Effect, f: Findings) -> str:
         return f"{name}: undecided between {e.better} and {e.worse}, {amount}."
     if not _matters(e, f):
         return f"{name}: {e.better} is ahead of {e.worse} by too little to matter, {amount}."
-    against = f"; not at {e.against}, where the pair itself counts, as it shows the opposite"
-    return f"{name}: {e.better} is better than {e.worse} by {amount}{against if e.against else ''}."
+    what = f"{name}: {e.better} is better than {e.worse}"
+    if e.only is not None:
+        where = f"at {listed(e.only)} only" if e.only else f"by an amount that depends on {others}"
+        opposite = f", and worse at {listed(e.against)}" if e.against else ""
+        return f"{what} {where}{opposite}; {amount}."
+    against = f"; not at {' and '.join(e.against)}, where the pair itself counts"
+    return f"{what} by {amount}{against if e.against else ''}."
 
 
 def _left_out(f: Findings) -> Iterator[str]:
@@ -259,10 +263,9 @@ def _method(f: Findings) -> Iterator[str]:
     """Say what the intervals mean, and what one seed cannot tell."""
     count, few = len(f.ranked), f.is_loss and Verdict.FEW_SEEDS in f.verdicts
     if any(r.difference for r in f.ranked):
-        pairs = math.comb(count, 2)
-        together = f", over the {pairs} pairs of {count} settings together" if count > 2 else ""
+        of = f" of all {count} settings" if count > 2 else ""
         small = f"; a difference under {f.negligible:g} does not matter" if f.is_loss else ""
-        yield f"Intervals are at 95 % over seeds{together}{small}."
+        yield f"Intervals are at 95 %, with the noise{of} over their seeds{small}."
     if few:
         yield (
             "Runs of one seed show what these runs did, not what the settings do: rounding and the "
@@ -279,26 +282,6 @@ def _method(f: Findings) -> Iterator[str]:
         yield (
             "What rounding makes was not measured; sweep.twins=1 trains the leading setting once "
             "more for that."
-        )
-
-
-def _steps(f: Findings) -> Iterator[str]:
-    """Compare the first two of one seed step by step, where they trained on the same batches."""
-    rivals = [r for r in f.those(Verdict.FEW_SEEDS) if r.budget == f.ranked[0].budget]
-    pair = [*f.ranked[:1], *rivals[:1]]
-    if len(pair) < 2 or not f.is_loss or any(len(r.entry.runs) > 1 for r in pair):
-        return
-    (best, a), (rival, b) = ((r.label, r.entry.runs[0]) for r in pair)
-    d = stepwise(a, b, f.c.align, f.c.align_at, f.level)
-    if d is None:
-        few = "too few steps, or steps too alike, for an interval"
-        reason = few if same_batches(a, b) else "other batches"
-        yield f"{best} and {rival} are not compared step by step: {reason}."
-    else:
-        yield (
-            f"Step by step on the same batches, the train loss of {rival} is {d.text} "
-            f"{'above' if d.mean > 0 else 'below'} that of {best}: a statement about these two "
-            "runs only."
         )
 
 

@@ -222,7 +222,7 @@ CASES = {
         [run for b in (1, 2) for limit in (1.0, 2.0)
          for run in of(limit, {s: limit + 0.01 * s * b for s in (1, 2)}, data__weights=[1, b])],
         ["data.weights", LIMIT], {}, "",
-        {"weights=[1, 1] clip=1.0": "lowest", "weights=[1, 2] clip=1.0": "undecided",
+        {"weights=[1, 1] clip=1.0": "best", "weights=[1, 2] clip=1.0": "worse",
          "weights=[1, 1] clip=2.0": "worse", "weights=[1, 2] clip=2.0": "worse"},
     ),
     "a swept group reads as on the command line": (
@@ -360,7 +360,7 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
     assert sorted(marks(c).values()) == ["lowest", "undecided", "worse"]
     assert marks(c)["clip=3.0"] == "worse"
     assert c.headline.startswith("Undecided: ")
-    assert "(3 seeds, paired)" in c.headline
+    assert "(3 seeds)" in c.headline
     assert c.headline.endswith("1 of the 2 others is worse.")
 
 
@@ -372,7 +372,7 @@ def test_seeds_are_folded_and_their_spread_decides(tmp_path):
             0.0012,
             0.0001,
             "same",
-            "clip=1.0 and clip=2.0 are alike, val loss 2.6202: they differ by nothing that matters",
+            "clip=1.0 and clip=2.0 are alike to within 0.0013: val loss 2.6202.",
         ),
         (0.0, 0.0001, "same", "clip=1.0 and clip=2.0 are alike"),
         (0.003, 0.0040, "undecided", "Undecided: clip=1.0 has the lowest val loss, 2.6202, "),
@@ -398,7 +398,7 @@ def test_real_negligible_same_and_undecided(tmp_path, gap, scatter, mark, start)
     if mark == "undecided":
         # (t(0.975, n-1) + t(0.8, n-1)) 0.004 / sqrt(n) <= 0.003 from n = 16 on, (2.131 + 0.866) *
         # 0.001: 11 more.
-        assert "; 11 more seeds each would settle such a difference" in c.headline
+        assert "; 11 more seeds each would tell" in c.headline
     assert compare([tmp_path], negligible=0.0).headline.startswith("clip=1.0 is best") == (
         gap >= 0.0012 and gap != 0.003
     )
@@ -693,11 +693,9 @@ def test_more_cells_with_the_same_seeds_do_not_make_an_effect_clearer(tmp_path, 
     }
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
     (said,) = [s for s in c.why if s.startswith("end: undecided")]
-    # Differences 0.01 and 0.02: mean 0.015, half width t(1 - 0.025 / pairs, 1) * 0.005, over all
-    # pairs of values.
-    pairs = 1 + math.comb(1 + copies, 2)
-    half = math.tan(math.pi * (0.5 - 0.025 / pairs)) * 0.005
-    assert f"0.015 ± {half:.2g}, averaged over clip (2 seeds, paired)" in said
+    # Differences 0.01 and 0.02: mean 0.015, half width t(1 - 0.025 / 2, 1) * 0.005 for two keys.
+    half = math.tan(math.pi * (0.5 - 0.025 / 2)) * 0.005
+    assert f"0.015 ± {half:.2g}, averaged over clip (2 seeds)" in said
 
 
 def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
@@ -714,8 +712,8 @@ def test_an_effect_that_turns_round_in_a_cell_says_which_counts(tmp_path):
                     offset=(limit - 1) * (effect + jitter) + 0.01 * seed,
                 )
     c = compare([make_sweep(tmp_path / "s", points, ["data.end", "clip.max_norm"])])
-    (said,) = [s for s in c.notes if s.startswith("clip: 1.0 is better than 2.0 by 0.027")]
-    assert "not at end=2, where the pair itself counts, as it shows the opposite" in said
+    (said,) = [s for s in c.notes if s.startswith("clip: 1.0 is better than 2.0 at")]
+    assert "at end=0 and end=1 only, and worse at end=2; 0.027 ± " in said
 
 
 def test_an_effect_is_over_the_seeds_that_both_sides_have(tmp_path):

@@ -25,9 +25,8 @@ def table(y_kn: np.ndarray) -> list[dict[str, float]]:
 def judged(seeds) -> tuple[int, set[int], dict[int, inference.Pair]]:
     model = inference.fit(seeds)
     assert model is not None
-    best = min(range(len(seeds)), key=lambda i: model.pair(0, i).mean)
-    pairs = {i: model.pair(best, i) for i in range(len(seeds)) if i != best}
-    return best, inference.worse(pairs), pairs
+    best, found = inference.judged(model)
+    return best, {i for i, j in found.items() if j.worse}, {i: j.pair for i, j in found.items()}
 
 
 def test_two_settings_over_shared_seeds_are_students_paired_t():
