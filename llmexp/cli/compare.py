@@ -1,11 +1,11 @@
-"""`llmexp compare PATH...`: its arguments and where the answer goes."""
+"""Run `llmexp compare PATH...`: read its arguments and send the answer where they say."""
 
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmexp.compare import table
@@ -15,96 +15,94 @@ from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE
 
-_TEXTS = {"json": ".json", "csv": ".csv", "markdown": ".md"}
-_PICTURES = {"html": ".html", "png": ".png"}
-
 
 def run(arguments: list[str]) -> int:
-    """Return exit code 0. Raises ConfigError, also where there is nothing to show, and OSError
-    for a file that could not be written."""
+    """Compare runs, print and write the answer, and return exit code 0.
+
+    Raises ConfigError for arguments that cannot be followed and where there is no run to show, and
+    OSError for a file that could not be written.
+    """
     args = _arguments(arguments)
-    wanted = _targets(args)
+    for path in args.out:
+        _check(path)
     comparison = compare(
         args.paths or ["outputs"],
         align=args.align,
         sort=args.sort,
-        whole="html" in wanted,
+        whole=any(path.suffix.lower() == ".html" for path in args.out),
         negligible=args.negligible,
     )
     for problem in comparison.problems:
         print(f"llmexp: {problem}", file=sys.stderr)
     if not comparison.entries:
         raise ConfigError(NO_RUN)
-    for name, target in wanted.items():
-        if target == "-":
-            print(_text(name, comparison), end="")
-        else:
-            _write(name, comparison, Path(target))
-            print(f"llmexp: wrote {target}", file=sys.stderr)
-    if "-" not in wanted.values():
+    for path in args.out:
+        _write(comparison, path)
+    if args.json:
+        print(table.to_json(comparison), end="")
+    else:
         table.show(comparison, sys.stdout, width=table.columns(), why=args.why)
     return DONE
 
 
-def _write(name: str, comparison: Comparison, path: Path) -> None:
-    """Write a form of the comparison into a file. Raises OSError in words."""
+def _page(comparison: Comparison) -> str:
+    """Return the page; plotly is imported only where one is asked for."""
+    from llmexp.compare.page import page
+
+    return page(comparison)
+
+
+_FORMS: dict[str, Callable[[Comparison], str]] = {
+    ".json": table.to_json, ".csv": table.to_csv, ".md": table.to_markdown, ".html": _page,
+}  # fmt: skip
+
+
+def _check(path: Path) -> None:
+    """Raise ConfigError for a file that cannot be written, before anything is read."""
+    if path.suffix.lower() not in _FORMS:
+        why = f"the file's name must end in {', '.join(_FORMS)}; for example --out table.csv"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}; for example --out /tmp/{path.name}"
+    elif path.is_dir() or not os.access(path.parent, os.W_OK):
+        why = f"cannot be written; for example --out /tmp/{path.name}"
+    else:
+        return
+    raise ConfigError(f"--out {path}: {why}")
+
+
+def _write(comparison: Comparison, path: Path) -> None:
+    """Write the comparison in the form that the file's name asks for; raise OSError in words."""
     try:
-        if name == "png":
-            from llmexp.compare.picture import write_png
-
-            write_png(comparison, path)
-        else:
-            fileio.write_whole(path, _text(name, comparison))
+        fileio.write_whole(path, _FORMS[path.suffix.lower()](comparison))
     except OSError as error:
-        example = f"name a file elsewhere, for example --{name} /tmp/{path.name}"
+        example = f"name a file elsewhere, for example --out /tmp/{path.name}"
         raise OSError(
-            f"--{name} {path}: could not be written: {error.strerror or error}; {example}"
+            f"--out {path}: could not be written: {error.strerror or error}; {example}"
         ) from error
+    print(f"llmexp: wrote {path}", file=sys.stderr)
 
 
-def _targets(args: argparse.Namespace) -> dict[str, str]:
-    """Return the file for each form that is asked for, - for standard output.
-
-    What follows `--csv` and is no name of such a file is one more path to compare, and must not be
-    overwritten. Raises ConfigError for a file that cannot be written.
-    """
-    wanted: dict[str, str] = {}
-    for name, suffix in (_TEXTS | _PICTURES).items():
-        target = getattr(args, name)
-        if target is None:
-            continue
-        if target != "-" and not target.lower().endswith(suffix):
-            if name in _PICTURES or not (os.path.lexists(target) or glob.glob(target)):
-                text = f"the file's name must end in {suffix}; for example table{suffix}"
-                raise ConfigError(f"--{name} {target}: {text}")
-            args.paths.append(target)
-            target = "-"
-        wanted[name] = target
-        path = Path(target)
-        if target != "-" and not path.parent.is_dir():
-            why = f"there is no folder {path.parent}"
-        elif target != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            why = "cannot be written"
-        else:
-            continue
-        example = f"for example --{name} /tmp/{path.name}"
-        raise ConfigError(f"--{name} {path}: {why}; {example}")
-    if list(wanted.values()).count("-") > 1:
-        text = "only one of --json, --csv and --markdown can go to standard output"
-        raise ConfigError(f"{text}; name a file for others")
-    return wanted
+# Options of before --out, and the file that it would write in their place.
+_REPLACED = {"--csv": "table.csv", "--markdown": "table.md", "--html": "page.html",
+             "--png": "page.html"}  # fmt: skip
 
 
-def _text(name: str, comparison: Comparison) -> str:
-    if name == "html":
-        from llmexp.compare.page import page
-
-        return page(comparison)
-    forms = {"json": table.to_json, "csv": table.to_csv, "markdown": table.to_markdown}
-    return forms[name](comparison)
+def _refuse_replaced(arguments: Sequence[str]) -> None:
+    """Raise ConfigError, with the option of today, for an option of before --out."""
+    for i, word in enumerate(arguments):
+        option, _, value = word.partition("=")
+        value = value or next(iter(arguments[i + 1 :]), "")
+        if option == "--json" and value.endswith(".json"):
+            raise ConfigError(f"--json prints; to write a file: --out {value}")
+        if option in _REPLACED:
+            told = f"; for example --out {_REPLACED[option]}"
+            if option == "--png":
+                told += ", whose figures a button saves as pictures"
+            raise ConfigError(f"{option} is --out FILE now, by the ending of its name{told}")
 
 
 def _arguments(arguments: list[str]) -> argparse.Namespace:
+    _refuse_replaced(arguments)
     parser = argparse.ArgumentParser(
         prog="llmexp compare",
         description="Compare runs: which setting is best, by how much, and is the difference real.",
@@ -129,9 +127,10 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         "--negligible", metavar="NATS",
         help=f"a difference below this does not matter (default: that of the sweep, {NEGLIGIBLE})",
     )  # fmt: skip
-    for name, suffix in _TEXTS.items():
-        text = f"the table as {name}, on standard output or into a {suffix} file"
-        parser.add_argument(f"--{name}", nargs="?", const="-", metavar="FILE", help=text)
-    parser.add_argument("--html", metavar="FILE", help="a page in one file, figures and all")
-    parser.add_argument("--png", metavar="FILE", help="the curves as a picture")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument(
+        "--out", action="append", default=[], type=Path, metavar="FILE",
+        help="also write the table as FILE.json, FILE.csv or FILE.md, or the page as FILE.html; "
+        "may be given several times",
+    )  # fmt: skip
     return parser.parse_args(arguments)

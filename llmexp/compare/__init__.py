@@ -13,8 +13,7 @@ answer, notes  the result in one line; what must be known beside it
 comparing      all of the above in order: runs -> `Comparison`
 table          for the terminal, JSON, CSV, Markdown
 page           the HTML page; plotting, plot_training and plot_settings make its figures
-picture        the same as PNG
-curves         what page and picture draw: rows, thinned; axes of swept keys
+curves         what the page draws: rows, thinned; axes of swept keys
 budgets        unequal budgets, before a sweep starts
 provenance     runs that differ in code, packages or drivers
 throughput     the table of a timing grid

@@ -1,5 +1,4 @@
-"""Prepare what page and picture draw: one quantity over training, thinned; the axis of a swept
-key."""
+"""Prepare what the page draws: one quantity over training, thinned; the axis of a swept key."""
 
 from __future__ import annotations
 

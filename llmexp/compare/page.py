@@ -27,7 +27,7 @@ LIBRARY = "plotly.min.js"
 UNITS = {"tokens": "tokens", "steps": "steps", "time": "s of training"}
 MISSING = (
     f"This figure needs the file {LIBRARY} beside the page. "
-    "A page in one file, to be sent around: llmexp compare FOLDER --html page.html"
+    "A page in one file, to be sent around: llmexp compare FOLDER --out page.html"
 )
 
 

@@ -127,7 +127,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that the table, the JSON, the page and the picture show."""
+    """Everything that the table, the JSON and the page show."""
 
     entries: tuple[Entry, ...]  # the best one first
     differing: tuple[str, ...]  # config keys, by section

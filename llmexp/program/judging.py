@@ -46,8 +46,10 @@ class Answer:
         return dict(json.loads(table.to_json(self.comparison)))
 
     def frame(self) -> Any:
-        """Return what `llmexp compare --csv` prints as a data frame: a row a setting, values in
-        their own types."""
+        """Return the table that `llmexp compare --out FILE.csv` writes as a data frame.
+
+        A row a setting; values have their own types.
+        """
         from llmexp.compare import table
 
         return framed(table.columns_in_full(self.comparison))

@@ -20,7 +20,7 @@ from llmexp.__main__ import run as llmexp
 from llmexp.cli.runs import readable_age, readable_size
 from llmexp.compare.comparing import compare
 from llmexp.compare.figures import shown
-from llmexp.compare.table import show, to_json
+from llmexp.compare.table import show, to_json, to_markdown
 from llmexp.runs.rundir import locked
 from llmexp.system import fileio
 from tests.compare.synthetic import make_run, make_sweep
@@ -64,48 +64,32 @@ def test_markup_and_escapes_in_names_are_shown_as_text(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "[red]x[bold]|`=1" in out
     assert "\x1b" not in out
-    assert llmexp(["compare", str(tmp_path), "--markdown"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = [line for line in to_markdown(compare([tmp_path])).splitlines() if line.startswith("|")]
     assert len({row.replace("\\|", "").count("|") for row in rows}) == 1
 
 
-def test_json_csv_and_markdown_say_the_same_and_nothing_else(sweep, capsys):
+def test_json_csv_and_markdown_say_the_same_and_are_written_by_the_name_of_the_file(
+    sweep, tmp_path, capsys
+):
     comparison = compare([sweep])
     assert llmexp(["compare", str(sweep), "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    whole = json.loads(printed)
     assert [r["name"] for r in whole["runs"]] == [e.name for e in comparison.entries]
     assert whole["sentences"] == list(comparison.sentences)
-    assert llmexp(["compare", str(sweep), "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    files = [tmp_path / f"t.{form}" for form in ("json", "csv", "md")]
+    assert llmexp(["compare", str(sweep), *(f"--out={path}" for path in files)]) == 0
+    assert "val loss" in capsys.readouterr().out
+    as_json, as_csv, as_markdown = (path.read_text() for path in files)
+    assert as_json == printed
+    rows = list(csv.DictReader(io.StringIO(as_csv)))
     for given, row, entry in zip(whole["runs"], rows, comparison.entries, strict=True):
         for column in comparison.columns:
             assert given[column.key] == float(row[column.key]) == entry.figures[column.key]
         assert str(given["clip.max_norm"]) == f"{float(row['clip.max_norm'])}"
         assert given["state"] == row["state"] == "finished"
-    assert llmexp(["compare", str(sweep), "--markdown"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n| ") == 2 + 4
-    assert comparison.headline.partition(":")[0] in out
-
-
-def test_files_are_written_and_a_path_after_an_option_is_no_file(
-    sweep, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    names = ["t.json", "t.csv", "t.md", "t.png"]
-    options = [
-        f
-        for name, opt in zip(names, ("json", "csv", "markdown", "png"), strict=True)
-        for f in (f"--{opt}", name)
-    ]
-    assert llmexp(["compare", "s", *options]) == 0
-    assert "val loss" in capsys.readouterr().out
-    assert json.loads((tmp_path / "t.json").read_text())["runs"]
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG\r\n")
-    before = (sweep / "sweep.json").read_bytes()
-    assert llmexp(["compare", "--csv", "s"]) == 0
-    assert capsys.readouterr().out.startswith("name,path,state")
-    assert (sweep / "sweep.json").read_bytes() == before
+    assert as_markdown.count("\n| ") == 2 + 4
+    assert comparison.headline.partition(":")[0] in as_markdown
 
 
 def test_a_full_disk_under_the_page_is_named(sweep, capsys, monkeypatch):
@@ -113,26 +97,29 @@ def test_a_full_disk_under_the_page_is_named(sweep, capsys, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(fileio, "write_whole", full)
-    for name in ("page.html", "curves.png"):
-        option = f"--{name.partition('.')[2]}"
-        assert llmexp(["compare", str(sweep), option, str(sweep / name)]) == 1
-        said = f"{option} {sweep / name}: could not be written: No space left on device; name a"
-        assert capsys.readouterr().err.startswith(f"llmexp: {said}")
+    assert llmexp(["compare", str(sweep), "--out", str(sweep / "page.html")]) == 1
+    said = f"--out {sweep / 'page.html'}: could not be written: No space left on device; name a"
+    assert capsys.readouterr().err.startswith(f"llmexp: {said}")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        ["--png", "table.txt"], ["--html", "no/such/folder/x.html"], ["--csv", "new.txt"],
-        ["--json", "--csv"],
-        ["--align", "days"], ["--sort", "x"],
+        (["--out", "table.txt"], "--out table.csv"),
+        (["--out", "no/such/folder/x.html"], "--out /tmp/x.html"),
+        (["--csv"], "--out table.csv"),
+        (["--html=x.html"], "--out page.html"),
+        (["--json", "x.json"], "--out x.json"),
+        (["--align", "days"], "--align steps"),
+        (["--sort", "x"], "--sort val/loss"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_one_line(sweep, capsys, arguments):
+)
+def test_what_cannot_be_done_is_one_line_with_an_example(sweep, capsys, arguments, said):
     assert llmexp(["compare", str(sweep), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
+    assert said in captured.err
 
 
 def test_nothing_to_show_is_exit_code_2_and_a_bad_path_beside_a_run_is_a_line(
@@ -159,7 +146,7 @@ def test_no_terminal_and_an_ascii_one(tmp_path):
         "TERM": "dumb",
     }
     env.pop("DISPLAY", None)
-    command = [sys.executable, "-m", "llmexp", "compare", str(sweep), "--png", str(sweep / "x.png")]
+    command = [sys.executable, "-m", "llmexp", "compare", str(sweep)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert max(map(len, done.stdout.splitlines())) <= 60
@@ -295,9 +282,9 @@ def test_names_that_are_no_text_can_be_compared_and_written(tmp_path, capsys):
     """A folder of the byte 0xe9 alone, which is no UTF-8."""
     sweep = tmp_path / os.fsdecode(b"lat\xe9")
     make_sweep(sweep, {f"c_{c}": dict(max_norm=c, offset=c) for c in (1.0, 2.0)}, ["clip.max_norm"])
-    out = {f"--{name}": str(tmp_path / f"all.{name}") for name in ("html", "csv", "json")}
-    assert llmexp(["compare", str(sweep), *(word for pair in out.items() for word in pair)]) == 0
-    for path in out.values():
+    out = [str(tmp_path / f"all.{name}") for name in ("html", "csv", "json")]
+    assert llmexp(["compare", str(sweep), *(f"--out={path}" for path in out)]) == 0
+    for path in out:
         with open(path, encoding="utf-8") as f:
             assert "lat" in f.read()
     assert "Traceback" not in capsys.readouterr().err
