@@ -19,8 +19,11 @@ from llmexp.sweep import ray, show
 
 @dataclass(frozen=True)
 class Prepared:
-    """Hold what `llmexp prepare` made ready: counts of tokens, and a row for each source of
-    data=corpus (its keys are those of HEADS, `bytes_per_token` in bytes)."""
+    """Hold what `llmexp prepare` made ready.
+
+    Counts are of tokens. `sources` has a row for each source of data=corpus, with the keys of
+    HEADS; `bytes_per_token` is in bytes.
+    """
 
     description: str
     tokenizer: str
@@ -73,8 +76,10 @@ def prepare(arguments: list[str]) -> int:
 
 
 def prepared(args: Any) -> Prepared | str:
-    """Prepare the data of a command line that was parsed; return what was made, or with
-    prepare.part the part. Raises ConfigError."""
+    """Prepare the data of a parsed command line, and return what was made, or the part.
+
+    Raises ConfigError.
+    """
     if args.multirun:
         raise ConfigError("-m: llmexp prepare takes one config, not a sweep; leave out -m")
     with app.hydra_app(args.config_dir, args.overrides) as hydra:

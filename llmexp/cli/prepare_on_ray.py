@@ -21,8 +21,11 @@ LOOK_S = 1.0
 
 
 def write_all(works: Sequence[Work], cache: Path) -> None:
-    """Write all shards as tasks of the cluster that this machine is part of or RAY_ADDRESS names,
-    else of one that is started here. Raises ValueError."""
+    """Write all shards as tasks of a Ray cluster.
+
+    It is the one that this machine is part of or RAY_ADDRESS names, else one that is started here.
+    Raises ValueError.
+    """
     import ray
 
     begun = not ray.is_initialized()
@@ -63,8 +66,10 @@ def _task(
 
 
 def _wait(ray: Any, handles: list[Any], works: Sequence[Work]) -> None:
-    """Return when all tasks are done; chunks in the cache say how far they are. Raises
-    ValueError."""
+    """Return when all tasks are done; show their progress by the chunks in the cache.
+
+    Raises ValueError.
+    """
     total = sum(sum(work.unit_bytes()) for work in works)
     progress = Progress(f"{len(handles)} parts on Ray", total)
     left, seen = list(handles), set[Path]()

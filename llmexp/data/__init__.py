@@ -1,4 +1,6 @@
-"""Read tokens in a reproducible order. In reading order:
+"""Read tokens in a reproducible order.
+
+In reading order:
 
 order        sequence k of a run: a pure function of the seed and k
 reader       from tokens to the windows of a rank, read ahead by a thread
@@ -8,6 +10,7 @@ corpus       data=corpus: named sources, mixed, with named validation sets
 sections     its knobs, checked
 mixture      which source sequence k of a mixture comes from
 source       one source of documents and its splits; datasets of Hugging Face
+sniffing     what a file is, by its first bytes
 readers      documents of text and JSON, plain or compressed
 tables       documents of Parquet and Arrow
 records      documents, records that are none, and counts of both
@@ -18,12 +21,10 @@ text_bytes   bytes of text that ids stand for
 work         units of files, and the parts of them
 shards       documents -> token shards, in order, by all cores
 places       files here, and addresses that fsspec reads
-documents    text files as documents, for training and for validation
-encode       documents -> token ids
-prepare      token shards in the cache
+encode       pieces of text that are encoded one by one, by several threads
 token_files  ids that somebody else has prepared
 labels       which of them are no targets
-cache        write into the token cache: lock, flush, errors
+cache        write into the token cache: lock, errors
 progress     a line while a preparation lasts
 files        find and identify input files
 tokenizers   tiktoken's encodings, bytes, the user's own

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -23,8 +21,10 @@ def id_type(tokenizer: Tokenizer) -> np.dtype:
 
 @contextlib.contextmanager
 def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder of the cache, alone or with others that are not alone. Raises
-    ValueError where the disk does not take it, DataChanged as it comes."""
+    """Hold the lock of a folder of the cache, alone or with others that are not alone.
+
+    Raises ValueError where the disk does not take it; DataChanged passes through.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock"), fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
@@ -37,15 +37,6 @@ def building(folder: Path, cache: Path, *, alone: bool = True) -> Iterator[None]
             f"({error.strerror or error}); set data.cache_dir or the environment variable "
             "LLMEXP_CACHE_DIR to a folder with room that you may write to"
         ) from error
-
-
-@contextlib.contextmanager
-def flushed(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that is on the disk when it is closed."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

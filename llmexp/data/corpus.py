@@ -189,8 +189,10 @@ def _texts(
 
 
 def _table(sources: Mapping[str, Prepared], whole: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each split of each source, for the table of `llmexp prepare`. `whole`: what
-    the split is called that is no share."""
+    """Yield a row for each split of each source, for the table of `llmexp prepare`.
+
+    `whole`: the name of the split that is no share.
+    """
     for name, one in sources.items():
         for split, stream in one.streams.items():
             tokens, first = len(stream), split == TRAIN

@@ -62,8 +62,10 @@ def pieces_of(tokenizer: Tokenizer) -> Callable[[Iterator[str]], Iterator[str]]:
 def ahead(
     work: Callable[[T], R], items: Iterator[T], threads: int | None = None
 ) -> Generator[tuple[T, R], None, None]:
-    """Yield each item with what `work` makes of it, in order. Threads, by default one per core,
-    work a few items ahead."""
+    """Yield each item with what `work` makes of it, in order.
+
+    Threads, by default one per core, work a few items ahead.
+    """
     threads = min(threads or cpu_count(), MAX_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="llmexp-prepare")
     waiting: deque[tuple[T, Future[R]]] = deque()
@@ -81,10 +83,9 @@ def ahead(
 
 
 def cut(texts: Iterator[str], size: int | None = None) -> Iterator[str]:
-    """Yield the same text in pieces of about `size` characters that can be encoded one by one (see
-    BOUNDARY).
+    """Yield the same text in pieces of about `size` characters that can be encoded one by one.
 
-    Where there is no boundary the piece grows until there is one.
+    They end at a BOUNDARY. Where there is none the piece grows until there is one.
     """
     size = size or PIECE_CHARACTERS
     pending: list[str] = []

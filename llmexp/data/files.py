@@ -1,5 +1,4 @@
-"""Files that a data source reads: found by glob, identified by content, remembered in the cache
-folder."""
+"""Find the files that a data source reads, identify their content, and remember it in the cache."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ import hashlib
 import json
 import math
 import os
-import re
 import resource
-import shlex
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,27 +20,16 @@ from llmexp.settings.values import refuse
 from llmexp.system.fileio import sha256, write_whole
 
 NAMED_FILES = 20  # a fingerprint names the files of a corpus up to this many, and only counts more
-PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-XZ, BZIP2 = b"\xfd7zXZ\x00", tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
-JSON_ARRAY = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*\{\s*[\"}]")
 READ_SAVED = "data=corpus data.sources.main.hf="
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
-# First bytes of files that nothing here reads: what they are, and what to do with them.
-UTF_16 = "convert it first: iconv -f {kind} -t UTF-8 {{path}} > FILE"
-OTHERS = {
-    rb"PK\x03\x04": ("a zip archive, not text", "unpack it first: unzip {path}"),
-    rb"[\s\S]{257}ustar": ("a tar archive, not text", "unpack it first: tar -xf {path}"),
-    rb"\x93NUMPY": ("an array of NumPy, not text", "for token ids use data=tokens"),
-    rb"FEA1": ("a Feather file of version 1", "write it anew as version 2 with pyarrow.feather"),
-    rb"\xff\xfe\0\0|\0\0\xfe\xff": ("text in UTF-32, not UTF-8", UTF_16.format(kind="UTF-32")),
-    rb"\xff\xfe|\xfe\xff": ("text in UTF-16, not UTF-8", UTF_16.format(kind="UTF-16")),
-}
 OTHER_FILES = 512  # that a process may have open beside those of its data
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp. Nothing is made here.
-    Raises ValueError."""
+    """Return `data.cache_dir`, else $LLMEXP_CACHE_DIR, else ~/.cache/llmexp.
+
+    Nothing is made here. Raises ValueError.
+    """
     if not isinstance(cache_dir, str | None):
         raise refuse("data.cache_dir", cache_dir, "the path of a folder is needed, or null")
     folder = cache_dir or os.environ.get("LLMEXP_CACHE_DIR") or "~/.cache/llmexp"
@@ -51,8 +37,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files for so many that stay open. Raises ValueError where
-    it may not."""
+    """Raise this process's limit of open files, for so many that stay open.
+
+    Raises ValueError where it may not.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most, enough = (math.inf if n == resource.RLIM_INFINITY else n for n in (hard, soft))
     if count + 64 > most:
@@ -68,11 +56,11 @@ def cpu_count() -> int:
 
 
 def match_files(key: str, patterns: Any) -> list[Path]:
-    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each file
-    once. A folder stands for all files below it but hidden ones.
+    """Return the readable files that a glob, or a list of globs, names: sorted per glob, each once.
 
-    Relative globs start in the current folder; `**` crosses folders. Raises ValueError, naming
-    `key`, for a glob without a match and for what is no readable file.
+    A folder stands for all files below it but hidden ones. Relative globs start in the current
+    folder; `**` crosses folders. Raises ValueError, naming `key`, for a glob without a match and
+    for what is no readable file.
     """
     wanted = [patterns] if isinstance(patterns, str) else patterns
     several = isinstance(wanted, (list, tuple)) and all(isinstance(p, str) and p for p in wanted)
@@ -123,8 +111,10 @@ def stdlib_files() -> list[Path]:
 
 
 def _files_below(key: str, folder: str) -> list[str]:
-    """Return the files in a folder and in those below it, sorted; names that begin with a dot are
-    hidden. Raises ValueError."""
+    """Return the files in a folder and in those below it, sorted, without hidden ones.
+
+    The names of these begin with a dot. Raises ValueError.
+    """
     if any(os.path.exists(os.path.join(folder, name)) for name in SAVED):
         of_source = key.endswith(".files")
         way = f"{key.removesuffix('files')}hf={folder}" if of_source else READ_SAVED + folder
@@ -141,14 +131,6 @@ def _files_below(key: str, folder: str) -> list[str]:
         text = f"there are no files in this folder{' but hidden ones' if hidden else ''}"
         raise refuse(key, folder, text)
     return found
-
-
-def refuse_others(key: str, path: str, head: bytes) -> None:
-    """Raise ValueError, with what to do, for a file of OTHERS by its first 512 bytes."""
-    for form, (what, way) in OTHERS.items():
-        if re.match(form, head):
-            text = f"is {what}; {way.format(path=shlex.quote(path))}"
-            raise refuse(key, path, text)
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
@@ -170,11 +152,10 @@ def files_fingerprint(paths: Sequence[Path], digests: Sequence[str]) -> dict[str
 
 
 def cut_files(states: Mapping[str, int]) -> str:
-    """In words, which of the files (path -> bytes when they were opened: `Corpus.states`) are
-    shorter now.
+    """Return in words which files are shorter now than when they were opened; "" where none is.
 
-    For a worker that died by SIGBUS, which reading a memory map past the end of its file sends. ""
-    where none is.
+    `states`: path -> bytes (`Corpus.states`). Reading a memory map past the end of its file sends
+    SIGBUS: this tells why a worker died by it.
     """
     found = []
     for path, size in states.items():

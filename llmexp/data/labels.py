@@ -24,8 +24,10 @@ def add_labels(
     arrays: Mapping[Path, np.ndarray],
     cache: Path,
 ) -> dict[str, Any]:
-    """Give each stream the labels of its knob, where there are any. Return what identifies them.
-    Raises ValueError."""
+    """Give each stream the labels of its knob, if any, and return what identifies them.
+
+    Raises ValueError.
+    """
     if given["data.val_labels"] is not None and len(streams) < 2:
         text = "there are no data.val_files; the labels of training cover what is held out of it"
         raise refuse("data.val_labels", given["data.val_labels"], text, "null")

@@ -92,8 +92,10 @@ class Mixture:
         return stages
 
     def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for sequences `k` (int64 [n], at least 0) of the run, (source, how many sequences
-        of that source come before), both int64 [n]."""
+        """Return (source, how many sequences of that source come before), both int64 [n].
+
+        `k`: int64 [n], sequences of the run, at least 0.
+        """
         sources, turns = np.empty_like(k), np.empty_like(k)
         starts = [stage.start for stage in self._stages]
         which = np.searchsorted(starts, k, side="right") - 1

@@ -1,8 +1,7 @@
-"""The order of sequences: a pure function of (seed, position), with O(1) memory for a corpus of any
-size.
+"""Give the order of sequences as a pure function of (seed, position), in O(1) memory.
 
-A keyed permutation of [0, n): an unbalanced Feistel network on the smallest power of two that holds
-n, and cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") for the
+It is a keyed permutation of [0, n): an unbalanced Feistel network on the smallest power of two that
+holds n, and cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains") for the
 values that fall outside [0, n).
 """
 
@@ -19,8 +18,10 @@ _POWERS = 1 << np.arange(63)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea and Flood 2014): a bijection of uint64 that spreads every
-    bit."""
+    """Return a bijection of uint64 that spreads every bit.
+
+    It is splitmix64's finaliser (Steele, Lea and Flood 2014).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -45,9 +46,9 @@ def _feistel(x: np.ndarray, key: np.ndarray, bits: np.ndarray, rounds: int) -> n
 def sequence_index(
     seed: int | np.ndarray, k: np.ndarray, n: int | np.ndarray, shuffle: bool
 ) -> np.ndarray:
-    """Return which of the n sequences comes at positions `k` (int64 [m], >= 0) of the endless
-    stream of sequences; each position may have a stream of its own (seed uint64 [m], n int64 [m]).
+    """Return which of the n sequences comes at positions `k` of the endless stream of sequences.
 
+    `k`: int64 [m], >= 0. Each position may have a stream of its own (seed uint64 [m], n int64 [m]).
     Every epoch e = k // n visits each sequence once; with `shuffle` in an order of its own, else in
     file order. Returns int64 [m]. The result may never change between versions: runs are resumed by
     it.

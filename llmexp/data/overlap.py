@@ -24,8 +24,10 @@ MOST = 1 << 26  # training documents that are looked at: 1 GiB of digests, some 
 def warnings_of(
     training: Mapping[str, Prepared], held_out: Mapping[str, Prepared], answers: Answers
 ) -> tuple[str, ...]:
-    """Return a warning for each validation set that shares documents with training. Shares of the
-    sources never do: a document's text decides its split."""
+    """Return a warning for each validation set that shares documents with training.
+
+    Shares of the sources never do: a document's text decides its split.
+    """
     found = []
     for name, one in held_out.items():
         counts = _noted(training, one, answers)
@@ -40,8 +42,7 @@ def warnings_of(
 
 
 def _noted(training: Mapping[str, Prepared], val: Prepared, answers: Answers) -> dict[str, int]:
-    """Return by source how many documents of `val` are trained on, from the cache where it is
-    known."""
+    """Return by source how many documents of `val` are trained on, noted in the cache."""
     known = [[name, one.content] for name, one in training.items()]
     key = hashlib.sha256(json.dumps([MOST, known, val.content]).encode()).hexdigest()
     note = answers.cache / "notes" / f"overlap-{key[:32]}.json"
@@ -56,8 +57,10 @@ def _noted(training: Mapping[str, Prepared], val: Prepared, answers: Answers) ->
 
 
 def shared(training: Mapping[str, Prepared], val: Prepared) -> dict[str, int]:
-    """Return by source how many documents of the set `val` are trained on; one that is in several
-    sources counts for the first. Raises OSError."""
+    """Return by source how many documents of the set `val` are trained on.
+
+    One that is in several sources counts for the first. Raises OSError.
+    """
     mine = np.concatenate([np.empty(0, DIGEST), *digests_of(val)])
     mine = mine[np.argsort(mine["first"])]
     left = np.ones(len(mine), np.bool_)

@@ -63,8 +63,10 @@ def reading(key: str, place: str) -> Iterator[None]:
 
 
 def open_file(key: str, place: str, *, seeks: bool = False) -> io.BufferedReader:
-    """Open a path or an address (s3://, gs://, https://) for reading bytes; with `seeks` in any
-    order. Raises ValueError."""
+    """Open a path or an address (s3://, gs://, https://) for reading bytes.
+
+    `seeks`: it is read in any order. Raises ValueError.
+    """
     if is_remote(place):
         system, path = _remote(key, place)
         # One stream of a web server needs no ranges, which not every server has.

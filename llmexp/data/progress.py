@@ -28,8 +28,10 @@ class Progress:
         self._printed = False
 
     def add(self, n_bytes: int, read: int | None = None) -> None:
-        """Note that so many bytes of text are done. `read`: bytes of the total that were read; left
-        out: they are the text itself."""
+        """Note that so many bytes of text are done.
+
+        `read`: bytes of the total that were read; None: they are the text itself.
+        """
         self._text += n_bytes
         # what has read a file to its end and closed it is nowhere
         self._read = read = max(self._read, self._text if read is None else read)

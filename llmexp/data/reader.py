@@ -53,8 +53,10 @@ class Hidden:
     document_end: int | None = None
 
     def at(self, ids_nrs: np.ndarray, hidden_nrs: np.ndarray | None = None) -> np.ndarray | None:
-        """Return bool (n, r, t) of the targets that do not count; None: all do. `hidden_nrs`: the
-        ids that are no targets by their labels."""
+        """Return bool (n, r, t) of the targets that do not count; None: all do.
+
+        `hidden_nrs`: the ids that are no targets by their labels.
+        """
         found = None if hidden_nrs is None else hidden_nrs[..., 1:]
         if self.ignore_id is not None:
             ignored = ids_nrs[..., 1:] == self.ignore_id
@@ -67,8 +69,11 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Order:
-    """The sequences of a run: step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as
-    there are `total_sequences`; sequence i is the tokens [i*T, i*T + T], T = sequence_length."""
+    """The sequences of a run.
+
+    Step s takes [s*R, (s+1)*R) of them, R = real_batch_size, as far as there are `total_sequences`;
+    sequence i is the tokens [i*T, i*T + T], T = sequence_length.
+    """
 
     stream: TokenStream
     sequence_length: int
@@ -86,8 +91,7 @@ class Order:
         return self.stream.gather(starts_nr.ravel(), width).reshape(*starts_nr.shape, width)
 
     def labels(self, starts_nr: np.ndarray) -> np.ndarray | None:
-        """Return bool (n, r, s): which ids of these sequences are no targets by labels; None: all
-        are."""
+        """Return bool (n, r, s): which ids are no targets by labels; None: all are."""
         found = self.stream.hidden(starts_nr.ravel(), self.sequence_length + 1)
         return None if found is None else found.reshape(*starts_nr.shape, -1)
 
@@ -101,8 +105,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a window: this rank takes its rows [rank*R/dp_size, (rank+1)*R/dp_size), in
-    micro-batches."""
+    """The micro-batches of a window on one rank: its rows [rank*R/dp_size, (rank+1)*R/dp_size)."""
 
     micro_batch_size: int
     rank: int = 0
@@ -172,10 +175,10 @@ def _windows(
 def eval_batches(
     stream: TokenStream, cut: Cut, *, sequence_length: int, max_sequences: int, hidden: Hidden
 ) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
-    """Yield (starts_b, tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences,
-    spread evenly over the stream: where the inputs of each row begin in it, inputs and targets.
+    """Yield (starts_b, tokens_bt, targets_bt) of this rank's part of `max_sequences` sequences.
 
-    All ranks have equally many batches; rows that are missing are masked, and begin at 0.
+    They are spread evenly over the stream; the inputs of row b begin there at starts_b[b]. All
+    ranks have equally many batches; rows that are missing are masked, and begin at 0.
     """
     micro, all_starts = cut.micro_batch_size, eval_starts(stream, sequence_length, max_sequences)
     total = len(all_starts)
@@ -228,8 +231,10 @@ def _micro_batches(
 
 
 def _digest(tokens_rs: np.ndarray, first_row: int) -> int:
-    """Return the sum of the rows' blake2b digests (8 bytes), each over the row's place in the
-    window and its ids."""
+    """Return the sum of the rows' blake2b digests (8 bytes).
+
+    Each is over the row's place in the window and its ids.
+    """
     rows, width = tokens_rs.shape
     message = np.empty((rows, width + 1), "<u4")
     message[:, 0], message[:, 1:] = np.arange(first_row, first_row + rows), tokens_rs

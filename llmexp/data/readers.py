@@ -1,7 +1,8 @@
-"""Read the documents of files: text, JSON lines and arrays, plain or compressed, Parquet and Arrow,
-on this machine or in a bucket. A file is read as what it is, whatever its name.
+"""Read the documents of files, on this machine or in a bucket.
 
-A document comes in pieces of text, so that a long file is never in memory as a whole.
+A file is read as what it is, whatever its name: text, JSON lines and arrays, plain or compressed,
+Parquet and Arrow. A document comes in pieces of text, so that a long file is never in memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -20,34 +21,24 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from llmexp.data.files import (
-    ARROW_FILE,
-    ARROW_STREAM,
-    BZIP2,
-    JSON_ARRAY,
-    PARQUET,
-    XZ,
-    refuse_others,
-)
 from llmexp.data.places import is_remote, need, open_file, reading
 from llmexp.data.records import BadRecord, Counts, Document, Found, as_text, counted, record_text
+from llmexp.data.sniffing import HEAD, sniffed
 from llmexp.data.tables import arrow, parquet
 from llmexp.settings.values import refuse
 
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
 BLOCK = 1 << 19  # bytes read at a time
-HEAD = 512  # bytes that tell what a file is
 LONGEST_LINE = 1 << 30  # bytes of a record
-GZIP = b"\x1f\x8b"
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)
-STRINGS = re.compile(rb"[\s\xef\xbb\xbf]*\[\s*[\"\]]")  # the first bytes of an array of strings
-ZSTD = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")  # a frame, or one to skip
 
 
 class Zstd(io.RawIOBase):
-    """The content of zstd frames one after the other. Raises EOFError for a file that is cut short,
-    which the library's own reader takes for the end."""
+    """The content of zstd frames one after the other.
+
+    Raises EOFError for a file that is cut short, which the library's own reader takes for the end.
+    """
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor
@@ -77,33 +68,32 @@ class Zstd(io.RawIOBase):
 
 def unpacked(key: str, place: str, file: io.BufferedReader) -> io.BufferedReader:
     """Return the file, or the content of one that is compressed by gzip, zstd, xz or bzip2."""
-    head = file.peek(HEAD)
-    if head.startswith(GZIP):
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
-    if head.startswith(XZ):
-        return io.BufferedReader(lzma.LZMAFile(file), BLOCK)
-    if head.startswith(BZIP2):
-        return io.BufferedReader(bz2.BZ2File(file), BLOCK)
-    if ZSTD.match(head):
-        zstandard = need("zstandard", key, f"reading {place}")
-        packed = zstandard.ZstdDecompressor(max_window_size=2**31)
-        return io.BufferedReader(Zstd(file, packed), BLOCK)
+    match sniffed(key, place, file.peek(HEAD)):
+        case "gzip":
+            return io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK)
+        case "xz":
+            return io.BufferedReader(lzma.LZMAFile(file), BLOCK)
+        case "bzip2":
+            return io.BufferedReader(bz2.BZ2File(file), BLOCK)
+        case "zstd":
+            zstandard = need("zstandard", key, f"reading {place}")
+            packed = zstandard.ZstdDecompressor(max_window_size=2**31)
+            return io.BufferedReader(Zstd(file, packed), BLOCK)
     return file
 
 
 def kind_of(key: str, place: str) -> str:
-    """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty". Raises
-    ValueError for what holds no documents."""
+    """Return what a file is: "parquet", "arrow", "jsonl", "array", "text" or "empty".
+
+    Raises ValueError for what holds no documents.
+    """
     with _damage_named(key, place), open_file(key, place) as file:
-        refuse_others(key, place, file.peek(HEAD))
-        if file.peek(HEAD).startswith(PARQUET):
-            return "parquet"
-        if file.peek(HEAD).startswith((ARROW_FILE, ARROW_STREAM)):
-            return "arrow"
+        kind = sniffed(key, place, file.peek(HEAD))
+        if kind in ("parquet", "arrow"):
+            return kind
         with unpacked(key, place, file) as inner:
-            head = inner.peek(HEAD)
-            refuse_others(key, place, head)
-            if JSON_ARRAY.match(head) or (_named(place, ".json") and STRINGS.match(head)):
+            kind = sniffed(key, place, inner.peek(HEAD))
+            if kind == "array" or (kind == "strings" and _named(place, ".json")):
                 return "array"
             return _kind_of_text(key, place, inner)
 

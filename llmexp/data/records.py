@@ -72,8 +72,7 @@ def counted(records: Iterator[Found], skip_bad: bool, counts: Counts) -> Iterato
 
 
 def cut(document: Document, splits: list[str], shares: list[float]) -> Iterator[Document]:
-    """Yield a text file as one document per split: the first characters for training, the last
-    ones for the shares.
+    """Yield a text file as one document per split, the training part first.
 
     With one share it is text[:int(n * (1 - share))] and the rest, for n characters.
     """
@@ -107,8 +106,10 @@ def whole(text: str, where: str) -> Found:
 
 
 def value_at(record: Any, key: str) -> Any:
-    """Return what a record holds at a key: a field of that name, or one of a field's own, by names
-    with dots between. Raises KeyError."""
+    """Return what a record holds at a key. Raises KeyError.
+
+    It is a field of that name, or one of a field's own, by names with dots between.
+    """
     if key in record:
         return record[key]
     head, _, rest = key.partition(".")

@@ -1,11 +1,10 @@
-"""Token shards of documents: the files that `llmexp prepare` writes for a source, and how it
-writes them: in order, by all cores, in constant memory. docs/corpus.md describes the format.
+"""Write documents as token shards: in order, by all cores, in constant memory.
 
 The files of a source are dealt out to units. A unit is written in chunks; a chunk holds a shard for
 each split: NAME.bin (ids, little-endian), NAME.ends (uint64: where each document ends, in ids from
 the start of the shard), NAME.digests (16 bytes a document) and NAME.bytes (uint64: the bytes of
-each document's text). A chunk counts once its .json is
-there, so what a killed process left is written again, and nothing else is.
+each document's text). A chunk counts once its .json is there, so what a killed process left is
+written again, and nothing else is. docs/corpus.md describes the format.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ def chunk_name(unit: int, chunk: int) -> str:
 
 
 def chunks_of(folder: Path, unit: int) -> list[dict[str, Any]]:
-    """Return the committed chunks of a unit, in order: "counts" from the unit's start to the end of
-    the chunk, "last" of the unit or not, and "shards" by split."""
+    """Return the committed chunks of a unit, in order.
+
+    Each has "counts" from the unit's start to the end of the chunk, "last" of the unit or not, and
+    "shards" by split.
+    """
     found: list[dict[str, Any]] = []
     while True:
         try:
@@ -109,8 +111,10 @@ class Part:
 
 @dataclass
 class Job:
-    """The text that a thread encodes at a time; the last part alone may not end its document. At
-    the end of a chunk it has the counts so far."""
+    """The text that a thread encodes at a time.
+
+    The last part alone may not end its document. At the end of a chunk it has the counts so far.
+    """
 
     chunk: int
     parts: list[Part] = field(default_factory=list)
@@ -141,10 +145,10 @@ def encoded(
 
 
 def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
-    """Return (the ids of all parts, where each part stops in them); the end-of-text token ends a
-    document.
+    """Return (the ids of all parts, where each part stops in them).
 
-    One call for all parts: a thread that encodes has to wait for the interpreter lock after each.
+    The end-of-text token ends a document. There is one call for all parts: a thread that encodes
+    has to wait for the interpreter lock after each.
     """
     end, parts = end_of_text_id(tokenizer), job.parts
     if not parts:
@@ -177,8 +181,10 @@ def _jobs(
     tokenizer: Tokenizer,
     wanted: Callable[[int], bool],
 ) -> Iterator[Job]:
-    """Yield the documents of the wanted chunks as jobs of about JOB_BYTES; a chunk ends with the
-    document that fills it. The other chunks are read, to find where they end."""
+    """Yield the documents of the wanted chunks as jobs of about JOB_BYTES.
+
+    A chunk ends with the document that fills it. The other chunks are read, to find where they end.
+    """
     pieces = pieces_of(tokenizer)
     job, size, in_chunk, write = Job(0), 0, 0, wanted(0)
     for document in documents:
@@ -249,8 +255,10 @@ class _Writer:
 
 
 class _Shard:
-    """The files of one split in one chunk. They get their names when they are whole, so that
-    several processes may write the same ones."""
+    """The files of one split in one chunk.
+
+    They get their names when they are whole, so that several processes may write the same ones.
+    """
 
     def __init__(self, stem: str, dtype: np.dtype) -> None:
         self._stem, self._dtype = stem, dtype

@@ -105,8 +105,7 @@ def text(
     seed: int,
     cache_dir: str | None,
 ) -> Corpus:
-    """Return files of text as a corpus of one source; the end-of-text token stands between two
-    documents.
+    """Return files of text as a corpus of one source, with the end-of-text token between documents.
 
     Without `val_files` the share `val_ratio` is for validation: of 100 files or more whole ones,
     chosen by their content, of fewer the last part of each. They are read in an order by `seed`
@@ -220,11 +219,12 @@ def tokens(
     val_labels: str | list[str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpus:
-    """Token files, memory-mapped: .npy (1-d integers), .bin of llm.c (has a header) or of Megatron
-    (with its .idx), other .bin and OLMo's .npy (flat, `dtype`). Labels beside them hide targets.
+    """Return the ids of token files, memory-mapped.
 
-    All ids are checked against `vocab_size`, once per state of the files. Without `val_files` the
-    last `val_ratio` of the tokens is for validation.
+    These are .npy (1-d integers), .bin of llm.c (has a header) or of Megatron (with its .idx),
+    other .bin and OLMo's .npy (flat, `dtype`). Labels beside them hide targets. All ids are checked
+    against `vocab_size`, once per state of the files. Without `val_files` the last `val_ratio` of
+    the tokens is for validation.
     """
     amount, cache = Amount(val_ratio, max_tokens), cache_folder(cache_dir)
     if dtype not in ("uint16", "uint32"):

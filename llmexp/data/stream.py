@@ -1,5 +1,4 @@
-"""`TokenStream`: token ids on disk or in memory as one flat sequence; `Corpus`: what a data source
-returns."""
+"""Hold token ids as one flat sequence (`TokenStream`), and all data of a run (`Corpus`)."""
 
 from __future__ import annotations
 
@@ -35,15 +34,19 @@ class Shard:
     state: tuple[int, int, int] | None = None
 
     def check_size(self) -> None:
-        """Raise DataChanged where the file became shorter: reading past its end kills the process
-        with SIGBUS."""
+        """Raise DataChanged if the file became shorter.
+
+        Reading past its end would kill the process with SIGBUS.
+        """
         if self.mapped is not None and (now := self.mapped.size()) < self.size:
             text = cut_text(self.name, self.size, now)
             raise DataChanged(f"{text}; restore it and resume")
 
     def difference(self) -> tuple[str, bool] | None:
-        """Compare the file with what it was when it was opened. Return (what happened to it,
-        whether other ids may be read now), or None. Never raises."""
+        """Return what happened to the file since it was opened, and whether its ids may differ.
+
+        None where nothing did. Never raises.
+        """
         try:
             self.check_size()
             if self.state is None or (now := _state(self.name)) == self.state:
@@ -77,8 +80,7 @@ def _opened(array: np.ndarray) -> Shard:
 
 
 class TokenStream:
-    """One flat sequence of token ids over one or more 1-d integer arrays, which may be
-    memory-mapped files.
+    """One flat sequence of token ids over 1-d integer arrays, which may be memory-mapped files.
 
     Nothing is loaded but what is asked for. A file that became shorter since it was opened is
     reported by name (DataChanged): reading past its new end would kill the process with SIGBUS.
@@ -108,8 +110,10 @@ class TokenStream:
         return int(self._ends[-1])
 
     def n_sequences(self, sequence_length: int) -> int:
-        """Sequences of `sequence_length` inputs and as many targets, which are the inputs shifted
-        by one."""
+        """Return how many sequences of `sequence_length` inputs and as many targets there are.
+
+        Targets are the inputs shifted by one.
+        """
         return max(0, len(self) - 1) // sequence_length
 
     def part(self, start: int, stop: int) -> TokenStream:
@@ -130,8 +134,7 @@ class TokenStream:
         return whole and all(array[:1].ctypes.data == s.array[:1].ctypes.data for array, s in pairs)
 
     def blocks(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield all tokens in order, as they are stored and without a copy: (position of the first,
-        at most `most` ids)."""
+        """Yield all tokens in order, uncopied: (position of the first, at most `most` ids)."""
         for array, shard, first in zip(
             self._arrays, self.shards, self._ends[:-1].tolist(), strict=True
         ):
@@ -140,13 +143,11 @@ class TokenStream:
                 yield first + start, array[start : start + most]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """int64 [count]: the tokens [start, start + count). Raises IndexError outside the
-        stream."""
+        """Return int64 [count]: the tokens [start, start + count). Raises IndexError."""
         return self.gather(np.array([start], dtype=np.int64), count)[0]
 
     def hidden(self, starts: np.ndarray, count: int) -> np.ndarray | None:
-        """Return bool [n, count]: for each of `starts` which of the ids are no targets, by labels;
-        None: all are."""
+        """Return bool [n, count]: which ids from `starts` on are no targets; None: all are."""
         return None if self.labels is None else self.labels.gather(starts, count) < 0
 
     def samples(self, piece_tokens: int, pieces: int = 16) -> Iterator[np.ndarray]:
@@ -157,8 +158,10 @@ class TokenStream:
             yield self.read(start, count)
 
     def holds(self, token: int | None) -> bool:
-        """Return whether the id is there: anywhere, or in evenly spread pieces of a stream of more
-        than a million tokens."""
+        """Return whether the id is there.
+
+        Of a stream of more than a million tokens evenly spread pieces are looked at.
+        """
         return token is not None and any(bool((p == token).any()) for p in self.samples(1 << 16))
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
@@ -233,8 +236,10 @@ class Corpus:
         return [*self.shards(), *beside.values()]
 
     def differences(self, harmful: bool) -> Iterator[str]:
-        """Yield what happened to the files since they were opened: of those from which other ids
-        may be read now, or of those from which the old ones are. Microseconds per file."""
+        """Yield what happened to the files since they were opened, in microseconds per file.
+
+        `harmful`: other ids may be read from them now; else those from which the old ones are.
+        """
         found = (shard.difference() for shard in self._files())
         return (one[0] for one in found if one is not None and one[1] == harmful)
 
@@ -244,10 +249,10 @@ class Corpus:
 
 
 def as_corpus(found: Any, vocab_size: int | None = None) -> Corpus:
-    """Return `found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays, of
-    which val may be None.
+    """Return `found` as a `Corpus`: it is one, or a tuple (train, val) of 1-d integer arrays.
 
-    With `vocab_size` the ids of such arrays are checked. Raises ValueError for anything else.
+    `val` may be None. With `vocab_size` the ids of such arrays are checked. Raises ValueError for
+    anything else.
     """
     if isinstance(found, Corpus):
         return found
@@ -300,8 +305,10 @@ def check_ids(array: np.ndarray, vocab_size: int, name: str) -> None:
 
 
 def sample_digest(stream: TokenStream) -> str:
-    """sha256 over the length and evenly spread pieces, first and last tokens among them: quick for
-    any size."""
+    """Return a sha256 over the length and evenly spread pieces, first and last tokens among them.
+
+    It is quick for any size.
+    """
     digest = hashlib.sha256(str(len(stream)).encode())
     for piece in stream.samples(16384):
         digest.update(piece.tobytes())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from llmexp.data.files import ARROW_FILE
 from llmexp.data.places import need, open_file
 from llmexp.data.records import BadRecord, Counts, Found, as_text
 from llmexp.settings.values import refuse
@@ -28,7 +27,7 @@ def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found
     library = need("pyarrow", key, f"reading {place}")
     with open_file(key, place, seeks=True) as file:
         counts.file = file
-        if file.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+        if file.peek(6).startswith(b"ARROW1"):
             table = library.ipc.open_file(file)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
@@ -38,8 +37,10 @@ def arrow(key: str, place: str, text_key: str, counts: Counts) -> Iterator[Found
 
 
 def _path(key: str, place: str, schema: Any, text_key: str) -> list[str]:
-    """Return the names that lead to the column of text: one, or those of structs around it. Raises
-    ValueError."""
+    """Return the names that lead to the column of text: one, or those of structs around it.
+
+    Raises ValueError.
+    """
     kind, path, left = schema, list[str](), text_key
     while left:
         name = left if left in kind.names else left.partition(".")[0]

@@ -32,8 +32,11 @@ class TextBytes:
         self._known: dict[int, tuple[TokenStream, Documents | None]] = {}
 
     def at(self, stream: TokenStream, starts_b: np.ndarray, targets_bt: np.ndarray) -> np.ndarray:
-        """Return float64 [b, t]: the bytes of each target; 0 for those below 0, and for all where
-        the bytes are not known. The inputs of row b begin at `starts_b[b]` of the stream."""
+        """Return float64 [b, t]: the bytes of each target, 0 for those below 0.
+
+        All are 0 where the bytes are not known. The inputs of row b begin at `starts_b[b]` of the
+        stream.
+        """
         valid_bt = targets_bt >= 0
         found_bt = np.where(valid_bt, self._lengths[np.where(valid_bt, targets_bt, 0)], 0.0)
         if not self._is_text:
@@ -54,11 +57,11 @@ class TextBytes:
         return self._known[id(stream)][1]
 
     def _read(self, stream: TokenStream) -> Documents | None:
-        """Return, for each document, where it ends in the stream, its bytes of text per byte of its
-        ids' pieces, and the bytes of each id if no id has a piece.
+        """Return the ends of the documents in the stream, and how ids share out their bytes.
 
-        None where the bytes of the text are not known. Every id of the shards is read once; the
-        stream may stop before they do.
+        These are the bytes of text per byte of the pieces of a document's ids, and the bytes of
+        each id of a document whose ids have no pieces. None where the bytes of the text are not
+        known. Every id of the shards is read once; the stream may stop before they do.
         """
         ends, sizes, pieces, first = [], [], [], 0
         for shard in stream.shards:
@@ -87,8 +90,11 @@ class TextBytes:
 
 
 def known_documents(shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return where the documents of a whole shard end, and the bytes of the text of each. Shards of
-    older versions know the sum alone, as if they were one document. None for other arrays."""
+    """Return where the documents of a whole shard end, and the bytes of the text of each.
+
+    Shards of older versions know the sum alone, as if they were one document. None for other
+    arrays.
+    """
     path, count = Path(shard.name), len(shard.array)
     try:
         ends, sizes = ends_beside(shard).astype(np.int64), bytes_beside(shard)

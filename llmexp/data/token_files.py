@@ -1,5 +1,8 @@
-"""Files of token ids, memory-mapped: .npy (1-d integers, or flat as OLMo's), .bin of llm.c (has a
-header) or of Megatron (has an index beside it), other .bin (flat)."""
+"""Open files of token ids, memory-mapped.
+
+These are .npy (1-d integers, or flat as OLMo's), .bin of llm.c (has a header) or of Megatron (has
+an index beside it), and other .bin (flat).
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,10 @@ def _open_npy(path: Path, size: int, dtype: str) -> np.ndarray:
 def documents_of(
     arrays: Mapping[Path, np.ndarray], tokenizer: Tokenizer | None, cache: Path
 ) -> tuple[int, int]:
-    """Return how many documents the indexes beside token files know, and how many of those do not
-    end with the tokenizer's end-of-text id."""
+    """Return how many documents the indexes beside token files know, and how many lack their end.
+
+    That is the tokenizer's end-of-text id.
+    """
     end = None if tokenizer is None else end_of_text(tokenizer)
 
     def count() -> list[int]:
@@ -181,8 +186,10 @@ def read_index(path: Path) -> Index:
 
 
 def _tokens(path: Path, lengths: np.ndarray, starts: np.ndarray, width: int) -> int:
-    """Return the tokens of all sequences, which have to lie one after the other. Raises
-    ValueError."""
+    """Return the tokens of all sequences, which have to lie one after the other.
+
+    Raises ValueError.
+    """
     at = 0
     for first in range(0, len(lengths), SEQUENCES):
         block = lengths[first : first + SEQUENCES].astype(np.int64)

@@ -33,11 +33,12 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 def from_file(path: str | None, end_of_text: str | None, pattern: str | None) -> Any:
-    """Return the tokenizer of a file: a Hugging Face tokenizer.json or the folder that holds it, a
-    .tiktoken file, or a sentencepiece .model.
+    """Return the tokenizer of a file.
 
-    `end_of_text`: the text of the token between documents; None finds the usual ones. `pattern`:
-    of a .tiktoken file, a name in PATTERNS or a regular expression. Raises ValueError.
+    That is a Hugging Face tokenizer.json or the folder that holds it, a .tiktoken file, or a
+    sentencepiece .model. `end_of_text`: the text of the token between documents; None finds the
+    usual ones. `pattern`: of a .tiktoken file, a name in PATTERNS or a regular expression. Raises
+    ValueError.
     """
     if not isinstance(path, str) or not path:
         raise refuse("tokenizer.path", path, "a file or folder is needed", "tokenizer.json")
@@ -136,8 +137,11 @@ class HuggingFace:
         return text
 
     def _byte_lengths(self) -> np.ndarray:
-        """Count the bytes of each token as its decoder writes them: one for each character of a
-        byte-level token; of others, one for <0xNN> and for the mark of a space."""
+        """Count the bytes of each token as its decoder writes them.
+
+        That is one for each character of a byte-level token; of others, one for <0xNN> and for the
+        mark of a space.
+        """
         lengths = np.zeros(self.n_vocab, dtype=np.int64)
         is_byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -147,8 +151,10 @@ class HuggingFace:
 
 
 def _pattern(content: dict[str, Any]) -> str | None:
-    """Return the expression in PATTERNS that alone decides how a tokenizer.json splits text; None
-    where it is another one, or where anything else takes part."""
+    """Return the expression in PATTERNS that alone decides how a tokenizer.json splits text.
+
+    None where it is another one, or where anything else takes part.
+    """
     if content["normalizer"] or content["model"].get("dropout"):
         return None
     if not all(token["special"] for token in content["added_tokens"]):
@@ -218,8 +224,10 @@ class SentencePiece:
 
 
 def keeps_bytes(tokenizer: Any) -> bool:
-    """Return whether the byte lengths of a text's ids add up to the text's bytes, so that losses
-    per byte mean what they say. A tokenizer that changes the text before (lower case, a space in
-    front) does not keep them."""
+    """Return whether the byte lengths of a text's ids add up to the text's bytes.
+
+    Then losses per byte mean what they say. A tokenizer that changes the text before (lower case, a
+    space in front) does not keep them.
+    """
     (ids,) = tokenizer.encode_batch([PROBE])
     return int(tokenizer.byte_lengths[ids].sum()) == len(PROBE.encode())

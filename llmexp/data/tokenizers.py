@@ -1,5 +1,7 @@
-"""Tokenizers: a `tiktoken.Encoding`, or an object of the user's own with the parts in `PARTS`, as
-an `Own`."""
+"""Make text into ids: tiktoken's encodings, bytes, and tokenizers of the user's own.
+
+A tokenizer is a `tiktoken.Encoding`, or an object with the parts in `PARTS`, as an `Own`.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ MOST_ADDED = 16  # ids of its own that a tokenizer may put around a text
 
 
 class Own:
-    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here;
-    all others are the user's object's. Raises ValueError, naming the part, for an object that lacks
-    one."""
+    """A tokenizer of the user's own, with the methods of a `tiktoken.Encoding` that are used here.
+
+    All others are the user's object's. Raises ValueError, naming the part, for an object that lacks
+    one.
+    """
 
     def __init__(self, given: Any) -> None:
         missing = [part for part in PARTS if not hasattr(given, part)]
@@ -71,15 +75,20 @@ class Own:
         return Own, (self.given,)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, all in one call where that changes no ids: the library may
-        have threads of its own. Raises ValueError for what `encode_batch` must not return."""
+        """Return the ids of each text, all in one call where that changes no ids.
+
+        The library may have threads of its own. Raises ValueError for what `encode_batch` must not
+        return.
+        """
         if self._one_by_one:
             return [self.encode_to_numpy(text) for text in texts]
         return self._encode_batch(texts)
 
     def _depends_on_others(self) -> bool:
         """Return whether a text has other ids beside a longer one, as where the library pads.
-        Raises ValueError where a short text is padded, or a long one cut, even alone."""
+
+        Raises ValueError where a short text is padded, or a long one cut, even alone.
+        """
         texts = (PROBE, PROBE * REPEATS)
         short, long = alone = [self.encode_to_numpy(text) for text in texts]
         if len(short) > len(long) / REPEATS + MOST_ADDED:
@@ -121,8 +130,7 @@ class Own:
         return text
 
     def identity(self) -> str:
-        """Return a digest of what it was seen to do: of every id its text, and how a text is
-        cut."""
+        """Return a digest of what it was seen to do: the text of every id, a text's ids."""
         known = self.n_vocab, self.eot_token, self.encode_ordinary(PROBE)
         digest = hashlib.sha256(repr(known).encode())
         digest.update(self.byte_lengths.tobytes())
@@ -142,14 +150,18 @@ Tokenizer = tiktoken.Encoding | Own
 
 
 def as_tokenizer(found: Any) -> Tokenizer:
-    """Return what a tokenizer's function made, ready for use. Raise ValueError for what is no
-    tokenizer."""
+    """Return what a tokenizer's function made, ready for use.
+
+    Raises ValueError for what is no tokenizer.
+    """
     return found if isinstance(found, tiktoken.Encoding | Own) else Own(found)
 
 
 def byte_level() -> tiktoken.Encoding:
-    """Return a token per byte: byte b has id b, the end-of-text token has id 256. Needs no file and
-    no network."""
+    """Return a token per byte: byte b has id b, the end-of-text token has id 256.
+
+    It needs no file and no network.
+    """
     return tiktoken.Encoding(
         name="bytes",
         pat_str=r"[\s\S]+",
@@ -224,8 +236,10 @@ def end_of_text_id(encoding: Tokenizer) -> int:
 
 
 def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
-    """[n_vocab] int64: bytes of text that an id stands for; 0 for special tokens and ids without a
-    meaning."""
+    """Return int64 [n_vocab]: the bytes of text that each id stands for.
+
+    They are 0 for special tokens and ids without a meaning.
+    """
     if isinstance(encoding, Own):
         return encoding.byte_lengths
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
@@ -236,8 +250,10 @@ def token_byte_lengths(encoding: Tokenizer) -> np.ndarray:
 
 
 def has_meaning(encoding: Tokenizer) -> np.ndarray:
-    """[n_vocab] bool: whether an id stands for bytes or is a special token. No text can be made of
-    another."""
+    """Return bool [n_vocab]: whether an id stands for bytes or is a special token.
+
+    No text can be made of another.
+    """
     found: np.ndarray = token_byte_lengths(encoding) > 0
     if not isinstance(encoding, Own):
         found[[*encoding._special_tokens.values()]] = True

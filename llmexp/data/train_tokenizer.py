@@ -28,11 +28,10 @@ class Trained:
 
 
 def train(documents: Iterable[Iterator[str]], vocab_size: int, pattern: str) -> Trained:
-    """Return a tokenizer of `vocab_size` ids: the bytes, merges of them, and the token between
-    documents as the last. Fewer come out where the text has no more pairs to merge.
+    """Return a tokenizer of `vocab_size` ids: bytes, merges, and the token between documents.
 
-    A document comes in pieces, so that memory does not grow with it. `pattern`: a name in PATTERNS.
-    Raises ValueError.
+    Fewer come out where the text has no more pairs to merge. A document comes in pieces, so that
+    memory does not grow with it. `pattern`: a name in PATTERNS. Raises ValueError.
     """
     library = need("tokenizers", "llmexp tokenizer", "training a tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())

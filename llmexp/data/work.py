@@ -1,5 +1,4 @@
-"""The work of preparing a source: units of files, and the parts that processes and machines take of
-them."""
+"""Divide the preparation of a source: units of files, and the parts that processes take of them."""
 
 from __future__ import annotations
 
@@ -33,8 +32,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Work:
-    """The work for a source: its units, and where their shards go. It can be sent to
-    another process."""
+    """The work for a source: its units, and where their shards go.
+
+    It can be sent to another process.
+    """
 
     source: Source
     folder: Path
@@ -57,8 +58,10 @@ class Work:
         return [size or UNIT_BYTES for size in sizes]
 
     def refuse_changed(self, files: Sequence[str]) -> None:
-        """Raise DataChanged for a file that is not any more what was hashed: else other text would
-        be found under its hash."""
+        """Raise DataChanged for a file that is not any more what was hashed.
+
+        Else other text would be found under its hash.
+        """
         for name in files:
             if name in self.states and state_of(Path(name)) != self.states[name]:
                 raise DataChanged(f"{name}: this file changed while it was prepared; start again")
@@ -66,8 +69,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """Part `number`, from 1, of so many. All sources are one line of bytes, of which each part has
-    an equal length; a unit that several parts meet in is divided between them chunk by chunk."""
+    """Part `number`, from 1, of so many.
+
+    The concatenated bytes of all sources are cut into equal parts; the chunks of a unit on a border
+    are dealt out to the parts that meet in it.
+    """
 
     number: int = 1
     of: int = 1
@@ -78,9 +84,11 @@ class Part:
         return start * self.of < end and (start + size) * self.of > first
 
     def has(self, start: int, size: int, total: int, chunk: int) -> bool:
-        """Return whether a chunk of the unit there is in this part. How many chunks a unit has is
-        not known before it is read: multiples of the golden ratio are spread evenly, however many
-        there are."""
+        """Return whether a chunk of the unit there is in this part.
+
+        How many chunks a unit has is not known before it is read: multiples of the golden ratio are
+        spread evenly, however many there are.
+        """
         at = (start << 64) + size * (chunk * GOLDEN % (1 << 64))
         return at * self.of // (total << 64) == self.number - 1
 
@@ -108,8 +116,10 @@ def work_of(source: Source, tokenizer: Tokenizer, answers: Answers) -> Work:
 
 
 def with_kinds(source: Source, answers: Answers) -> Source:
-    """Return the source, and whether it cuts texts: it has shares, and few files with plain text
-    among them."""
+    """Return the source, and whether it cuts texts.
+
+    It does with shares, and few files, if plain text is among them.
+    """
     if not source.shares or len(source.files) >= FEW_FILES:
         return source
     kinds = (
@@ -122,8 +132,10 @@ def with_kinds(source: Source, answers: Answers) -> Source:
 
 
 def refuse_shared(works: Iterable[Work]) -> None:
-    """Refuse a file that two sources read, under whatever name: it would count twice, or be trained
-    and validated."""
+    """Refuse a file that two sources read, under whatever name.
+
+    It would count twice, or be trained and validated.
+    """
     seen: dict[str, tuple[str, str]] = {}
     for work in works:
         key = work.source.key

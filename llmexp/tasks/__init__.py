@@ -1,4 +1,6 @@
-"""Multiple choice by log-likelihood. In reading order:
+"""Score multiple choice by log-likelihood.
+
+In reading order:
 
 items    request files: one item a line, found by the name of their task
 scoring  items -> requests in batches by length -> accuracy, bits per byte and their errors

@@ -39,8 +39,10 @@ class Item:
 
 
 def read_task(name: str, folder: str | None) -> list[Item]:
-    """Return the items of a task: of NAME.jsonl in `folder`, else in $LLMEXP_TASKS, else of the
-    small set that is shipped. Raises ValueError naming what is there, or file and line."""
+    """Return the items of a task: NAME.jsonl in `folder`, else $LLMEXP_TASKS, else as shipped.
+
+    Raises ValueError naming what is there, or file and line.
+    """
     folder = folder or os.environ.get(FOLDER) or None
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"{folder}: there is no such folder of tasks; it holds NAME.jsonl")

@@ -1,10 +1,9 @@
-"""Score multiple choice by the log-likelihood of each choice after its context, and completions by
-the likeliest tokens.
+"""Score multiple choice by the log-likelihood of each choice after its context.
 
-Requests are those of lm-eval (EleutherAI's harness), so that both agree item by item: white space
-at the end of the context belongs to the continuation, context and continuation are encoded
-together, and what is too long loses its beginning. Names end in their dimensions: b rows, t
-positions, n items, r requests.
+Completions are scored by the likeliest tokens. Requests are those of lm-eval (EleutherAI's
+harness), so that both agree item by item: white space at the end of the context belongs to the
+continuation, context and continuation are encoded together, and what is too long loses its
+beginning. Names end in their dimensions: b rows, t positions, n items, r requests.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ class Task:
 
 
 def prepare(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int) -> Task:
-    """Return a task of a tokenizer and the longest input of a model. Raises ValueError for a choice
-    that is longer, with file and line."""
+    """Return a task of a tokenizer and the longest input of a model.
+
+    Raises ValueError for a choice that is longer, with file and line.
+    """
     requests = []
     for item in items:
         for context, choice in zip(item.contexts, item.choices, strict=True):
@@ -70,8 +71,10 @@ def prepare(name: str, items: Sequence[Item], tokenizer: Tokenizer, length: int)
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a context and of what follows, as lm-eval has them
-    (TemplateLM._encode_pair and loglikelihood)."""
+    """Return the ids of a context and of what follows, as lm-eval has them.
+
+    (TemplateLM._encode_pair and loglikelihood.)
+    """
     if not context.strip():
         end = end_of_text(tokenizer)
         return [] if end is None else [end], tokenizer.encode_ordinary(context + continuation)
@@ -97,8 +100,10 @@ def batches(requests: Sequence[Request], tokens: int) -> list[list[int]]:
 
 
 def pad(chosen: Sequence[Request]) -> tuple[Tensor, Tensor]:
-    """Return (tokens_bt, targets_bt) of requests, the longest first. The end of a row is filled:
-    attention is causal, so what is scored does not see that."""
+    """Return (tokens_bt, targets_bt) of requests, the longest first.
+
+    The end of a row is filled: attention is causal, so what is scored does not see that.
+    """
     width = max((len(one.ids) - 1 for one in chosen), default=1)
     tokens = np.zeros((max(1, len(chosen)), width), np.int64)
     targets = np.full(tokens.shape, MASKED, np.int64)
@@ -117,11 +122,11 @@ def likelihoods(
     tokens: int,
     greedy: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return float64 [r]: the log-likelihood of each request's continuation, in nats; and where
-    `greedy`, 1.0 for one whose tokens are each the likeliest.
+    """Return float64 [r]: the log-likelihood of each request's continuation, in nats.
 
-    The ranks share the batches out. Each calls the model equally often, as a sharded one needs.
-    `kind` is the precision, `tokens` the size of a batch. The mode of the model is left alone.
+    With `greedy` also 1.0 for one whose tokens are each the likeliest. The ranks share the batches
+    out; each calls the model equally often, as a sharded one needs. `kind` is the precision,
+    `tokens` the size of a batch. The mode of the model is left alone.
     """
     found_2r = torch.zeros(2, len(requests), dtype=torch.float64, device=joined.device)
     dealt = batches(requests, min(tokens, WHOLE_LOGITS) if greedy else tokens)
@@ -148,8 +153,10 @@ def likelihoods(
 def score(
     task: Task, loss: WindowLoss, joined: mesh.Mesh, kind: str, tokens: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return the figures of a task, and the scores of each item. Raises ValueError where the model
-    gives a likelihood that is not finite."""
+    """Return the figures of a task, and the scores of each item.
+
+    Raises ValueError where the model gives a likelihood that is not finite.
+    """
     completed = task.items[0].completed
     lls, hits = likelihoods(task.requests, loss, joined, kind, tokens, completed)
     if not np.isfinite(lls).all():
@@ -177,8 +184,10 @@ def _sample(item: Item, lls: list[float], hit: bool) -> dict[str, Any]:
 
 
 def figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return acc, acc_norm (likelihoods per byte of the choice) and bits per byte of the right
-    choices, each with its standard error over the items."""
+    """Return acc, acc_norm and bits per byte of the right choices, each with its standard error.
+
+    acc_norm is by likelihoods per byte of the choice; errors are over the items.
+    """
 
     def column(key: str) -> np.ndarray:
         return np.array([one[key] for one in samples], dtype=np.float64)

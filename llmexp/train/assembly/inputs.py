@@ -1,5 +1,7 @@
-"""The inputs of a run that the open sections of a config name: tokenizer and data, each checked
-when built. Nothing here needs torch."""
+"""Build the inputs of a run that open sections of a config name: tokenizer and data.
+
+Each is checked when built. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,20 @@ class Shared:
 
 
 def filled(config: Config) -> Config:
-    """Return the config with the values of the variables that its open sections name, which is what
-    the functions below take. The one place where they are filled in. Raises ConfigError."""
+    """Return the config with the values of the variables that its open sections name.
+
+    The functions below take it; this is the one place where they are filled in. Raises ConfigError.
+    """
     remember_variables(plain(config))
     sections = {name: fill(getattr(config, name), name) for name in OPEN_SECTIONS}
     return dataclasses.replace(config, **sections)
 
 
 def build_tokenizer(config: Config) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a filled config, and the model section with the vocabulary that
-    follows where it is null."""
+    """Return the tokenizer of a filled config, and the model section with its vocabulary.
+
+    That follows from the tokenizer where it is null.
+    """
     found = bind("tokenizer", config.tokenizer, {})()
     try:
         tokenizer = as_tokenizer(found)
