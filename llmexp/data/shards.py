@@ -82,10 +82,10 @@ def write_unit(
     with contextlib.closing(encoded(documents, counts, work.tokenizer, wanted, threads)) as jobs:
         try:
             for job, (ids, stops) in jobs:
-                if job.parts or job.counts:
+                if job.pieces or job.counts:
                     writer = writer or _Writer(work, chunk_name(number, job.chunk))
-                    writer.add(job.parts, ids, stops.tolist())
-                progress(sum(part.n_bytes for part in job.parts), counts)
+                    writer.add(job.pieces, ids, stops.tolist())
+                progress(sum(piece.n_bytes for piece in job.pieces), counts)
                 if writer is not None and job.counts is not None:
                     work.refuse_changed(files)
                     writer.commit(job.counts, job.last)
@@ -99,7 +99,7 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A piece of a document's text; `ends` the document or not."""
 
     text: str
@@ -113,11 +113,11 @@ class Part:
 class Job:
     """The text that a thread encodes at a time.
 
-    The last part alone may not end its document. At the end of a chunk it has the counts so far.
+    The last piece alone may not end its document. At the end of a chunk it has the counts so far.
     """
 
     chunk: int
-    parts: list[Part] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     counts: dict[str, Any] | None = None
     last: bool = False
 
@@ -145,32 +145,32 @@ def encoded(
 
 
 def encode_job(job: Job, tokenizer: Tokenizer) -> Encoded:
-    """Return (the ids of all parts, where each part stops in them).
+    """Return (the ids of all pieces, where each piece stops in them).
 
-    The end-of-text token ends a document. There is one call for all parts: a thread that encodes
+    The end-of-text token ends a document. There is one call for all pieces: a thread that encodes
     has to wait for the interpreter lock after each.
     """
-    end, parts = end_of_text_id(tokenizer), job.parts
-    if not parts:
+    end, pieces = end_of_text_id(tokenizer), job.pieces
+    if not pieces:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if isinstance(tokenizer, Own):
-        found = tokenizer.encode_all([part.text for part in parts])
+        found = tokenizer.encode_all([piece.text for piece in pieces])
     elif is_byte_level(tokenizer):
-        found = [np.frombuffer(part.text.encode(), np.uint8) for part in parts]
+        found = [np.frombuffer(piece.text.encode(), np.uint8) for piece in pieces]
     else:
         name = next(text for text, number in tokenizer._special_tokens.items() if number == end)
-        text = name.join(part.text for part in parts) + name * parts[-1].ends
+        text = name.join(piece.text for piece in pieces) + name * pieces[-1].ends
         ids = tokenizer.encode_to_numpy(text, allowed_special={name}, disallowed_special=())
         stops = np.flatnonzero(ids == end) + 1
-        if not parts[-1].ends:
+        if not pieces[-1].ends:
             stops = np.append(stops, len(ids))
         overlaps = any(name.endswith(name[:size]) for size in range(1, len(name)))
-        if len(stops) == len(parts) and not overlaps:
+        if len(stops) == len(pieces) and not overlaps:
             return ids, stops
         # The name of the token is in a document, where it is ordinary text.
-        found = [tokenizer.encode_to_numpy(p.text, disallowed_special=()) for p in parts]
+        found = [tokenizer.encode_to_numpy(p.text, disallowed_special=()) for p in pieces]
     ended = [
-        np.append(ids, end) if part.ends else ids for part, ids in zip(parts, found, strict=True)
+        np.append(ids, end) if piece.ends else ids for piece, ids in zip(pieces, found, strict=True)
     ]
     return np.concatenate(ended), np.cumsum([len(ids) for ids in ended])
 
@@ -185,15 +185,15 @@ def _jobs(
 
     A chunk ends with the document that fills it. The other chunks are read, to find where they end.
     """
-    pieces = pieces_of(tokenizer)
+    cut = pieces_of(tokenizer)
     job, size, in_chunk, write = Job(0), 0, 0, wanted(0)
     for document in documents:
         if not write:
             in_chunk += sum(map(_size, document.pieces))
-        for text, ends in _with_end(pieces(document.pieces)) if write else ():
-            job.parts.append(Part(text, document.digest, ends, _size(text), document.split))
-            size += job.parts[-1].n_bytes
-            in_chunk += job.parts[-1].n_bytes
+        for text, ends in _with_end(cut(document.pieces)) if write else ():
+            job.pieces.append(Piece(text, document.digest, ends, _size(text), document.split))
+            size += job.pieces[-1].n_bytes
+            in_chunk += job.pieces[-1].n_bytes
             if not ends:
                 yield job
                 job, size = Job(job.chunk), 0
@@ -232,14 +232,14 @@ class _Writer:
         stem, dtype = work.folder / name, id_type(work.tokenizer)
         self._shards = {split: _Shard(f"{stem}.{split}", dtype) for split in work.source.splits}
 
-    def add(self, parts: list[Part], ids: np.ndarray, stops: list[int]) -> None:
-        """Write the ids of each part to the shard of its split, as many at a time as follow."""
+    def add(self, pieces: list[Piece], ids: np.ndarray, stops: list[int]) -> None:
+        """Write the ids of each piece to the shard of its split, as many at a time as follow."""
         first = 0
-        pairs = zip(parts, stops, strict=True)
+        pairs = zip(pieces, stops, strict=True)
         for split, some in itertools.groupby(pairs, lambda pair: pair[0].split):
             shard = self._shards[split]
-            for part, stop in some:
-                shard.note(part, stop - first)
+            for piece, stop in some:
+                shard.note(piece, stop - first)
             shard.write(ids[first:stop])
             first = stop
 
@@ -269,12 +269,12 @@ class _Shard:
         self._digests = bytearray()
         self._tokens = self._bytes = self._before = 0  # bytes: of all documents; of those before
 
-    def note(self, part: Part, count: int) -> None:
-        """Note a part that ends `count` ids after those that are written."""
-        self._bytes += part.n_bytes
-        if part.ends:
+    def note(self, piece: Piece, count: int) -> None:
+        """Note a piece that ends `count` ids after those that are written."""
+        self._bytes += piece.n_bytes
+        if piece.ends:
             self._ends.append(self._tokens + count)
-            self._digests += part.digest
+            self._digests += piece.digest
             self._sizes.append(self._bytes - self._before)
             self._before = self._bytes
 

@@ -146,13 +146,6 @@ def test_a_part_knows_the_file_of_its_stream(path: Path) -> None:
     assert [s.name for s in part.shards] == [str(path)]
 
 
-def test_a_file_of_both_splits_is_looked_at_once(path: Path) -> None:
-    opened = corpus(path)
-    assert opened.val is not None
-    assert opened.val.shards
-    assert len(opened.shards()) == 1
-
-
 def test_arrays_in_memory_and_files_without_a_name_do_not_change(path: Path) -> None:
     mapped = np.memmap(path, "<u2", "r")
     path.unlink()

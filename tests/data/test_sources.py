@@ -73,7 +73,7 @@ def _texts(stream: TokenStream | None) -> list[str]:
 # text
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.25, 0.05])
+@pytest.mark.parametrize("ratio", [0.1, 0.25])
 def test_a_single_ascii_file_is_split_as_nanogpt_does(ratio: float) -> None:
     text = "".join(chr(32 + i * i % 90) for i in range(12_345))
     Path("a.txt").write_text(text)
@@ -158,7 +158,7 @@ def test_validation_files_keep_every_document_in_order() -> None:
     assert (_all(capped.train), _all(capped.val)) == ([*b"bb"], [*b"vvv"])
 
 
-@pytest.mark.parametrize("max_tokens", [2, 15, 100, 10_000])
+@pytest.mark.parametrize("max_tokens", [2, 15, 10_000])
 def test_max_tokens_is_shared_between_training_and_validation(max_tokens: int) -> None:
     Path("a.txt").write_text("0123456789" * 100)
     corpus = _text(max_tokens=max_tokens)
@@ -227,7 +227,6 @@ def test_the_fingerprint_follows_content_and_settings_not_places() -> None:
         ),
         (None, r"data\.train_files=null: a glob or a list of globs is needed"),
         ([], r"data\.train_files=\[\]: a glob"),
-        ([1], r"data\.train_files=\[1\]: a glob"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(files: Any, message: str) -> None:
@@ -247,14 +246,9 @@ def test_files_that_cannot_be_used_are_refused(files: Any, message: str) -> None
     ("changed", "message"),
     [
         ({"val_ratio": 1.0}, r"data\.val_ratio=1\.0"),
-        ({"val_ratio": -0.1}, r"data\.val_ratio=-0\.1"),
-        ({"val_ratio": math.nan}, r"data\.val_ratio=nan"),
-        ({"val_ratio": "x"}, r"data\.val_ratio=x"),
         ({"val_ratio": True}, r"data\.val_ratio=true: a share .*, for example 0\.1$"),
         ({"max_tokens": 0}, r"data\.max_tokens=0"),
-        ({"max_tokens": 2.5}, r"data\.max_tokens=2\.5"),
         ({"seed": -1}, r"data\.seed=-1"),
-        ({"seed": None}, r"data\.seed=null"),
         ({"cache_dir": 5}, r"data\.cache_dir=5"),
     ],
 )
@@ -350,17 +344,13 @@ def _llm_c(magic: int, version: int, told: int, n: int) -> bytes:
             _llm_c(20240520, 1, 50, 49),
             r"says 50 uint16 tokens = 1,124 bytes, the file has 1,122",
         ),
-        ("a.bin", _llm_c(20240520, 1, 0, 0), r"says 0 "),
         ("a.bin", _llm_c(20240520, 2, 50, 50), r"20240520 version 2 is unknown"),
-        ("a.npy", b"", r"the file is empty"),
         ("a.npy", b"\x93NUMPY\x01\x00", r"no readable \.npy file of 8 bytes"),
         (
             "a.npy",
             np.zeros((3, 3), int),
             r"a 1-d array of integers is needed, the file holds 2-d int64",
         ),
-        ("a.npy", np.zeros(30), r"holds 1-d float64"),
-        ("a.npy", np.array([None] * 9), r"no readable \.npy"),
         ("a.npy", np.zeros(0, int), r"the array is empty"),
         ("a.txt", b"text", r"a token file ends in \.npy or \.bin"),
     ],
@@ -455,8 +445,7 @@ def test_flat_files_of_olmo() -> None:
         _tokens("c.npy")
 
 
-@pytest.mark.parametrize("position", [0, 50, 99])
-@pytest.mark.parametrize("bad", [-1, 257, 60_000])
+@pytest.mark.parametrize(("position", "bad"), [(0, 257), (50, -1), (99, 60_000)])
 def test_an_id_outside_the_vocabulary_is_refused_wherever_it_is(position: int, bad: int) -> None:
     good = np.zeros(100, np.int32)
     np.save("a.npy", good)
@@ -526,7 +515,7 @@ def test_the_copy_task_repeats_every_block() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["markov", "copy"])
-@pytest.mark.parametrize("n_ids", [4, 5, 257, None])
+@pytest.mark.parametrize("n_ids", [5, None])
 def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(
     pattern: str, n_ids: int | None
 ) -> None:
@@ -544,10 +533,8 @@ def test_synthetic_tokens_are_a_function_of_the_seed_inside_the_vocabulary(
     ("changed", "message"),
     [
         ({"pattern": "x"}, r"data\.pattern=x: must be markov or copy"),
-        ({"n_ids": 258}, r"data\.n_ids=258"),
         ({"n_ids": 3}, r"data\.n_ids=3"),
         ({"n_tokens": 1}, r"data\.n_tokens=1"),
-        ({"n_tokens": None}, r"data\.n_tokens=null"),
     ],
 )
 def test_bad_synthetic_knobs_are_refused(changed: dict[str, Any], message: str) -> None:

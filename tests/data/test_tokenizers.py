@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiktoken
 from hypothesis import given
@@ -159,7 +158,3 @@ def test_a_damaged_file_without_a_network_is_a_clear_error(
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
         tokenizers.pretrained("gpt2")
-
-
-def test_lengths_are_integers() -> None:
-    assert tokenizers.token_byte_lengths(tokenizers.byte_level()).dtype == np.int64
