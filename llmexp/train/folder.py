@@ -137,7 +137,9 @@ def refuse_other_config(
 
 
 def other_data(path: Path, parts: Parts) -> ConfigError:
-    return ConfigError(f"{path}: the data changed since the run started ({parts.run.facts.data})")
+    text = f"the data changed since the run started ({parts.run.facts.data})"
+    way = "if no file did, go on with the version of llmexp that began the run"
+    return ConfigError(f"{path}: {text}; {way}")
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
