@@ -133,7 +133,9 @@ def ratio(case: str, rounds: int, log_every: int = 1) -> tuple[float, float, flo
         folder.record(Path(path), parts, {})
         out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
         try:
-            worker.run_training(Path(path), parts, mesh.join("cpu", "single", 1, 1, 1))
+            worker.run_training(
+                Path(path), parts, mesh.join("cpu", "single", 1, 1, 1), lambda: None
+            )
         finally:
             sys.stdout, (loop.report, loop.show_rows) = out, originals
         rows = rundir.read_rows(Path(path) / rundir.METRICS)

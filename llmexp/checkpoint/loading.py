@@ -132,6 +132,13 @@ def latest(
     return None
 
 
+def unhashed(root: Path) -> Loaded | None:
+    """Return the newest checkpoint by its manifest and state: no hash is checked, no tensor found.
+
+    None when there is no checkpoint. Raises CheckpointError when all are damaged."""
+    return latest(root, lambda text: None, part=NONE, kinds=())
+
+
 def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS) -> Loaded:
     """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
     the CPU. With `kinds` ("model",) the optimizer's files are not opened.

@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from llmexp import mesh
@@ -27,7 +28,7 @@ from llmexp.settings.convert import renamed
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.tracker.opening import Trackers, open_trackers
 from llmexp.train.assembly.assemble import Parts
-from llmexp.train.folder import fixed_facts, other_data, refuse_other_config
+from llmexp.train.folder import fixed_facts
 from llmexp.train.state import Loop, Measured, Outputs, Progress
 from llmexp.train.step import Setup, set_up
 from llmexp.update import precision
@@ -80,11 +81,10 @@ def parents_checkpoint(parent: Parent, joined: mesh.Mesh, console: Console) -> l
     return loaded
 
 
-def newest_checkpoint(
-    path: Path, parts: Parts, joined: mesh.Mesh, console: Console
-) -> loading.Loaded | None:
-    """Return the newest whole checkpoint of the run, the same on all ranks, or None. Raises
-    ConfigError where it is of another run, or where ranks see other folders."""
+def newest_checkpoint(path: Path, joined: mesh.Mesh, console: Console) -> loading.Loaded | None:
+    """Return the newest whole checkpoint of the run, the same on all ranks, or None.
+
+    Raises ConfigError where ranks see different folders."""
     root, main_rank = path / rundir.CHECKPOINTS, joined.rank == 0
     if main_rank:
         saving.clean(root)
@@ -95,16 +95,7 @@ def newest_checkpoint(
             f"{root}: rank {', '.join(map(str, differing))} sees other checkpoints there than rank "
             "0; all hosts need one shared run folder"
         )
-    loaded = checkpoint_at(root, joined, console)
-    if loaded is None:
-        return None
-    # its folder's config could have been edited
-    here, there = fixed_facts(parts), loaded.manifest
-    if isinstance(there.get("config"), dict):
-        refuse_other_config(path, renamed(there["config"]), here["config"], parts, loaded)
-    if there.get("data") not in (None, here["data"]):
-        raise other_data(loaded.path, parts)
-    return loaded
+    return checkpoint_at(root, joined, console)
 
 
 def measuring(setup: Setup) -> Measured:
@@ -156,11 +147,14 @@ def resume(setup: Setup, loaded: loading.Loaded, forked: bool) -> tuple[Progress
     return progress, meter, measured
 
 
-def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
-    """Return the loop at the step from which the run goes on. Raises ConfigError and
-    CheckpointError."""
+def start_loop(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> Loop:
+    """Return the loop at the step from which the run goes on.
+
+    `accepted` is called once what the folder holds was read and nothing is left to refuse. Raises
+    ConfigError and CheckpointError.
+    """
     console = open_console(path, parts, joined)
-    loaded, parent = newest_checkpoint(path, parts, joined, console), parts.run.facts.parent
+    loaded, parent = newest_checkpoint(path, joined, console), parts.run.facts.parent
     forked = loaded is None and parent is not None
     if forked and parent is not None:
         loaded = parents_checkpoint(parent, joined, console)
@@ -176,6 +170,7 @@ def start_loop(path: Path, parts: Parts, joined: mesh.Mesh) -> Loop:
     main = joined.rank == 0
     begins_at = 0 if parent is None else parent.step
     rows = Rows(path / rundir.METRICS, progress.step, begins_at) if main else None
+    accepted()
     tracker = open_trackers(path, parts.config, console.line) if main else Trackers()
     return Loop(
         setup=setup,

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from llmexp.checkpoint import loading
+from llmexp.checkpoint.loading import Loaded
 from llmexp.run.budget import BUDGETS, NO_BUDGET, solve_budget
 from llmexp.runs import rundir
 from llmexp.settings.values import ConfigError, fill, refuse, typed
@@ -16,16 +16,10 @@ from llmexp.train.assembly.assemble import Parts, rate_factor
 KEYS = (*BUDGETS, "schedule.warmup_steps", "schedule.warmup_ratio")
 
 
-def check(
-    path: Path, old: dict[str, Any], parts: Parts, loaded: loading.Loaded | None = None
-) -> None:
-    """Raise ConfigError where a run with the flat config `old` and the budget of `parts` would not
-    have come to its checkpoint: to the one that is `loaded`, or to the newest in the folder."""
-    if loaded is None:
-        root = path / rundir.CHECKPOINTS
-        loaded = loading.latest(root, lambda text: None, part=loading.NONE, kinds=())
-    if loaded is None:  # nothing is trained yet
-        return
+def check(path: Path, old: dict[str, Any], parts: Parts, loaded: Loaded) -> None:
+    """Raise ConfigError unless training with the new budget would have made the same checkpoint.
+
+    `old` is the flat config of the run in `path`, and `parts` have the new budget."""
     run, config = parts.run, parts.config
     budgets: dict[str, Any] = {name: old.get(f"train.{name}") for name in NO_BUDGET}
     before = solve_budget(
@@ -60,8 +54,9 @@ def check(
 
 
 def _fork(path: Path, step: int | None, key: str, value: Any) -> str:
-    """Return the command of a fork in the place of an extension: from the last checkpoint up to
-    which both are the same, else from the end."""
+    """Return the command of a fork that does what the refused extension would have done.
+
+    `step` is that of the last checkpoint up to which both are the same; None where none is kept."""
     fork = f"llmexp train {typed('fork.run', path)}"
     if step is None:
         text = "no checkpoint from before that is kept; train anew, or fork the last one, to go"

@@ -6,11 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,15 @@ from llmexp.run import Parent
 from llmexp.runs import provenance, rundir
 from llmexp.runs.naming import LINEAGE, lineage, refuse_folder
 from llmexp.settings.config import plain
+from llmexp.settings.convert import renamed
 from llmexp.settings.knobs import differing, may_change
 from llmexp.settings.values import ConfigError, flatten, typed
 from llmexp.system import fileio
-from llmexp.system.child import REFUSED
 from llmexp.system.redact import as_recorded, concealed, marks
 from llmexp.train import extending
 from llmexp.train.assembly.assemble import Parts
 from llmexp.train.assembly.targets import better_of
 
-REWRITTEN = (rundir.CONFIG, rundir.RUN, rundir.STATUS)  # when a run is gone on with
 RECORDED = ("overrides", "label", "group", "swept")  # of a request, in run.json
 
 
@@ -89,57 +86,44 @@ def open_folder(parts: Parts, request: dict[str, Any]) -> tuple[Path, bool]:
 
 
 def refuse_other_run(path: Path, parts: Parts) -> None:
-    """Raise ConfigError when the folder's run differs from `parts` in anything that changes
-    results."""
-    old, new = fixed_part(rundir.read_config(path)), fixed_part(plain(parts.config))
-    refuse_other_config(path, old, new, parts)
-    there = rundir.read_run(path)
-    if not there:
+    """Raise ConfigError when the run in the folder differs from `parts` in what changes results.
+
+    A run is known by its newest checkpoint, since config.yaml could have been edited; without one,
+    by config.yaml and run.json. Nothing is written. Raises CheckpointError where all are damaged.
+    """
+    loaded = loading.unhashed(path / rundir.CHECKPOINTS)
+    there, recorded = loaded.manifest if loaded else {}, rundir.read_run(path)
+    known, here = there.get("config"), fixed_facts(parts)
+    old = renamed(known) if isinstance(known, dict) else fixed_part(rundir.read_config(path))
+    keys = differing(old, here["config"])
+    if fixed := [key for key in keys if key not in extending.KEYS]:
+        # of a section with another function that alone, as its knobs differ for that
+        other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
+        named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
+        shown = ", ".join(f"{k} ({old.get(k)} there, {here['config'].get(k)} here)" for k in named)
+        raise ConfigError(
+            f"{loaded.path if loaded else path}: is another run; differing keys, which change "
+            f"results and so are fixed: {shown}; for a new run with other values that goes on from "
+            f"here: llmexp train {typed('fork.run', path)} ..."
+        )
+    if keys and loaded is not None:  # else nothing is trained yet
+        extending.check(path, old, parts, loaded)
+    if not recorded:
         print(f"llmexp: {path / rundir.RUN}: is not there and is written anew", file=sys.stderr)
-    known, now = there.get("environment"), environment(parts)
-    if isinstance(known, dict):
-        changed = sorted(name for name in known | now if known.get(name) != now.get(name))
+    before, now = recorded.get("environment"), environment(parts)
+    if isinstance(before, dict):
+        changed = sorted(name for name in before | now if before.get(name) != now.get(name))
         if changed:
             names = ", ".join(changed)
             raise ConfigError(
                 f"{path}: is another run; the environment has another value of {names} now"
             )
-    recorded = there.get("data_fingerprint")
-    if recorded is not None and recorded != as_recorded(parts.corpus.fingerprint):
-        raise other_data(path, parts)
-
-
-def refuse_other_config(
-    path: Path,
-    old: dict[str, Any],
-    new: dict[str, Any],
-    parts: Parts,
-    loaded: loading.Loaded | None = None,
-) -> None:
-    """Raise ConfigError with the keys in which the fixed parts of two configs differ, but for the
-    keys of an extension that holds; `loaded`: the checkpoint that it goes on from, null: the newest
-    one of the run in `path`."""
-    keys = differing(old, new)
-    fixed = [key for key in keys if key not in extending.KEYS]
-    if fixed:
-        # of a section with another function that alone, as its knobs differ for that
-        other = {key.partition(".")[0] for key in fixed if key.endswith("._target_")}
-        named = [k for k in fixed if k.endswith("._target_") or k.partition(".")[0] not in other]
-        shown = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} here)" for key in named)
-        where = path if loaded is None else loaded.path
-        raise ConfigError(
-            f"{where}: is another run; differing keys, which change results and so are fixed: "
-            f"{shown}; for a new run with other values that goes on from here: llmexp train "
-            f"{typed('fork.run', path)} ..."
-        )
-    if keys:
-        extending.check(path, old, parts, loaded)
-
-
-def other_data(path: Path, parts: Parts) -> ConfigError:
-    text = f"the data changed since the run started ({parts.run.facts.data})"
-    way = "if no file did, go on with the version of llmexp that began the run"
-    return ConfigError(f"{path}: {text}; {way}")
+    prints = recorded.get("data_fingerprint"), as_recorded(parts.corpus.fingerprint)
+    if there.get("data") not in (None, here["data"]) or prints[0] not in (None, prints[1]):
+        where, data = loaded.path if loaded else path, parts.run.facts.data
+        text = f"the data changed since the run started ({data})"
+        way = "if no file did, go on with the version of llmexp that began the run"
+        raise ConfigError(f"{where}: {text}; {way}")
 
 
 def fixed_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -184,32 +168,3 @@ def record(path: Path, parts: Parts, request: dict[str, Any], state: str = "runn
     rundir.write_status(
         path, state, started=time.time(), pid=os.getpid(), host=socket.gethostname(), **fresh
     )
-
-
-@dataclass(frozen=True)
-class Before:
-    """Keep the files that going on with a run rewrites, as they were."""
-
-    files: dict[str, bytes]
-    origins: list[Path]
-
-
-def before_going_on(path: Path) -> Before:
-    there = [name for name in REWRITTEN if (path / name).is_file()]
-    return Before({n: (path / n).read_bytes() for n in there}, provenance.folders(path))
-
-
-def put_back(path: Path, before: Before) -> None:
-    """Make the folder what it was, after a refusal to go on with its run; what cannot be written is
-    left as it is."""
-    try:
-        with rundir.locked(path):
-            now = rundir.read_status(path)
-            if (now.get("state"), now.get("exit_code")) != ("failed", REFUSED):
-                return
-            for name, content in before.files.items():
-                fileio.write_whole(path / name, content)
-            for added in set(provenance.folders(path)) - set(before.origins):
-                shutil.rmtree(added, ignore_errors=True)
-    except (ConfigError, OSError):
-        return

@@ -1,5 +1,4 @@
-"""One worker process: from a request or a run folder to a trained run, a status and an exit
-code."""
+"""Turn a request or a run folder into a trained run, a status and an exit code, in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import gc
 import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,62 +28,55 @@ from llmexp.train.state import Loop
 from llmexp.train.summary import details, say_the_end, summarise
 
 
-@dataclass
-class Task:
-    """Hold the request to this process, as far as it is known."""
-
-    path: Path | None = None  # the run folder
-    before: folder.Before | None = None  # where a request goes on with a run
-
-
 def main(argument: str) -> int:
-    """Run one worker; return its exit code. `argument` is a run folder, or - for a request on
-    standard input."""
+    """Run one worker; return its exit code.
+
+    `argument` is a run folder, or - for a request on standard input."""
     STOP.importing = False
-    task = Task()
+    path = None if argument == "-" else Path(argument)
     try:
-        code = begin(argument, task)
-        if code == REFUSED and task.path is not None and task.before is not None:
-            folder.put_back(task.path, task.before)
-        return code
-    # a function of the user's, such as that of the data, may raise anything
-    except BaseException as error:
-        return failing.record_unbegun(task.path, failing.meaning(error))
-
-
-def begin(argument: str, task: Task) -> int:
-    """Open the run folder and train there; return the exit code."""
-    if argument == "-":
+        if path is not None:
+            return go_on(path)
         provenance.begin()
         text = sys.stdin.read()
         if not text:  # the parent has gone
             return REFUSED
         request = json.loads(text)
         parts = assemble(build(request["config"]), write=True, **folder.known(request))
-        task.path, fresh = path, _ = folder.open_folder(parts, request)
+        path, fresh = folder.open_folder(parts, request)
         if not fresh:
             if folder.is_finished(path, parts.run.max_steps):
                 return DONE
-            task.before = folder.before_going_on(path)
             if request.get("note"):
                 say(request["note"])
-    else:
-        task.path = path = Path(argument)
-        if os.environ.get("RANK", "0") == "0":  # once is enough
-            rundir.check_plain(path)
-        if folder.is_finished(path):
-            return DONE
-        parent = folder.parent_of(path)
-        parts = assemble(rundir.built_config(path), write=True, tried=True, parent=parent)
-        folder.refuse_other_run(path, parts)
-        recorded = rundir.read_run(path)
-        request = {key: recorded.get(key) for key in folder.RECORDED}
+        return start(path, parts, request, accept_first=not fresh)
+    # a function of the user's, such as that of the data, may raise anything
+    except BaseException as error:
+        return failing.record_unbegun(path, failing.meaning(error))
+
+
+def go_on(path: Path) -> int:
+    """Train the run that the folder describes; return the exit code."""
+    if os.environ.get("RANK", "0") == "0":  # once is enough
+        rundir.check_plain(path)
+    if folder.is_finished(path):
+        return DONE
+    parent = folder.parent_of(path)
+    parts = assemble(rundir.built_config(path), write=True, tried=True, parent=parent)
+    folder.refuse_other_run(path, parts)
+    recorded = rundir.read_run(path)
+    return start(path, parts, {key: recorded.get(key) for key in folder.RECORDED})
+
+
+def start(path: Path, parts: Parts, request: dict[str, Any], *, accept_first: bool = False) -> int:
+    """Queue or train the run in the folder; return the exit code."""
     if request.get("queue"):
         with rundir.locked(path):
             folder.record(path, parts, request, "queued")
         return DONE
-    many = parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ
-    return (supervised if many else work)(path, parts, request)
+    if parts.run.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        return supervised(path, parts, request)
+    return work(path, parts, request, accept_first)
 
 
 def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
@@ -106,36 +98,48 @@ def supervised(path: Path, parts: Parts, request: dict[str, Any]) -> int:
         return code
 
 
-def work(path: Path, parts: Parts, request: dict[str, Any]) -> int:
-    """Train (this rank's part of) the run in the folder; return the exit code."""
+def work(path: Path, parts: Parts, request: dict[str, Any], accept_first: bool) -> int:
+    """Train (this rank's part of) the run in the folder; return the exit code.
+
+    With `accept_first` the folder is written to only once its newest checkpoint and its rows were
+    accepted: a refusal leaves it as it was.
+    """
     if group.given_up(path):
         return FAILED
     joined: mesh.Mesh | None = None
     ours = False  # until the folder's lock is, another process may be at work in it
+
+    def accepted() -> None:
+        nonlocal accept_first
+        if accept_first:
+            folder.record(path, parts, request)
+        accept_first = False
+
     with contextlib.ExitStack() as locks:  # held until the end is recorded
         try:
             joined = group.join(path, parts)
             alone = locks.enter_context(group.held(path, joined))
             ours = True
-            if joined.rank == 0:
-                if alone:
-                    folder.record(path, parts, request)
-                else:  # again, after a restart
-                    fresh = dict.fromkeys(("error", "exit_code", "final", "ended"))
-                    rundir.write_status(path, "running", **fresh)
-            code = run_training(path, parts, joined)
+            if joined.rank == 0 and not alone:  # again, after a restart
+                fresh = dict.fromkeys(("error", "exit_code", "final", "ended"))
+                rundir.write_status(path, "running", **fresh)
+            elif joined.rank == 0 and not accept_first:
+                folder.record(path, parts, request)
+            code = run_training(path, parts, joined, accepted)
             locks.close()
             gc.collect()  # model and optimizer go before the group, or gloo may abort at exit
             mesh.leave(joined)
             # The agent must not take ranks that stop as they were asked for failed ones.
             return DONE if code == PREEMPTED and STARTED in os.environ else code
         except BaseException as error:
-            return failing.record(path, failing.meaning(error, path, parts, joined), ours=ours)
+            failure = failing.meaning(error, path, parts, joined)
+            untouched = accept_first and failure.exit_code == REFUSED
+            return failing.record(path, failure, ours=ours and not untouched)
 
 
-def run_training(path: Path, parts: Parts, joined: mesh.Mesh) -> int:
+def run_training(path: Path, parts: Parts, joined: mesh.Mesh, accepted: Callable[[], None]) -> int:
     """Train to the end or to a signal; return the exit code. Raises what training raises."""
-    loop = start_loop(path, parts, joined)
+    loop = start_loop(path, parts, joined, accepted)
     gc.collect()
     gc.freeze()  # what lives now lives to the end; collections need not walk it again
     STOP.training = True
