@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import json
 import sys
@@ -11,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmexp.compose import app, command_line, environment, errors
-from llmexp.compose.overrides import parsed
+from llmexp.compose import app, command_line, environment
 from llmexp.runs import rundir
 from llmexp.runs.naming import add_weights, named_checkpoint
-from llmexp.settings.config import Config, plain
-from llmexp.settings.convert import build
-from llmexp.settings.values import ConfigError, nearest, typed
+from llmexp.settings.config import Config
+from llmexp.settings.values import ConfigError, typed
 from llmexp.sweep import show
 from llmexp.system.redact import redacted
 
@@ -39,7 +36,7 @@ def evaluated(args: argparse.Namespace) -> dict[str, Any]:
     if (folder / "config.json").is_file() and not rundir.is_run(folder):
         return _of_folder(args, folder)
     path, step = named_checkpoint(args.run)
-    config = with_data(rundir.built_config(path), args.overrides, args.config_dir)
+    config = with_data(path, args.overrides, args.config_dir)
     tokens = _tokens(args.tokens, config.train.eval_tokens)
     names = _tasks(args)
     found: dict[str, Any] = {"run": str(path), "weights": args.weights}
@@ -238,9 +235,9 @@ def _tokens(given: str | None, configured: int | None) -> int | None:
     return int(given)
 
 
-def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) -> Config:
-    """Return a run's config with the data that overrides describe: of another group, or the run's
-    own data with some values changed. Raises ConfigError."""
+def with_data(run: Path, overrides: Sequence[str], config_dir: str | None) -> Config:
+    """Return a run's config with the data that overrides describe. Raises ConfigError."""
+    config = rundir.built_config(run)
     command_line.check_overrides(overrides)
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
@@ -251,30 +248,7 @@ def with_data(config: Config, overrides: Sequence[str], config_dir: str | None) 
     environment.refuse_secrets(list(overrides), "the command line")
     if not overrides:
         return config
-    if any(override.startswith("data=") for override in overrides):
-        return dataclasses.replace(config, data=_composed(overrides, config_dir).data)
-    tree = plain(config)
-    tree["data"] = copy.deepcopy(tree["data"])
-    for change in parsed(overrides):
-        _put(tree, change)
-    return build(tree)
-
-
-def _put(tree: dict[str, Any], override: Any) -> None:
-    key = override.key_or_group
-    *parents, name = key.split(".")
-    node: Any = tree
-    own = key.startswith(command_line.NAMED_BY_USER)
-    for parent in parents:
-        below = node.setdefault(parent, {}) if own else node.get(parent)
-        node = below if isinstance(below, dict) else {}
-    if name not in node and not own:
-        text = f"there is no such key in the data of the run.{nearest(key, errors.flat_keys(tree))}"
-        way = f"For other data name them first, for example data=text {key}=..."
-        raise ConfigError(f"{key}: {text} {way}")
-    if override.is_sweep_override():
-        raise ConfigError(f"{override.input_line}: several values are a sweep; give one")
-    node[name] = override.value()
+    return dataclasses.replace(config, data=app.composed_over(run, overrides, config_dir).data)
 
 
 def _of_tasks(tasks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -64,10 +65,12 @@ def train(arguments: list[str]) -> int:
 
 
 def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | None]:
-    """Train what the parsed arguments ask for; return the exit code and the folder of the run or
-    the sweep, if one was made. Raises ConfigError."""
-    worker = None if args.multirun else Worker()
-    try:
+    """Train what the parsed arguments ask for.
+
+    Return the exit code, and the folder of the run or the sweep if one was made. Raise ConfigError.
+    """
+    with contextlib.ExitStack() as stack:
+        worker = None if args.multirun else stack.enter_context(Worker())
         from llmexp.sweep.main import sweep
 
         with hydra_app(args.config_dir, args.overrides) as hydra:
@@ -80,7 +83,6 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
                     )
                 if worker is not None:  # hydra.mode in a config asks for the sweep
                     worker.discard()
-                    worker = None
                 say_tracker(cfg, points=True)
                 step = newest_step(args.overrides)
                 return sweep(hydra, cfg, [*args.overrides, *step], [*arguments, *step])
@@ -95,16 +97,13 @@ def start(args: argparse.Namespace, arguments: list[str]) -> tuple[int, Path | N
             "folder": str(wanted),
             "fixed": fixed_folder(args.overrides, "hydra.run.dir"),
             "overrides": visible(args.overrides),
+            "queue": args.queue,
         }
         rundir.check_writable(wanted)
         assert worker is not None
-        running, worker = worker, None
-        code, path = running.run(request | {"queue": args.queue})
+        code, path = worker.run(request)
         if args.queue and code == 0 and path is not None:
             from llmexp.cli.queue import how_to_start
 
             say(how_to_start(path, config))
         return code, path
-    finally:
-        if worker is not None:
-            worker.discard()

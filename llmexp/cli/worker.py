@@ -26,16 +26,26 @@ from llmexp.system.child import (
 
 
 class Worker:
-    """A worker process that is already importing torch while the parent still composes."""
+    """A worker process that imports torch while the parent composes; unused, it is ended."""
 
     def __init__(self) -> None:
         self._report, self._child_end = os.pipe()
         pipe = subprocess.PIPE
         self._process = start_worker("-", stdin=pipe, pass_fds=(self._child_end,), text=True)
         os.close(self._child_end)
+        self._used = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.discard()
 
     def discard(self) -> None:
         """End a worker that got nothing to do."""
+        if self._used:
+            return
+        self._used = True
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -47,6 +57,7 @@ class Worker:
         on. Raises ConfigError where batch.micro_batch_size=auto finds no size."""
         if request["config"]["batch"]["micro_batch_size"] == AUTO:
             request["config"]["batch"]["micro_batch_size"] = fitting(request)
+        self._used = True
         with signals_passed_on(self._process) as passed:
             hand_over(self._process, {**request, "report_fd": self._child_end})
             code = self._process.wait()

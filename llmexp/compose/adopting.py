@@ -17,10 +17,8 @@ def take_sizes(tree: dict[str, Any], cfg: DictConfig) -> None:
     """Put the sizes and switches of model.init_from into the plain config, but for those that the
     command line or an experiment gives: where these differ, the run is refused when its parts are
     checked."""
-    model, fork = tree.get("model"), tree.get("fork")
+    model = tree.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("init_from"), str):
-        return
-    if isinstance(fork, dict) and fork.get("run") is not None:
         return
     found = sizes_of(str(fill(model["init_from"], "model.init_from")))
     if found is None or found[0] != model.get("_target_"):

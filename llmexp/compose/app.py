@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmexp.compose import forking
 from llmexp.compose.adopting import take_sizes
+from llmexp.compose.command_line import opened
 from llmexp.compose.environment import fill_names, fill_tracker, refuse_secrets, variables_kept
 from llmexp.compose.errors import user_errors
 from llmexp.compose.guard import guard, refuse_code
-from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced
-from llmexp.compose.overrides import key_of
+from llmexp.compose.origin import CONFIG_NAME, refuse_dead, refuse_unplaced, refuse_unused
+from llmexp.compose.overrides import key_of, parsed
 from llmexp.run.budget import replace_budgets
 from llmexp.settings.config import FOLDER_NAME, Config, conf_dir, plain
 from llmexp.settings.convert import build
@@ -32,20 +33,23 @@ from llmexp.settings.values import ConfigError, refuse, remember_variables
 
 
 @contextmanager
-def hydra_app(config_dir: str | None, overrides: Sequence[str] = ()) -> Iterator[Hydra]:
-    """Start Hydra over conf/ and the user's --config-dir; over the config of its parent for a fork,
-    which the overrides of the command line ask for."""
+def hydra_app(
+    config_dir: str | None, overrides: Sequence[str] = (), run: Path | None = None
+) -> Iterator[Hydra]:
+    """Start Hydra over conf/ and the user's --config-dir.
+
+    In the place of conf/config.yaml stands the config of `run`, where one is given, or that of the
+    parent of a fork, which the overrides ask for. Raises ConfigError."""
     search_path = create_config_search_path(f"file://{conf_dir()}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
-    if (parent := forking.parent_in(overrides)) is not None:
-        with forking.options(parent) as folder:
+    with ExitStack() as stack:
+        if (beneath := run or forking.parent_in(overrides)) is not None:
+            folder = stack.enter_context(forking.options(beneath, fork=run is None))
             search_path.prepend("parent", f"file://{folder}")
-            yield from started(search_path)
-        return
-    yield from started(search_path)
+        yield from started(search_path)
 
 
 def started(search_path: Any) -> Iterator[Hydra]:
@@ -98,19 +102,25 @@ def _composed(hydra: Hydra, overrides: Sequence[str], multirun: bool) -> tuple[D
     return compose(run_mode=RunMode.MULTIRUN), True
 
 
-def chosen_options(groups: Sequence[str]) -> dict[str, Any]:
-    """Return the sections that overrides such as schedule=constant choose, as plain values. Raises
-    ConfigError."""
-    if not groups:
-        return {}
-    with hydra_app(None) as hydra:
-        cfg, _ = compose(hydra, groups)
-    with user_errors(), variables_kept():
-        return {key: OmegaConf.to_container(cfg[key], resolve=True) for key in map(key_of, groups)}
+def composed_over(run: Path, overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """Return the config of a run with overrides over it, which may choose options of groups.
+
+    Raises ConfigError, also for several values."""
+    with user_errors():
+        several = next((o.input_line for o in parsed(overrides) if o.is_sweep_override()), None)
+    if several is not None:
+        raise ConfigError(f"{several}: several values are a sweep; one is needed here")
+    overrides = [opened(override) for override in overrides]
+    with hydra_app(config_dir, run=run) as hydra:
+        cfg, multirun = compose(hydra, overrides)
+        refuse_unused(overrides, multirun)
+        return typed(cfg, run)
 
 
-def typed(cfg: DictConfig) -> Config:
-    """Plain, checked dataclasses from a composed config: OmegaConf stops here."""
+def typed(cfg: DictConfig, run: Path | None = None) -> Config:
+    """Return plain, checked dataclasses from a composed config: OmegaConf stops here.
+
+    `run` is the run whose config was composed over, to go on with it. Raises ConfigError."""
     refuse_code(cfg)
     # hydra's own has values that only a sweep fills; how a command works is no part of a run
     keys = [str(k) for k in cfg if k not in ("hydra", "sweep", "prepare", "plan")]
@@ -125,11 +135,17 @@ def typed(cfg: DictConfig) -> Config:
     refuse_unplaced(tree, cfg)
     given = OmegaConf.select(cfg, "hydra.overrides.task") or []
     replace_budgets(tree, given)
-    forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
-    take_sizes(tree, cfg)
-    config = forking.recut(build({str(k): v for k, v in tree.items()}), given)
+    parent = None
+    if run is None:
+        parent = forking.settle(tree, given, lambda: chosen_folder(cfg, "hydra.run.dir"))
+    if (beneath := run or parent) is None:
+        take_sizes(tree, cfg)
+    else:
+        forking.follow(tree, given, beneath, fork=run is None)
+    config = build({str(k): v for k, v in tree.items()})
+    config = config if beneath is None else forking.recut(config, given)
     remember_variables(plain(config))
-    refuse_dead(cfg, config)
+    refuse_dead(cfg, config, chosen=beneath is None)
     if FOLDER_NAME.fullmatch(config.name) is None:
         text = "must be one folder name: 1 to 80 characters, no /, no dot or - at its start"
         way = "hydra.run.dir takes any path"

@@ -1,5 +1,7 @@
-"""Compose a fork: the saved config of its parent takes the place of ours, as options that Hydra
-finds first, and the overrides of the command line change it."""
+"""Compose overrides over the config of a run: that of a fork's parent, or of a run gone on with.
+
+The saved config takes the place of ours, as options that Hydra finds first.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,16 @@ def newest_step(overrides: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def options(run: Path) -> Iterator[Path]:
-    """Write the config of a run as a folder of options, and a config.yaml that chooses them; yield
-    the folder, which goes again. Raises ConfigError."""
+def options(run: Path, fork: bool) -> Iterator[Path]:
+    """Write the config of a run as a folder of options, and a config.yaml that chooses them.
+
+    Yield the folder, which is removed at the end. Raises ConfigError."""
     tree = plain(rundir.built_config(run))
-    tree["train"] |= {"stop_step": None, "profile_start": None, "twin": 0}  # it has been there
-    tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
-    del tree["fork"]
+    tree["train"]["stop_step"] = None  # it has been there
+    if fork:
+        tree["train"] |= {"profile_start": None, "twin": 0}
+        tree["checkpoint"]["resume"], tree["tracker"]["name"] = "never", None
+        del tree["fork"]
     whole = yaml.safe_load((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         for entry in whole["defaults"]:
@@ -87,13 +92,16 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
-def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]) -> None:
-    """Put into the plain config of a fork what follows from its overrides: the step, the cut of its
-    batch, the warm-up, start and end of a cooldown. A fork that is in its `folder` already keeps
-    its step. Raises ConfigError."""
+def settle(
+    tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], Path]
+) -> Path | None:
+    """Put the step of a fork, and the start and end of its cooldown, into the plain config.
+
+    Return its parent, None where the config is no fork's. A fork that is in its `folder` already
+    keeps its step. Raises ConfigError."""
     fork = tree.get("fork")
     if not isinstance(fork, dict) or fork.get("run") is None:
-        return
+        return None
     if (run := parent_in(overrides)) is None:
         text = "is taken from the command line, because all that is not given follows from it"
         raise refuse("fork.run", fork["run"], text, "outputs/trunk")
@@ -101,26 +109,33 @@ def settle(tree: dict[str, Any], overrides: Sequence[str], folder: Callable[[], 
         before = rundir.read_run(folder()).get("parent") or {}
         same = before.get("folder") == str(run)
         fork["step"] = before.get("step") if same else rundir.saved_steps(run)[-1]
-    given, batch = _keys(overrides), tree.get("batch")
-    if isinstance(batch, dict) and given.intersection(CUT):  # as resume has it
-        for key in CUT:
-            if key not in given:
-                batch[key.partition(".")[2]] = None
     schedule, step = tree.get("schedule"), fork["step"]
     if not isinstance(schedule, dict) or not isinstance(step, int):
-        return
-    _take_warmup(schedule, given, run)
-    if schedule.get("_target_") == "llmexp.update.schedule.cooldown" and "decay_start" in schedule:
-        if schedule["decay_start"] is not None:
-            return
+        return run
+    ours = schedule.get("_target_") == "llmexp.update.schedule.cooldown"
+    if ours and schedule.get("decay_start", step) is None:
         schedule["decay_start"] = step
         if not budgets_in(overrides) and isinstance(tree.get("train"), dict):
             tree["train"] |= NO_BUDGET | {"max_steps": step + _updates(step, schedule)}
+    return run
+
+
+def follow(tree: dict[str, Any], overrides: Sequence[str], run: Path, fork: bool) -> None:
+    """Put what follows from overrides over the config of `run` into the plain config.
+
+    The cut of the batch is solved anew where a part of it is given. The warm-up keeps its length,
+    in updates, where it was a share of another budget."""
+    given, batch, schedule = _keys(overrides), tree.get("batch"), tree.get("schedule")
+    if isinstance(batch, dict) and given.intersection(CUT):
+        batch |= {key.partition(".")[2]: None for key in CUT if key not in given}
+    if isinstance(schedule, dict) and (fork or budgets_in(overrides)):
+        _take_warmup(schedule, given, run)
 
 
 def _take_warmup(schedule: dict[str, Any], given: set[str], run: Path) -> None:
-    """Give the schedule of a fork as many updates of warm-up as its parent has, unless the command
-    line says how many; a schedule of the user's may know none."""
+    """Give a schedule as many updates of warm-up as `run` has, unless overrides say how many.
+
+    A schedule of the user's may know none."""
     keys = ("warmup_steps", "warmup_ratio")
     there = plain(rundir.built_config(run))["schedule"]
     if not all(key in section for key in keys for section in (schedule, there)):
@@ -151,11 +166,11 @@ def _keys(overrides: Sequence[str]) -> set[str]:
 
 
 def recut(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the config of a fork with its batch cut for its own ranks, unless the cut is given."""
+    """Return a config over that of a run with its batch cut for its ranks, unless that is given."""
     ranks = config.parallelism.nproc_per_node
-    if config.fork.run is None or _keys(overrides).intersection(CUT):
+    if _keys(overrides).intersection(CUT):
         return config
-    if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the parent's
+    if config.batch.micro_batch_size == AUTO:  # of a file; the accumulation is the run's
         return with_knobs(config, batch={"gradient_accumulation_steps": None})
     dp_size = None if ranks is None else solve_layout(config.parallelism, ranks).dp_size
     return dataclasses.replace(config, batch=cut_anew(config.batch, dp_size))

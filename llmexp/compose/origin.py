@@ -80,15 +80,16 @@ def option(loader: Any, path: str) -> dict[str, Any]:
     return below | values
 
 
-def refuse_dead(cfg: DictConfig, config: Config) -> None:
-    """Raise ConfigError for a knob that does nothing where it is set: on the command line to any
-    value but null, in a file to a value of its own."""
+def refuse_dead(cfg: DictConfig, config: Config, chosen: bool = True) -> None:
+    """Raise ConfigError for a knob that does nothing where it is set.
+
+    That is on the command line to any value but null, and in a file to a value of its own. What
+    was not `chosen` now, but is the config of an earlier run, is let be."""
     flat = flatten(plain(config))
     given = typed_keys(OmegaConf.select(cfg, "hydra.overrides.task") or [])
     for key, (why, instead) in dead(flat).items():
-        # what a fork has of its parent was not chosen now
-        chosen = config.fork.run is None and not is_default(cfg, key, flat)
-        if flat[key] is not None and (key in given or chosen):
+        set_now = key in given or (chosen and not is_default(cfg, key, flat))
+        if flat[key] is not None and set_now:
             file = None if key in given else origin(cfg, key)
             out = f"it is set in {file}: take it out with ~{key}" if file else "leave it out"
             raise refuse(key, flat[key], f"{why}; {out}, or {instead}")
@@ -130,14 +131,6 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
         section = parsed([override])[0].value() if value[:1] == "{" else None
         found |= set(flatten({key: section})) if isinstance(section, dict) else {key}
     return found
-
-
-def refuse_given(config: Config, given: Sequence[str]) -> None:
-    """Refuse the same for keys of a command line that changes a run's own config."""
-    flat = flatten(plain(config))
-    for key, (why, instead) in dead(flat).items():
-        if key in given and flat[key] is not None:
-            raise refuse(key, flat[key], f"{why}; leave it out, or {instead}")
 
 
 def refuse_unplaced(tree: dict[str, Any], cfg: DictConfig) -> None:

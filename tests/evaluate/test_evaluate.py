@@ -203,7 +203,7 @@ def test_what_is_refused(there, capsys):
     np.save(there / "wide.npy", np.arange(500, dtype=np.uint16))
     for arguments, words in (
         (["train.max_steps=3"], "evaluate changes the data only"),
-        (["data.sed=1"], "data.sed: there is no such key in the data of the run"),
+        (["data.sed=1"], "data.sed: there is no such key or group. Known: _target_, sources"),
         (["data=tex"], "there is no such option. Did you mean text?"),
         (["data=text,corpus"], "data=text,corpus"),
         (["--tokens", "0"], "--tokens 0: a whole number above 0, or all"),

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmexp.cli.resume import change
 from llmexp.compose.overrides import parsed
 from llmexp.runs.rundir import read_rows
-from llmexp.settings.values import ConfigError, typed
+from llmexp.settings.values import typed
 from tests.conftest import TINY, Result, llmexp, start, train
 from tests.tools import cut_after, exact, same_state, wait_for
 
@@ -383,8 +382,3 @@ def test_milestones_stay_beside_the_newest_checkpoints(tmp_path):
     assert llmexp("resume", "run", cwd=tmp_path).code == 0
     found = sorted(p.name[-2:] for p in (done.folder / "checkpoints").iterdir())
     assert found == ["03", "06", "08", "09"]
-
-
-def test_an_experiment_is_not_chosen_after_the_start(tmp_path):
-    with pytest.raises(ConfigError, match="experiment=null: an experiment is chosen where a run"):
-        change({"train": {"max_steps": 3}}, ["experiment=null"], tmp_path, None)
