@@ -1,5 +1,4 @@
-"""Checkpoints: a folder of hashed files, committed by a rename, read without unpickling, under any
-layout of ranks.
+"""Read checkpoints: folders of hashed files, under any layout of ranks, without unpickling.
 
 step_00000100/model.safetensors      parameters and persistent buffers under clean names
               optimizer.safetensors  optimizer tensors as <optimizer index>/<parameter name>/<key>
@@ -59,8 +58,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was found whole. `model`, `optimizer` and `ema`: the pieces of each tensor,
-    by its name."""
+    """Hold a checkpoint that was found whole, with the pieces of each tensor by its name."""
 
     path: Path
     step: int
@@ -73,13 +71,13 @@ class Loaded:
 
     @property
     def digest(self) -> str:
-        """Return the sha256 of the manifest, which has those of all files: the identity of the
-        checkpoint."""
+        """Return the checkpoint's identity: the sha256 of its manifest, which has all files' own."""
         return sha256(self.path / MANIFEST)
 
     def is_called(self, digest: Any) -> bool:
-        """Return whether this is the identity of the checkpoint; older records have the digests of
-        its tensors, which older manifests hold."""
+        """Return whether this is the checkpoint's identity.
+
+        Older records have digests of its tensors, which older manifests hold."""
         if isinstance(digest, dict):
             return bool(digest == self.manifest.get("digest"))
         return bool(digest == self.digest)
@@ -103,10 +101,9 @@ def latest(
     kinds: tuple[str, ...] = KINDS,
     only: int | None = None,
 ) -> Loaded | None:
-    """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`; each
-    damaged one before it is named in a warning.
+    """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`.
 
-    On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
+    Each damaged one before it is named in a warning. On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
     whether its argument is true on any rank. Ranks that know the damage name it. None when there is
     no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
     NewerFormat for one of a newer format version, on all ranks.
@@ -140,11 +137,11 @@ def unhashed(root: Path) -> Loaded | None:
 
 
 def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS) -> Loaded:
-    """Check one checkpoint (of the hashes every part[1]-th) and read all of it but the tensors, on
-    the CPU. With `kinds` ("model",) the optimizer's files are not opened.
+    """Check one checkpoint and read all of it but the tensors, on the CPU.
 
-    Raises CheckpointError naming the damage, NewerFormat with both versions. The names and sizes of
-    its files are checked, and nothing is unpickled.
+    This rank checks every part[1]-th hash. With `kinds` ("model",) the optimizer's files are not
+    opened. Raises CheckpointError naming the damage, NewerFormat with both versions. The names and
+    sizes of its files are checked, and nothing is unpickled.
     """
     manifest = _read_manifest(path)
     step, files = manifest["step"], sorted(manifest["files"].items())
@@ -201,8 +198,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_headers(files: list[Path], step: int) -> dict[str, list[Stored]]:
-    """Return the pieces of each tensor in the files. Raises ValueError where they do not add up to
-    the tensor."""
+    """Return the pieces of each tensor. Raises ValueError where they do not make up the tensor."""
     found: dict[str, list[Stored]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -243,8 +239,9 @@ def fill_all(
 
 
 def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tensor:
-    """Return a parameter of the checkpoint, whole, in the dtype that it was saved in; or put it
-    `into` a tensor. Raises CheckpointError."""
+    """Return a parameter, whole, in the dtype it was saved in; or put it `into` a tensor.
+
+    Raises CheckpointError."""
     pieces = loaded.model[name]
     found = torch.empty(pieces[0].shape, dtype=pieces[0].dtype) if into is None else into
     _fill(found, name, pieces, {})
@@ -252,8 +249,7 @@ def whole_tensor(loaded: Loaded, name: str, into: Tensor | None = None) -> Tenso
 
 
 def restore_ema(loaded: Loaded, average: Mapping[str, Tensor]) -> None:
-    """Fill an average of the weights: from the checkpoint's, or where it has none, as a copy of its
-    weights."""
+    """Fill an average of the weights from the checkpoint's, or from its weights if it has none."""
     fill_all(loaded, average, loaded.ema or loaded.model)
 
 
@@ -305,8 +301,9 @@ def restore_optimizers(
 
 
 def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, Any]) -> Tensor:
-    """Room for an optimizer's tensor: laid out as the parameter if it has its shape, else whole on
-    every rank."""
+    """Return room for an optimizer's tensor.
+
+    It is laid out as the parameter if it has its shape, else whole on every rank."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         # torch's other kernels want the count on the host
         return torch.empty(piece.shape, dtype=piece.dtype)
@@ -316,6 +313,7 @@ def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, An
 
 
 def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
+    """Raise CheckpointError where names or shapes of the model's tensors are not the loaded ones."""
     differing = sorted(own.keys() ^ loaded.model.keys()) or [
         f"{name}: {loaded.model[name][0].shape} for {tuple(t.shape)}"
         for name, t in own.items()
@@ -328,8 +326,9 @@ def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
 
 
 def _fill(target: Tensor, name: str, pieces: list[Stored], opened: dict[Path, Any]) -> None:
-    """Fill this rank's part of a tensor from the pieces that overlap it; `opened` keeps the files
-    open."""
+    """Fill this rank's part of a tensor from the pieces that overlap it.
+
+    `opened` keeps the files open."""
     own = piece_of(target)
     for piece in pieces:
         low = [max(a, b) for a, b in zip(own.offset, piece.offset, strict=True)]
