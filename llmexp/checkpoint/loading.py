@@ -71,7 +71,7 @@ class Loaded:
 
     @property
     def digest(self) -> str:
-        """Return the checkpoint's identity: the sha256 of its manifest, which has all files' own."""
+        """Return the checkpoint's identity: the sha256 of its manifest."""
         return sha256(self.path / MANIFEST)
 
     def is_called(self, digest: Any) -> bool:
@@ -103,10 +103,11 @@ def latest(
 ) -> Loaded | None:
     """Return the newest checkpoint whose manifest and hashes hold, or that of the step `only`.
 
-    Each damaged one before it is named in a warning. On many ranks all call it: `part`, (rank, world), shares out the hashing, and `agree` tells
-    whether its argument is true on any rank. Ranks that know the damage name it. None when there is
-    no checkpoint at all. Raises CheckpointError when there are some and all are damaged, and
-    NewerFormat for one of a newer format version, on all ranks.
+    Each damaged one before it is named in a warning. On many ranks all call it: `part`, (rank,
+    world), shares out the hashing, and `agree` tells whether its argument is true on any rank.
+    Ranks that know the damage name it. None when there is no checkpoint at all. Raises
+    CheckpointError when there are some and all are damaged, and NewerFormat for one of a newer
+    format version, on all ranks.
     """
     found = [path for path in steps(root) if only in (None, int(path.name[5:]))]
     for path in reversed(found):
@@ -175,8 +176,7 @@ def load(path: Path, part: tuple[int, int] = ALL, kinds: tuple[str, ...] = KINDS
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest with a step and plain file names in it. Raises CheckpointError,
-    NewerFormat."""
+    """Return the manifest, with a step and files in it. Raises CheckpointError and NewerFormat."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -313,7 +313,7 @@ def _empty_state(parameter: Tensor, key: str, piece: Stored, group: dict[str, An
 
 
 def refuse_other_model(loaded: Loaded, own: dict[str, Tensor]) -> None:
-    """Raise CheckpointError where names or shapes of the model's tensors are not the loaded ones."""
+    """Raise CheckpointError where the model has other tensors than the checkpoint."""
     differing = sorted(own.keys() ^ loaded.model.keys()) or [
         f"{name}: {loaded.model[name][0].shape} for {tuple(t.shape)}"
         for name, t in own.items()
