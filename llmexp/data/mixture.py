@@ -2,17 +2,16 @@
 
 The sources, the heaviest first, share out the sequences one after the other. Of the first n
 sequences that are left, a source of weight w takes the nearest whole number to n w / (w + the
-weights after it), and passes the others on. So no two sources ever want one sequence, each has its
-share of any prefix to within 1 + ln(sources) / 2 sequences, and the source of sequence k, and how
-many of that source came before it, follow from k by one division for each source.
+weights after it), and passes the others on. So each has its share of any prefix to within
+1 + ln(sources) / 2 sequences, and a division for each source finds the place of sequence k.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,45 +31,27 @@ def whole_weights(weights: list[float]) -> list[int]:
     return [max(int(weight > 0), round(weight * WHOLE / total)) for weight in weights]
 
 
-def taken(n: np.ndarray, weight: int, left: int) -> np.ndarray:
-    """Return n x weight / left, rounded: the sequences that a source takes of the first n."""
-    return n // left * weight + (2 * (n % left) * weight + left) // (2 * left)
+def shared_out(n: np.ndarray, weights: list[int]) -> np.ndarray:
+    """Return int64 [sources, m]: how many of the first n (int64 [m]) sequences each source has."""
+    found = np.zeros((len(weights), len(n)), np.int64)
+    left = sum(weights)
+    for source in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        if weight := weights[source]:
+            found[source] = n // left * weight + (2 * (n % left) * weight + left) // (2 * left)
+            n, left = n - found[source], left - weight
+    return found
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A stretch of the run with one set of weights."""
 
     start: int  # the first sequence of the run in it
     before: np.ndarray  # int64 [sources]: sequences of each source before it
     weights: list[int]
 
-    def takers(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (source, its weight, the weights from it on), the heaviest first."""
-        left = sum(self.weights)
-        for source in sorted(range(len(self.weights)), key=lambda i: -self.weights[i]):
-            if weight := self.weights[source]:
-                yield source, weight, left
-                left -= weight
-
-    def at(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, how many sequences of it come before) of the run's sequences `k`."""
-        sources, turns = np.empty_like(k), np.empty_like(k)
-        where, n = np.arange(len(k)), k - self.start
-        for source, weight, left in self.takers():
-            before = taken(n, weight, left)
-            mine = taken(n + 1, weight, left) > before
-            sources[where[mine]] = source
-            turns[where[mine]] = before[mine] + self.before[source]
-            where, n = where[~mine], (n - before)[~mine]
-        return sources, turns
-
     def counts(self, k: int) -> np.ndarray:
         """Return int64 [sources]: how many of the run's first `k` come from each source."""
-        found, n = self.before.copy(), np.array(k - self.start)
-        for source, weight, left in self.takers():
-            found[source] += taken(n, weight, left)
-            n = n - taken(n, weight, left)
+        found: np.ndarray = self.before + shared_out(np.array([k - self.start]), self.weights)[:, 0]
         return found
 
 
@@ -97,11 +78,13 @@ class Mixture:
         `k`: int64 [n], sequences of the run, at least 0.
         """
         sources, turns = np.empty_like(k), np.empty_like(k)
-        starts = [stage.start for stage in self._stages]
-        which = np.searchsorted(starts, k, side="right") - 1
+        which = np.searchsorted([stage.start for stage in self._stages], k, side="right") - 1
         for number in np.unique(which).tolist():
-            mine = which == number
-            sources[mine], turns[mine] = self._stages[number].at(k[mine])
+            mine, (start, before, weights) = which == number, self._stages[number]
+            there = shared_out(k[mine] - start, weights)
+            more = shared_out(k[mine] - start + 1, weights) - there
+            sources[mine] = found = more.argmax(axis=0)
+            turns[mine] = before[found] + there[found, np.arange(len(found))]
         return sources, turns
 
     def counts(self, k: int) -> np.ndarray:
@@ -114,7 +97,7 @@ class Mixture:
         Each source has an order of its own, which no other source and no weight changes.
         """
         source, position = self.at(k)
-        there = np.array(list(self.sequences(sequence_length).values()))
+        there = np.array([*self.sequences(sequence_length).values()])
         seeds = np.array([_seed_of(seed, name) for name in self.tokens], dtype=np.uint64)
         index = sequence_index(seeds[source], position, there[source], shuffle)
         first = np.cumsum([0, *self.tokens.values()])
@@ -126,9 +109,8 @@ class Mixture:
 
     def shares(self, total_sequences: int, sequence_length: int) -> dict[str, tuple[int, float]]:
         """Return, for a run of so many sequences, (sequences, epochs) of each source."""
-        counts = self.counts(total_sequences).tolist()
         there = self.sequences(sequence_length)
-        pairs = zip(self.tokens, counts, strict=True)
+        pairs = zip(self.tokens, self.counts(total_sequences).tolist(), strict=True)
         return {name: (count, count / there[name]) for name, count in pairs}
 
 
