@@ -16,11 +16,11 @@ import yaml
 
 from llmexp import mesh
 from llmexp.data.text_bytes import TextBytes
+from llmexp.runs.ledger import identity
 from llmexp.settings.config import OPEN_SECTIONS, Config, plain
 from llmexp.settings.convert import build
 from llmexp.settings.knobs import affects, dead, essence, fields, is_record, may_change
 from llmexp.settings.values import NO_DEFAULT, ConfigError, flatten
-from llmexp.sweep.ledger import identity
 from llmexp.tracker.stores import STORES
 from llmexp.train.assembly.assemble import assemble
 from llmexp.train.evaluation import evaluate

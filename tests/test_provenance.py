@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llmexp.compare.provenance import differences
-from llmexp.compare.reading import find
 from llmexp.compare.reading import read as read_records
 from llmexp.runs import provenance
+from llmexp.runs.find import find
 from tests.conftest import TINY, llmexp
 
 HOOK = "def watch(event, context):\n    return None\n"

@@ -26,6 +26,7 @@ from torch.distributed.run import parse_args
 from llmexp import __version__
 from llmexp.__main__ import run
 from llmexp.data import train_tokenizer
+from llmexp.runs import ledger
 from llmexp.settings.config import Config
 from llmexp.settings.knobs import dead, fields
 from llmexp.settings.values import flatten
@@ -279,8 +280,8 @@ def test_a_search_by_optuna(work, capfd, monkeypatch):
     points = json.loads((work / "search" / "sweep.json").read_text())["points"]
     losses = []
     for point in points:
-        assert point["state"] == "finished"
         status = json.loads((work / "search" / point["folder"] / "status.json").read_text())
+        assert status["state"] == "finished"
         losses.append(status["summary"]["final val/loss"])
     assert [best["best_value"]] == losses
     assert run(["train", *small, "hydra.sweeper.n_trials=2", "sweep.resume=search"]) == 0
@@ -305,7 +306,7 @@ def test_a_trial_that_fails_does_not_end_the_search(work):
     done = llmexp("train", *small, "hydra.sweeper.n_trials=2", "hydra.sweep.dir=fails", cwd=work)
     assert done.code == 1, done.err + done.out
     assert "Traceback" not in done.err
-    states = [p["state"] for p in json.loads((work / "fails" / "sweep.json").read_text())["points"]]
+    states = [point.state for point in ledger.read(work / "fails").points]
     assert states == ["failed", "finished"]
     assert (work / "fails" / "optimization_results.yaml").exists()
     (work / "always").touch()

@@ -29,7 +29,6 @@ def run(arguments: list[str]) -> int:
         args.paths or ["outputs"],
         align=args.align,
         sort=args.sort,
-        whole=any(path.suffix.lower() == ".html" for path in args.out),
         negligible=args.negligible,
     )
     for problem in comparison.problems:

@@ -11,12 +11,11 @@ from llmexp.compose import app, command_line, environment
 from llmexp.compose.command_line import recordable
 from llmexp.compose.overrides import key_of
 from llmexp.run.budget import BUDGETS, NO_BUDGET
-from llmexp.runs import rundir
+from llmexp.runs import ledger, rundir
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, quoted, refuse, typed
-from llmexp.sweep import ledger
 from llmexp.system import child
 
 

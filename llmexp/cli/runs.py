@@ -18,21 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmexp.compare.reading import Sweep, clean_name, find, read_file, state_of
-from llmexp.compare.records import as_dict, number
-from llmexp.compare.rows import last_with
 from llmexp.compare.table import columns
-from llmexp.runs import ending, rundir
+from llmexp.runs import rundir
+from llmexp.runs.find import Sweep, find
+from llmexp.runs.folder import STATES, RunFolder, clean_name
+from llmexp.runs.ledger import figure
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.system import fileio
 from llmexp.system.child import DONE, REFUSED
 from llmexp.system.redact import clean
 
-STATES = ("queued", "running", "finished", "failed", "preempted", "cut")
 INCOMPLETE = 1
-_STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow"}
-_STYLES |= dict.fromkeys(("failed", "cut"), "red")
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _line(path: Path, sweep: Sweep) -> Line:
-    status, facts = read_file(path / rundir.STATUS), read_file(path / rundir.RUN)
-    if state_of(path, status) == "cut" and status.get("state") in (None, "running"):
-        ending.mend_status(path)
-        status = read_file(path / rundir.STATUS)
-    row = last_with(path / rundir.METRICS)
-    key, loss = _loss(path, row, as_dict(status.get("summary")))
-    times = [number(status.get("updated"))]
+    run = RunFolder(path, strict=False)
+    row, (key, loss) = run.last_row(), _loss(run)
+    times = [figure(run.status.get("updated"))]
     with contextlib.suppress(OSError):
         times.append((path / rundir.METRICS).stat().st_mtime)
     changed = max((at for at in times if at is not None), default=None)
@@ -96,42 +89,40 @@ def _line(path: Path, sweep: Sweep) -> Line:
         path=path,
         sweep=sweep.path,
         name=clean_name(path),
-        state=state_of(path, status),
+        state=run.state,
         step=_whole(row.get("step")),
-        max_steps=_whole(facts.get("max_steps")),
+        max_steps=_whole(run.facts.get("max_steps")),
         loss=loss,
         loss_key=key,
         age_s=None if changed is None else max(0.0, time.time() - changed),
         size=disk_size(path),
-        error=clean(status.get("error") or "") if status.get("state") == "failed" else "",
+        error=run.error,
     )
 
 
-def _loss(
-    path: Path, row: dict[str, Any], summary: dict[str, Any]
-) -> tuple[str | None, float | None]:
-    """Return the validation loss that was measured last, else the train loss of the last row, each
-    with its key; None where there is neither."""
+def _loss(run: RunFolder) -> tuple[str | None, float | None]:
+    """Return the key and value of the newest validation loss, else of the last train loss."""
     key = "val/loss"
-    measured = last_with(path / rundir.METRICS, key).get(key)
-    for loss in map(number, (measured, summary.get(f"final {key}"), summary.get(f"latest {key}"))):
+    summary = run.summary
+    measured = run.last_row(key).get(key), summary.get(f"final {key}"), summary.get(f"latest {key}")
+    for loss in map(figure, measured):
         if loss is not None:
             return key, loss
-    loss = number(row.get("train/loss"))
+    loss = figure(run.last_row().get("train/loss"))
     return (None, None) if loss is None else ("train/loss", loss)
 
 
 def described(folder: Path) -> list[dict[str, Any]]:
     """Return what `llmexp runs FOLDER --json` lists, each run below the folder, with the figures
     of its end."""
-    found = find([folder])[0]
-    lines = [_plain(_line(path, sweep)) for path, sweep in found]
-    ends = [as_dict(read_file(path / rundir.STATUS).get("summary")) for path, _ in found]
-    return [line | {"summary": end} for line, end in zip(lines, ends, strict=True)]
+    return [
+        _plain(_line(path, sweep)) | {"summary": RunFolder(path, strict=False).summary}
+        for path, sweep in find([folder])[0]
+    ]
 
 
 def _whole(value: Any) -> int | None:
-    return None if number(value) is None else int(value)
+    return None if figure(value) is None else int(value)
 
 
 def disk_size(path: Path) -> int:
@@ -196,7 +187,7 @@ def _show(lines: Sequence[Line]) -> None:
             name = "  " * of_sweep + line.name
             if line.error and wide:
                 name += f"\n{line.error[:200]}"
-            state = Text(line.state, style=_STYLES.get(line.state, ""))
+            state = Text(line.state, style=STATES[line.state])
             table.add_row(state, Text(name), *_cells(line)[:figures])
     console.print(table)
     for line in () if wide else lines:
@@ -227,7 +218,7 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
         try:
             # Held, as training that starts meanwhile would lose what it reads.
             with rundir.locked(line.path) if yes else contextlib.nullcontext():
-                if read_file(line.path / rundir.STATUS).get("state") != "finished":
+                if rundir.read_status(line.path).get("state") != "finished":
                     continue
                 for old, size in _removed(line.path / rundir.CHECKPOINTS, yes, failed):
                     print(f"{verb} {clean(old)} ({readable_size(size)})")

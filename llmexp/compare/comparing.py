@@ -18,9 +18,10 @@ from llmexp.compare.figures import columns_of, figures, left_out, own_keys, roun
 from llmexp.compare.judging import NEGLIGIBLE, find_out, standings
 from llmexp.compare.notes import notes_and_why
 from llmexp.compare.position import begins_after, common_position
-from llmexp.compare.reading import find, read
+from llmexp.compare.reading import read
 from llmexp.compare.records import APART, TWIN, Column, Comparison, Entry, Record, as_dict
 from llmexp.metrics.keys import is_of_named_set
+from llmexp.runs.find import find
 from llmexp.settings.values import ConfigError, nearest
 
 UNFINISHED = ("preempted", "cut", "running")
@@ -33,17 +34,15 @@ def compare(
     *,
     align: str = "tokens",
     sort: str | None = None,
-    whole: bool = False,
     negligible: float | str | None = None,
 ) -> Comparison:
     """Compare the runs under the paths and globs (run folders, sweeps, folders of them).
 
     `align` (tokens, steps, time) is what the runs must have had alike when their losses are read.
     `sort` names a figure; default: the val loss, else the train loss, and bits per byte where
-    tokenizers differ. `whole` reads every column at once, which is quicker where all will be
-    needed. `negligible`: nats below which a difference does not matter; default: that of the runs'
-    sweep, else 0.002. Raises ConfigError for an `align`, `sort` or `negligible` that there is not;
-    what cannot be read is among `problems`.
+    tokenizers differ. `negligible`: nats below which a difference does not matter; default: that of
+    the runs' sweep, else 0.002. Raises ConfigError for an `align`, `sort` or `negligible` that
+    there is not; what cannot be read is among `problems`.
     """
     if align not in ALIGNMENTS:
         raise ConfigError(
@@ -51,7 +50,7 @@ def compare(
         )
     size = None if negligible is None else _size(negligible)
     found, problems = find(paths)
-    records = read(found, whole)
+    records = read(found)
     return compare_records(records, problems, align=align, sort=sort, negligible=size)
 
 

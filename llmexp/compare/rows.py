@@ -3,11 +3,8 @@ it is asked for."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmexp.metrics.keys import is_of_named_set
+from llmexp.runs.folder import row_of
 
 # A row as llmexp writes it: one flat object a line, `step` and `tokens_seen` first. Anything else
 # is parsed as JSON.
@@ -25,7 +23,6 @@ _ROW = re.compile(
 )
 # The losses of the validation, and of each named set.
 _VAL = re.compile(rb'"(val/(?:[\w-]+/)?(?:loss|bits_per_byte))":' + _NUMBER + rb"[,}]")
-_BLOCK = 1 << 16  # bytes that are read at a time from the end
 QUICK = ("step", "tokens_seen", "train/loss", "val/loss", "val/bits_per_byte")
 
 
@@ -36,7 +33,7 @@ class Columns(Mapping[str, np.ndarray]):
     Those of QUICK are there at once; to ask for anything else reads the whole file.
     """
 
-    def __init__(self, path: Path, whole: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self.problems: tuple[str, ...] = ()
         text = b""
@@ -46,15 +43,12 @@ class Columns(Mapping[str, np.ndarray]):
             pass
         except OSError as error:
             self.problems = (f"{path}: cannot be read: {error.strerror}",)
-        self.last = last_row(text)
         quick = _quick(text)
         self.whole = quick is None
         if quick is None:
             quick, problems = _parse(path, text)
             self.problems += problems
         self._columns = quick
-        if whole:
-            self.load()
 
     def load(self) -> Columns:
         """Read every column, and return itself."""
@@ -132,56 +126,11 @@ def _quick(text: bytes) -> dict[str, np.ndarray] | None:
     return {key: np.where(np.isfinite(column), column, np.nan) for key, column in columns.items()}
 
 
-def last_row(text: bytes) -> dict[str, Any]:
-    """Return the last finished row; empty where that is none."""
-    return _row([b"", *text.rsplit(b"\n", 2)][-2]) or {}
-
-
-def last_with(path: Path, key: str = "step") -> dict[str, Any]:
-    """Return the last finished row of a file that has the key; empty where none has."""
-    wanted = json.dumps(key).encode()
-    with contextlib.suppress(OSError):
-        for line in _backwards(path):
-            if wanted in line and (row := _row(line)) is not None and row.get(key) is not None:
-                return row
-    return {}
-
-
-def _backwards(path: Path) -> Iterator[bytes]:
-    """Yield the finished lines of a file, the last one first."""
-    with open(path, "rb") as f:
-        end, rest = f.seek(0, os.SEEK_END), b""
-        torn = True
-        while end:
-            begin = max(0, end - _BLOCK)
-            f.seek(begin)
-            first, *lines = (f.read(end - begin) + rest).split(b"\n")
-            if torn and lines:  # what follows the last newline
-                lines.pop()
-                torn = False
-            elif torn:
-                first = b""
-            yield from reversed(lines)
-            end, rest = begin, first
-        yield rest
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**53:
-        return None
-    return dict(row)
-
-
 def _parse(path: Path, text: bytes) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Return all columns, and what could not be read, in words."""
     problems = []
     lines = text.split(b"\n")[:-1]
-    rows = [row for row in map(_row, lines) if row is not None]
+    rows = [row for row in map(row_of, lines) if row]
     if lost := len(lines) - len(rows):
         problems.append(
             f"{path}: {lost:,} of {len(lines):,} lines are no rows of metrics and were passed over"

@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from llmexp.compare.figures import columns_of, is_score, over_items
 from llmexp.compare.records import APART, SEED, TWIN, Entry, Record
 from llmexp.compare.statistics import mean_interval
+from llmexp.runs.folder import STATES
 from llmexp.settings import labels
 from llmexp.settings.knobs import affects, is_record
 
-_STATES = ("finished", "running", "queued", "preempted", "cut", "failed")  # from good to bad
 _PREFERRED = (
     "batch.gradient_accumulation_steps",
     "batch.real_batch_size",
@@ -111,7 +111,7 @@ def entry_of(group: Sequence[Record], differing: Sequence[str], tokenizer: str =
         values={key: first.config.get(key) for key in keys},
         figures=figures,
         intervals=intervals,
-        state=max((r.state for r in group), key=_STATES.index),
+        state=max((r.state for r in group), key=list(STATES).index),
         note="; ".join(note for note in dict.fromkeys(notes) if note),
         computation=computation(first),
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from llmexp.compare import reading
 from llmexp.compare.records import Record
+from llmexp.runs.find import find
 from llmexp.settings.values import flatten
 from llmexp.system import fileio
 
@@ -111,7 +112,7 @@ def single_rank_rate(
     same device, what is missing in words). Their median where there are several."""
     wanted = _work(flatten(config), facts)
     rates, others = [], []
-    for r in reading.read(reading.find([where])[0]):
+    for r in reading.read(find([where])[0]):
         rate = median(r, "tokens_per_sec")
         if r.facts.get("world_size") != 1 or r.state != "finished" or not rate:
             continue

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmexp.runs import rundir
+from llmexp.runs.folder import RunFolder
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError, nearest
 
@@ -48,9 +49,7 @@ class Run:
     @property
     def state(self) -> str:
         """Return queued, running, finished, failed, preempted or cut, as `llmexp runs` does."""
-        from llmexp.compare.reading import state_of
-
-        return state_of(self.path, self.status)
+        return RunFolder(self.path).state
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from llmexp.system.fileio import read_json
 from llmexp.system.redact import redacted
 
 COMES_AGAIN = "resumed, the same would come again"  # in the error of a run that must not be resumed
-CUT = "cut: no end was recorded (power cut or reboot?)"  # the error of a run that was mended
+CUT = "cut: no end was recorded (power cut or reboot?)"  # the error that is shown of such a run
 
 
 class Left(Enum):
@@ -139,23 +138,6 @@ def state_now(path: Path, status: Mapping[str, Any]) -> str:
         return state if isinstance(state, str) else ""
     held = rundir.is_alive(path, dict(status))
     return decide(state, Left.UNKNOWN, stopped=False, held=held).state or state
-
-
-def mend_status(path: Path) -> None:
-    """Record that a run of this host failed which no process is at work in, though its status says
-    running or is lost, as after a power cut; its figures stay. A folder that cannot be locked or
-    written is left as it is."""
-    if rundir.read_status(path).get("host") not in (None, socket.gethostname()):
-        return  # elsewhere it may be alive
-    with contextlib.suppress(OSError, ConfigError):
-        written = rundir.last_written(path)
-        with rundir.locked(path), rundir.locked(path, ".lock-ranks"):
-            status = rundir.read_status(path)
-            # it may be alive on any host until then
-            lost = not status and time.time() - written > rundir.SIGN_S
-            if status.get("state") == "running" or lost:
-                updated = status.get("updated", written)  # when last alive
-                rundir.write_status(path, "failed", error=CUT, updated=updated)
 
 
 def bus_error(path: Path, code: int) -> str:

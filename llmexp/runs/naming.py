@@ -1,14 +1,9 @@
-"""Find runs and checkpoints by their names on a command line; read the rows that led to one. No
-torch."""
+"""Find a checkpoint by its name on a command line, and the rows that led to it; without torch."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import glob
-import json
-import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,77 +13,6 @@ from llmexp.settings.values import ConfigError
 
 WEIGHTS = ("model", "ema")  # of a checkpoint
 LINEAGE = "lineage.jsonl"  # in a fork's folder: the rows of its parents, up to its step
-LEDGER = "sweep.json"  # in a sweep's folder
-CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
-FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, LEDGER)
-DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
-
-
-def by_number(path: Path) -> list[tuple[str, int]]:
-    """Return a key that orders folders by the numbers in their names: 10 after 9."""
-    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
-    return [(text, int(number or 0)) for text, number in parts]
-
-
-def runs_meant(given: str | Path) -> tuple[list[Path], str]:
-    """Return the runs that a path or a glob means, and why there are none."""
-    names = [given] if os.path.lexists(given) else sorted(glob.glob(str(given), recursive=True))
-    runs = [run for name in map(Path, names) for run in runs_under(_folder(name))]
-    if runs:
-        return runs, ""
-    if not names:
-        return [], "there is nothing of that name; a run looks like outputs/default/..."
-    return [], f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
-
-
-def runs_under(path: Path, depth: int = DEPTH) -> list[Path]:
-    """Return the folder itself where it is a run, else the runs below it; a sweep's points by their
-    number."""
-    if looks_like_run(path):
-        return [path]
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
-        for inner in sorted(path.iterdir() if depth else (), key=by_number):
-            hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
-            followed = depth == DEPTH or not inner.is_symlink()
-            if inner.is_dir() and followed and not hidden:
-                found += runs_under(inner, depth - 1)
-    return found
-
-
-def looks_like_run(path: Path) -> bool:
-    """Look for a config or rows and a record beside them: any program may write a config.yaml."""
-    there = {name for name in FILES if (path / name).is_file()}
-    beside = {rundir.STATUS, rundir.RUN}
-    if rundir.CONFIG in there:
-        return bool(there & {*beside, rundir.METRICS})
-    return rundir.METRICS in there and bool(there & beside)
-
-
-def _folder(path: Path) -> Path:
-    """Return the folder that is meant: of a file of a run, the run."""
-    return path.parent if path.name in FILES and path.is_file() else path
-
-
-def with_changes(tree: Any, sweep: Path) -> Any:
-    """Return what a sweep's ledger holds, with the changes since it was written whole.
-
-    A line counts if it is whole and of this very ledger (`since`: when that was written); what is
-    damaged is left out, as the runs' own folders know better.
-    """
-    if not isinstance(tree, dict) or not isinstance(points := tree.get("points"), list):
-        return tree
-    try:
-        lines = (sweep / CHANGES).read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return tree
-    known = {p["number"]: p for p in points if isinstance(p, dict) and type(p.get("number")) is int}
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError):
-            change = json.loads(line)
-            if change.pop("since") == tree.get("updated"):
-                known.get(change["number"], {}).update(change)
-    return tree
 
 
 def lineage(path: Path, step: int) -> list[dict[str, Any]]:

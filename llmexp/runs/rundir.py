@@ -293,29 +293,3 @@ def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                     "resume"
                 ) from None
             yield row, end
-
-
-def ends_early(status: dict[str, Any], facts: dict[str, Any], log_every: Any, steps: Any) -> str:
-    """In words, that rows are lost at the end: a run that ended has rows up to there. Empty where
-    none are.
-
-    `steps` are those of the rows. One that was preempted may have stopped between two rows,
-    `log_every` steps apart.
-    """
-    state, summary = status.get("state"), status.get("summary")
-    ended = summary.get("steps") if isinstance(summary, dict) else None
-    if ended is None and state == "finished":
-        ended = facts.get("max_steps")
-    if state not in ("finished", "preempted") or type(ended) is not int or not 0 < ended < 2**53:
-        return ""
-    between = (
-        (log_every if type(log_every) is int and log_every > 0 else ended)
-        if state == "preempted"
-        else 1
-    )
-    last = int(steps[-1]) if len(steps) else 0
-    if last + between > ended:
-        return ""
-    return f"says {state} at step {ended:,}, but " + (
-        f"its rows end at {last:,}" if last else "it has no rows"
-    )

@@ -5,7 +5,6 @@ settings        the section `sweep`: how points are run
 points          compose, check and name the points and their folders
 composing       compose each point; what points share once; a bar that counts them
 checker, check  assemble the points and make their folders, in another process
-ledger          sweep.json
 planning        the table of `plan -m`
 current         what all parts share of the running sweep
 batch           check a batch of points, and give them their places in the ledger

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from llmexp.compare import reading, table, throughput
 from llmexp.compare.comparing import compare
 from llmexp.compare.table import columns
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
-from llmexp.sweep import ledger as ledgers
+from llmexp.runs.find import find
 from llmexp.sweep import show
 from llmexp.sweep.current import Current
 from llmexp.tracker.sync import upload_command
@@ -49,7 +50,7 @@ def report(current: Current) -> list[str]:
     from llmexp.compare.page import write_beside
 
     if current.settings.report == "throughput":
-        cells = throughput.write(reading.read(reading.find([ledger.path])[0]), ledger.path)
+        cells = throughput.write(reading.read(find([ledger.path])[0]), ledger.path)
         return [show.table(cells, left=2), f"table  {ledger.path / 'throughput.csv'}"]
     comparison = compare([ledger.path], negligible=ledger.negligible)
     written = write_beside(comparison, ledger.path)

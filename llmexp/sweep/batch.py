@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from llmexp.compose.app import refuse_hosts, visible
 from llmexp.compose.command_line import recordable
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
+from llmexp.runs.ledger import Ledger
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError, refuse, typed
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.answer import conclude
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Ledger
 from llmexp.sweep.local import visible_devices
 from llmexp.sweep.longer import lengthened
 from llmexp.sweep.matching import Task, match, of_folder
@@ -110,7 +110,8 @@ def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) 
         entry = next(there, None) or ledger.add(one.label, asked)
         taken.add(entry.folder)
         if entry.state != "finished":
-            entry.state, entry.error = "infeasible", ledgers.one_line(one.reason)
+            entry.refused = ledgers.one_line(one.reason)
+            ledger.look(entry)
 
 
 def others(current: Current, asked: set[str]) -> list[Task]:
@@ -121,7 +122,7 @@ def others(current: Current, asked: set[str]) -> list[Task]:
         path = ledger.path / entry.folder
         if entry.folder in asked or entry.state == "infeasible" or is_twin(entry):
             continue
-        if not rundir.is_run(path) or ledger.look(entry).get("state") == "finished":
+        if not rundir.is_run(path) or ledger.look(entry) == "finished":
             continue
         if entry.rung is None and (task := of_folder(current.checker, ledger, entry)):
             found.append(task)

@@ -14,10 +14,10 @@ import torch
 
 from llmexp.forecast.fitting import fitted
 from llmexp.runs import provenance, rundir
+from llmexp.runs.ledger import Facts, identity
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
-from llmexp.sweep.ledger import Facts, identity
 from llmexp.system.child import STOP, die_with_parent, never_fail_to_print
 from llmexp.system.redact import redacted
 from llmexp.train import folder

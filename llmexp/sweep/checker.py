@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from llmexp.runs.ledger import Facts
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
-from llmexp.sweep.ledger import Facts
 from llmexp.sweep.points import Point, Refused
 from llmexp.system.child import start
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from llmexp.runs.ledger import Entry, Ledger
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.settings import Sweep
 from llmexp.system.child import PASSED_ON, handling
 
@@ -57,9 +57,8 @@ class Current:
     def began(self, entry: Entry) -> None:
         """Record that a point's run has begun."""
         attempts = entry.attempts + 1
-        self.ledger.update(
-            entry, state="running", attempts=attempts, started=time.time(), ended=None
-        )
+        self.ledger.update(entry, attempts=attempts)
+        entry.state, entry.started, entry.ended = "running", time.time(), None
 
     def ended(self, entry: Entry) -> None:
         """Record what became of a point's run, which may halt the sweep."""

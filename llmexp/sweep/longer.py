@@ -11,13 +11,13 @@ from typing import Any
 
 from llmexp.compose.app import typed
 from llmexp.run.budget import BUDGETS
+from llmexp.runs import ledger as ledgers
+from llmexp.runs.ledger import Entry, Ledger
 from llmexp.settings.config import Config, plain
 from llmexp.settings.knobs import essence
 from llmexp.settings.labels import shown
 from llmexp.settings.values import ConfigError, flatten, refuse
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.matching import as_begun, entries_of
 from llmexp.sweep.points import Point, no_start, with_devices
 from llmexp.sweep.settings import Sweep

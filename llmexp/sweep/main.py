@@ -19,9 +19,9 @@ from llmexp.compose.app import chosen_folder, fixed_folder
 from llmexp.compose.command_line import kept_back
 from llmexp.compose.environment import refuse_secrets
 from llmexp.compose.errors import user_errors
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.values import refuse, typed
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep import search
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.checker import Checker

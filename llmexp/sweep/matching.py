@@ -10,15 +10,14 @@ from pathlib import Path
 
 from llmexp.compose.app import visible
 from llmexp.run.budget import keep_warmup
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
+from llmexp.runs.ledger import Entry, Facts, Ledger, steps_of
 from llmexp.settings.config import Config
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.checker import Checker
-from llmexp.sweep.ledger import Entry, Facts, Ledger, steps_of
 from llmexp.sweep.points import Point, label
-from llmexp.system.child import REFUSED
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) ->
             entry = ledger.add(point.label, asked, str(path.relative_to(ledger.path)))
         entry.identity = point.identity
         if entry.state == "infeasible":
-            entry.state, entry.error = "queued", None
+            entry.refused = None
+            ledger.look(entry)
         path = ledger.path / entry.folder
         placed = dataclasses.replace(point, number=entry.number, path=path, group=ledger.group)
         more = is_longer(placed)
@@ -125,7 +125,7 @@ def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Task | None:
         if refused:
             raise ConfigError(refused[0].reason)
     except ConfigError as error:
-        ledger.update(entry, state="failed", exit_code=REFUSED, error=ledgers.one_line(str(error)))
+        entry.not_started(str(error))
         return None
     return Task(able[0], entry)
 

@@ -12,11 +12,11 @@ from typing import Any
 from llmexp.forecast.duration import over_slots, spent
 from llmexp.forecast.planned import Planned
 from llmexp.metrics.console import format_duration, gib
+from llmexp.runs.ledger import identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep.composing import counted
-from llmexp.sweep.ledger import identity
 from llmexp.sweep.points import Point, Refused, reasons, split_duplicates
 from llmexp.sweep.settings import Sweep
 from llmexp.sweep.show import fitted, naming, table, warn, width_of

@@ -22,11 +22,11 @@ from llmexp.compose.overrides import key_of, parsed
 from llmexp.run.batch import solve_batch
 from llmexp.run.budget import BUDGETS, budgets_in
 from llmexp.run.layout import solve_layout
+from llmexp.runs.ledger import Facts, identity
 from llmexp.settings.config import Config, plain
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.values import ConfigError, flatten, refuse
 from llmexp.sweep.composing import Composer, counted
-from llmexp.sweep.ledger import Facts, identity
 from llmexp.sweep.settings import Sweep
 from llmexp.system.redact import redacted
 

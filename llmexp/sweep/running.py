@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llmexp.runs import ledger as ledgers
 from llmexp.runs import rundir
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, show
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task, is_longer
 from llmexp.sweep.settings import Sweep
@@ -102,8 +102,8 @@ def run_points(
     stops, ledger = stops or {}, current.ledger
     left = []
     for task in tasks:
-        done = ledger.look(task.entry).get("state") == "finished" and not is_longer(task.point)
-        if not done and not reached(task, stops):
+        finished = ledger.look(task.entry) == "finished" and not is_longer(task.point)
+        if not finished and not reached(task, stops):
             left.append(task)
     done = len(tasks) - len(left)
     if left and done:
@@ -160,12 +160,11 @@ def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> 
         )
     for task, refused in zip(tasks, current.checker.queue(points), strict=True):
         if not refused:
-            ledger.update(task.entry, state="queued", error=None, exit_code=None)
+            ledger.look(task.entry)
             queued.append(task)
             continue
-        error = ledgers.one_line(refused)
-        ledger.update(task.entry, state="failed", exit_code=REFUSED, error=error)
-        say(f"{show.name_of(task.entry, ledger.swept)}  not started: {error}")
+        task.entry.not_started(refused)
+        say(f"{show.name_of(task.entry, ledger.swept)}  not started: {task.entry.error}")
         current.halted |= current.settings.stop_on_failure
     return queued
 

@@ -12,11 +12,11 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from llmexp.compose.errors import user_errors
 from llmexp.compose.origin import CONFIG_NAME
+from llmexp.runs.folder import RunFolder
+from llmexp.runs.ledger import Entry, figure
 from llmexp.settings.values import ConfigError, quoted, refuse
-from llmexp.sweep import show
 from llmexp.sweep.batch import run_batch
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Entry, figure
 from llmexp.sweep.points import as_given, load_points
 from llmexp.system.child import say
 
@@ -81,7 +81,7 @@ def result(current: Current, overrides: list[str], entry: Entry | None) -> JobRe
 
     if entry is None:
         return failed("this point cannot run")
-    summary = show.summary_of(current.ledger.path / entry.folder)
+    summary = RunFolder(current.ledger.path / entry.folder).summary
     losses = ["final val/loss", "final train/loss", "latest train/loss"]
     if any(key.split(".")[0] == "tokenizer" for key in current.ledger.swept):
         losses.insert(0, "final val/bits_per_byte")

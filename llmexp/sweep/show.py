@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -17,17 +16,15 @@ from typing import Any, TextIO
 from llmexp.compare import budgets
 from llmexp.metrics.console import format_duration
 from llmexp.run.budget import BUDGETS
-from llmexp.runs import rundir
+from llmexp.runs.folder import RunFolder
+from llmexp.runs.ledger import Entry, Ledger, figure, steps_of
 from llmexp.settings.labels import label, parsed, short_keys, shown
-from llmexp.sweep.ledger import Entry, Ledger, figure, steps_of
 from llmexp.sweep.local import by_plan
 from llmexp.sweep.settings import Sweep
-from llmexp.system import fileio
 from llmexp.system.child import say
 from llmexp.system.redact import redacted
 
 REFRESH_S = 0.5
-TAIL_BYTES = 16384  # of metrics.jsonl: more than a row
 ORDER = ("running", "failed", "preempted", "queued", "finished", "infeasible")  # in the live table
 
 
@@ -97,7 +94,7 @@ class Display:
         rows: list[tuple[str, ...]] = [("run", "state", "step", "train loss", "tokens/s", "left")]
         for entry in sorted(first, key=lambda e: e.number):
             path = self._ledger.path / entry.folder
-            row = latest_row(path) if entry.state != "queued" else {}
+            row = RunFolder(path).last_row() if entry.state != "queued" else {}
             eta = figure(row.get("eta"))
             if entry.state == "running" and eta is not None:
                 left[entry.folder] = eta
@@ -155,11 +152,11 @@ def line_of(entry: Entry, ledger: Ledger) -> str:
     if entry.state in ("failed", "preempted") and entry.error:
         return f"{name}  {entry.state}: {flat(entry.error)}"
     if waits(entry, ledger.path):
-        row = latest_row(path)
+        row = RunFolder(path).last_row()
         return f"{name}  waits at step {row.get('step', 0):,}{loss_in(row)}"
     if entry.state != "finished":
         return f"{name}  {entry.state}"
-    line = f"{name}  finished{loss_in(summary_of(path), 'final ')}"
+    line = f"{name}  finished{loss_in(RunFolder(path).summary, 'final ')}"
     if entry.ended and entry.started:
         line += f" in {format_duration(entry.ended - entry.started)}"
     return line
@@ -184,12 +181,6 @@ def unfinished(ledger: Ledger) -> list[str]:
     return lines
 
 
-def summary_of(path: Path) -> dict[str, Any]:
-    """Return the figures of a run's end; empty where there are none."""
-    summary = rundir.read_status(path).get("summary")
-    return summary if isinstance(summary, dict) else {}
-
-
 def shown_as(value: Any, form: str) -> str:
     """Return a figure in this form; the empty string where there is none."""
     return "" if figure(value) is None else format(value, form)
@@ -205,23 +196,13 @@ def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def latest_row(path: Path) -> dict[str, Any]:
-    """Return the last whole row of a run's metrics; empty where there is none yet."""
-    lines = fileio.tail(path / rundir.METRICS, TAIL_BYTES).split(b"\n")
-    try:
-        row = json.loads(lines[-2]) if len(lines) > 1 else {}
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
-
-
 def results_table(ledger: Ledger) -> str:
     """Return state and final figures of every point, for sweeps of which there is nothing to
     compare."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
         there = entry.state != "infeasible"
-        summary = summary_of(ledger.path / entry.folder) if there else {}
+        summary = RunFolder(ledger.path / entry.folder).summary if there else {}
         state = entry.state if entry.rung is None else f"out at {entry.rung:.3g}"
         cells = [name_of(entry, ledger.swept), state]
         for key in ("train/loss", "val/loss"):

@@ -6,16 +6,16 @@ from __future__ import annotations
 from statistics import fmean
 
 from llmexp.runs import rundir
+from llmexp.runs.folder import RunFolder
+from llmexp.runs.ledger import Entry, Ledger, figure
 from llmexp.settings.convert import with_knobs
 from llmexp.settings.labels import plural
-from llmexp.sweep import ledger as ledgers
 from llmexp.sweep.current import Current
-from llmexp.sweep.ledger import Entry, Ledger, figure
 from llmexp.sweep.matching import Task, of_folder
 from llmexp.sweep.points import Point
 from llmexp.sweep.running import run_points
-from llmexp.sweep.show import name_of, summary_of
-from llmexp.system.child import REFUSED, say
+from llmexp.sweep.show import name_of
+from llmexp.system.child import say
 
 KEY = "train.twin"
 TWIN = f"{KEY}="
@@ -35,7 +35,7 @@ def leading(ledger: Ledger) -> Entry | None:
     for key in LOSSES:
         groups: dict[tuple[str, ...], list[tuple[float, Entry]]] = {}
         for entry in finished:
-            loss = figure(summary_of(ledger.path / entry.folder).get(key))
+            loss = figure(RunFolder(ledger.path / entry.folder).summary.get(key))
             if loss is not None:
                 setting = tuple(o for o in entry.overrides if not o.startswith("train.seed="))
                 groups.setdefault(setting, []).append((loss, entry))
@@ -61,7 +61,7 @@ def run_twins(current: Current) -> None:
         if is_twin(entry) and entry.folder not in asked and is_cut(ledger, entry):
             task = of_folder(current.checker, ledger, entry)
             tasks += [] if task is None else [task]
-    if all(ledger.look(task.entry).get("state") == "finished" for task in tasks):
+    if all(ledger.look(task.entry) == "finished" for task in tasks):
         return
     ledger.add_swept([KEY])
     ledger.save()
@@ -71,7 +71,7 @@ def run_twins(current: Current) -> None:
 def is_cut(ledger: Ledger, entry: Entry) -> bool:
     """Return whether a twin of an earlier command has still to be trained."""
     path = ledger.path / entry.folder
-    return rundir.is_run(path) and ledger.look(entry).get("state") != "finished"
+    return rundir.is_run(path) and ledger.look(entry) != "finished"
 
 
 def twins_of(current: Current, lead: Entry) -> list[Task]:
@@ -102,7 +102,6 @@ def twins_of(current: Current, lead: Entry) -> list[Task]:
     able, refused = current.checker.check(points)
     places = {entry.number: entry for entry in entries}
     for one in refused:
-        entry, error = places[one.number], ledgers.one_line(one.reason)
-        entry.state, entry.exit_code, entry.error = "failed", REFUSED, error
+        places[one.number].not_started(one.reason)
     ledger.save()
     return [Task(point, places[point.number]) for point in able]

@@ -99,8 +99,20 @@ def marks(config: Mapping[str, Any], but: Callable[[str], bool]) -> dict[str, st
 
 def clean(text: object) -> str:
     """Return one line without control characters: a log or a label must not drive the terminal."""
+    text = str(text)
+    if text.isascii() and text.isprintable():
+        return text.strip()
     # colours go whole
-    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", str(text).encode("utf-8", "replace").decode())
+    shown = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text.encode("utf-8", "replace").decode())
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+", " ", shown
     ).strip()
+
+
+def cleaned(value: Any) -> Any:
+    """Return a value of JSON with all its texts cleaned, keys included."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [cleaned(v) for v in value]
+    return {clean(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -14,9 +14,9 @@ from typing import Any
 
 from llmexp.metrics.keys import figures_in
 from llmexp.runs import rundir
-from llmexp.runs.naming import runs_meant, runs_under
+from llmexp.runs.find import runs_meant, runs_under
+from llmexp.runs.folder import RunFolder
 from llmexp.settings.values import ConfigError
-from llmexp.system import fileio
 from llmexp.system.redact import clean
 from llmexp.tracker.fields import (
     OF_ONE_RUN,
@@ -105,16 +105,11 @@ def upload_command(path: Path) -> str | None:
 def find_runs(paths: Sequence[str]) -> list[Path]:
     """Return the runs that the arguments mean, each once. Raises ConfigError for a path that has
     none."""
-    found: dict[Path, Path] = {}
-    for text in paths:
-        runs, why = runs_meant(text)
-        if not runs:
-            raise ConfigError(
-                f"{text}: {why}; for example llmexp sync outputs/default/2030-01-01_12-00-00"
-            )
-        for run in runs:
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
+    runs, problems = runs_meant(paths)
+    if problems:
+        example = "llmexp sync outputs/default/2030-01-01_12-00-00"
+        raise ConfigError(f"{problems[0]}; for example {example}")
+    return runs
 
 
 class LeftOut(Exception):
@@ -230,9 +225,8 @@ def check_idle(run: Path) -> None:
 
 def read_records(run: Path, anew: bool) -> Records:
     """Raise ConfigError for records that are damaged, LeftOut for a run without rows."""
-    config, status = rundir.read_config(run), rundir.read_status(run)
-    recorded = fileio.read_json(run / rundir.RUN)
-    rows = rundir.read_rows(run / rundir.METRICS)
+    folder = RunFolder(run)
+    rows, status = folder.rows, folder.status
     state = str(status.get("state", "unknown"))
     if not rows:
         raise LeftOut(f"it has no rows yet ({state})")
@@ -243,8 +237,7 @@ def read_records(run: Path, anew: bool) -> Records:
                 f"{run / rundir.METRICS}: line {number}: step {step} does not follow the one before"
             )
     try:
-        fields = run_fields(run, config, recorded)
-        log_every = config.get("train", {}).get("log_every")
+        fields = run_fields(run, folder.config, folder.facts)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{run}: config.yaml or run.json is not that of a run ({error!r})"
@@ -254,12 +247,12 @@ def read_records(run: Path, anew: bool) -> Records:
     code = status.get("exit_code")
     if type(code) is not int:
         code = COMPLETE if state == "finished" else 1
-    lost = rundir.ends_early(status, recorded, log_every, steps)
+    lost = folder.lost()
     # Nobody holds its lock; and a run that lost rows is never shown as one that came to its end.
     if state == "running" or lost:
         state, code = "cut", code or 1
-    summary = status.get("summary")
-    if state not in ("finished", "preempted") or not isinstance(summary, dict):
+    summary = folder.summary
+    if state not in ("finished", "preempted") or not summary:
         summary = figures(rows)
     position = None if anew else read_position(run)
     end = End(summary, code, complete=not lost)

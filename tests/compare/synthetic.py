@@ -137,11 +137,12 @@ def make_sweep(path: Path, points: dict[str, dict[str, Any]], swept: list[str]) 
                 "number": number,
                 "label": label,
                 "folder": f"{number}-{label}",
-                "state": "finished",
-                "rung": None,
+                "identity": None,
+                "overrides": [],
             }
             | more
         )
-    ledger = {"format": 1, "name": "x", "state": "finished", "swept": swept, "points": entries}
+    ledger = {"format": 1, "name": "x", "group": "x", "launcher": "local", "arguments": [],
+              "created": 1.8e9, "state": "finished", "swept": swept, "points": entries}  # fmt: skip
     (path / "sweep.json").write_text(json.dumps(ledger))
     return path

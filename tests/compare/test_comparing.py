@@ -482,8 +482,12 @@ def test_seeds_alone_end_in_mean_deviation_interval_and_range(tmp_path):
 def plan(sweep: Path, *points: str) -> None:
     """Write the overrides of the points into the ledger; those without a folder are queued."""
     ledger = json.loads((sweep / "sweep.json").read_text())
-    queued = {"folder": "none", "state": "queued", "label": "x"}
-    entries = [*ledger["points"], *(queued for _ in points[len(ledger["points"]) :])]
+    known = len(ledger["points"])
+    queued = [
+        {"number": n, "folder": f"{n}-x", "label": "x", "identity": None}
+        for n in range(known, len(points))
+    ]
+    entries = [*ledger["points"], *queued]
     ledger["points"] = [{**e, "overrides": p.split()} for e, p in zip(entries, points, strict=True)]
     (sweep / "sweep.json").write_text(json.dumps(ledger))
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from llmexp.compare.comparing import compare_records
-from llmexp.compare.reading import find, read
+from llmexp.compare.reading import read
+from llmexp.runs.find import find
 from tests.conftest import llmexp
 
 SEEDS = 24

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmexp.compare.comparing import compare
-from llmexp.compare.reading import find, read
+from llmexp.compare.reading import read
 from llmexp.compare.rows import Columns, elapsed
 from llmexp.compare.table import to_json
-from llmexp.runs.rundir import ends_early
+from llmexp.runs.find import find
+from llmexp.runs.folder import RunFolder
 from llmexp.system.redact import clean
 from tests.compare.synthetic import make_run, make_sweep
 
@@ -117,9 +118,9 @@ def test_a_short_yaml_that_would_grow_endless_is_cut_off(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"format": 2, "points": []}', "format 2"),
+        ('{"format": 2, "points": []}', "format=2"),
         ("{", "cannot be read"),
-        ('{"format": 1, "points": 5}', "damaged"),
+        ('{"format": 1, "points": 5}', "sweep.json: "),
     ],
 )
 def test_a_ledger_that_is_newer_or_damaged_does_not_hide_the_runs(tmp_path, text, said):
@@ -211,6 +212,10 @@ def test_a_run_whose_last_rows_are_lost_is_reported_and_not_ranked(tmp_path, kep
         ("finished", "600", [600], 10, 1, False),
     ],
 )
-def test_where_the_rows_should_end(state, ended, most, log_every, last, lost):
+def test_where_the_rows_should_end(tmp_path, state, ended, most, log_every, last, lost):
     status = {"state": state, "summary": {"steps": ended}}
-    assert bool(ends_early(status, {"max_steps": most}, log_every, [float(last)])) == lost
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "run.json").write_text(json.dumps({"max_steps": most}))
+    (tmp_path / "config.yaml").write_text(f"train: {{log_every: {log_every}}}")
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {last}}}\n')
+    assert bool(RunFolder(tmp_path).lost()) == lost

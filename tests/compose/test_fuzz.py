@@ -22,11 +22,10 @@ from llmexp.__main__ import run
 from llmexp.checkpoint import hashes, loading, saving
 from llmexp.compose import app, command_line
 from llmexp.data.sources import tokens
-from llmexp.runs import rundir
+from llmexp.runs import ledger, rundir
 from llmexp.settings.config import plain
 from llmexp.settings.convert import build
 from llmexp.settings.values import ConfigError
-from llmexp.sweep import ledger
 from tests.conftest import TINY
 
 FUZZ = settings(
@@ -293,9 +292,7 @@ LEDGER = {
     "swept": ["train.seed"], "created": 1.0, "state": "finished", "updated": 2.0,
     "points": [{"number": 0, "label": "seed_1", "folder": "0-seed_1", "identity": "a",
     "overrides": ["train.seed=1"],
-                "state": "finished", "started": 1.0, "ended": 2.0, "exit_code": 0, "attempts": 1,
-                "error": None,
-                "rung": None}],
+                "attempts": 1, "rung": None, "refused": None}],
 }  # fmt: skip
 LINES = b"".join(
     json.dumps(ROW | {"step": n, "tokens_seen": 96 * n}).encode() + b"\n" for n in (1, 2, 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmexp.checkpoint import loading
+from llmexp.runs import ledger
 from tests.conftest import Result, llmexp
 from tests.faults.helpers import (
     assert_as_undisturbed,
@@ -276,5 +277,5 @@ def test_a_full_disk_under_the_ledger_of_a_sweep(here, settings, whole):
         assert done.code == 0, done.err
         assert first.rows() == rows  # it was not run again
         assert_as_undisturbed(second, whole)
-        ledger = json.loads((disk / "sweep" / "sweep.json").read_text())
-        assert [point["state"] for point in ledger["points"]] == ["finished", "finished"]
+        points = ledger.read(disk / "sweep").points
+        assert [point.state for point in points] == ["finished", "finished"]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from llmexp.runs.ledger import Facts, Ledger
 from llmexp.sweep import local
 from llmexp.sweep.current import Current
 from llmexp.sweep.launchers import drive
-from llmexp.sweep.ledger import Facts, Ledger
 from llmexp.sweep.local import Local
 from llmexp.sweep.matching import Task
 from llmexp.sweep.settings import build_sweep

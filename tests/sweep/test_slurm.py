@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmexp.runs import ledger as ledgers
 from llmexp.sweep.slurm import Knobs
 from tests import forks
 from tests.conftest import ROOT, TINY, Result, environment, llmexp, start, train
@@ -275,8 +276,8 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert re.search(r"0 hooks=\[slow.slow\] +pending", out.partition("running")[2])
     assert f"to cancel them: scancel {job.partition('_')[0]}\n" in out
     assert out.splitlines()[-1] == "stopped; to go on: llmexp resume sweep --allow slow"
-    ledger = json.loads((work / "sweep" / "sweep.json").read_text())
-    assert (ledger["state"], [p["state"] for p in ledger["points"]]) == (
+    ledger = ledgers.read(work / "sweep")
+    assert (ledger.state, [p.state for p in ledger.points]) == (
         "preempted",
         ["running", "failed"],
     )
@@ -293,8 +294,8 @@ def test_a_failure_a_time_limit_an_interrupt_and_a_cancelled_job(cluster, work):
     assert waiting.returncode == 1, out + err
     assert "1 job submitted before is still there" in out
     assert "1 job submitted; what their processes print is in sweep/slurm-3\n" in out
-    ledger = json.loads((work / "sweep" / "sweep.json").read_text())
-    assert [p["state"] for p in ledger["points"]] == ["preempted", "failed"]
+    ledger = ledgers.read(work / "sweep")
+    assert [p.state for p in ledger.points] == ["preempted", "failed"]
     assert "0 hooks=[slow.slow]  preempted; the job ended as CANCELLED" in out
     assert [state_of(run) for run in (good, bad)] == ["preempted", "failed"]
     assert (facts(cluster, job)["JobState"], facts(cluster, job)["Restarts"]) == ("CANCELLED", "1")

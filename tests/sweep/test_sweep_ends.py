@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from llmexp.runs import rundir
+from llmexp.runs.ledger import Entry, Ledger
 from llmexp.settings.values import ConfigError
 from llmexp.sweep import launchers, local, show, slurm
 from llmexp.sweep.answer import conclude
-from llmexp.sweep.ledger import Entry, Ledger
 from llmexp.sweep.local import settle
 from llmexp.sweep.points import as_given
 from llmexp.sweep.show import flat

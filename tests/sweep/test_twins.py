@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from llmexp.runs import ledger
 from llmexp.update import precision
 from tests.conftest import TINY, llmexp, start, train
 from tests.tools import wait_for, weights
@@ -75,8 +75,7 @@ POINTS = ["data=synthetic", "data.n_tokens=5000", "train.max_steps=4", "train.ev
 
 
 def ledger_of(folder: Path) -> dict[str, tuple[str, int]]:
-    points = json.loads((folder / "sweep.json").read_text())["points"]
-    return {p["label"]: (p["state"], p["attempts"]) for p in points}
+    return {p.label: (p.state, p.attempts) for p in ledger.read(folder).points}
 
 
 def test_a_sweep_ends_with_twins_of_its_leading_setting(tmp_path):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llmexp.compare.reading import find
 from llmexp.runs import rundir
+from llmexp.runs.find import find
 from llmexp.system import fileio
 from llmexp.tracker.fields import Position, read_position, write_position
 from llmexp.tracker.sync import figures, find_runs, sync, upload_command
@@ -266,11 +266,11 @@ def test_a_folder_of_runs_and_sweeps_gives_all_of_them(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"step": 2}\n{"step": 2}\n', "line 2: step 2"),
         ("metrics.jsonl", '{"step": "a"}\n', "line 1 is not a row"),
         ("metrics.jsonl", '{"step": NaN}\n', "line 1 is not a row"),
-        ("run.json", "{", "cannot be read as JSON"),
+        ("run.json", "{", "is damaged"),
         ("config.yaml", "[1]", "holds no config"),
         ("config.yaml", "tracker: 3", "is not that of a run"),
         ("config.yaml", "{}", "is not that of a run"),
-        ("run.json", "[]", "is not that of a run"),
+        ("run.json", "[]", "is damaged"),
     ],
 )
 def test_damaged_records_are_one_line(

@@ -10,8 +10,8 @@ import torch
 
 import llmexp as library
 from llmexp.__main__ import run as command
-from llmexp.compare.reading import find
 from llmexp.exchange.reading import open_source
+from llmexp.runs.find import find
 from tests.conftest import Result, llmexp, train
 from tests.tools import cut_after, exact, same_state, weights
 

@@ -18,11 +18,12 @@ from llmexp.__main__ import run
 from llmexp.compare.comparing import compare
 from llmexp.compare.curves import lineage
 from llmexp.compare.figures import figures
-from llmexp.compare.reading import find, read
+from llmexp.compare.reading import read
 from llmexp.compose.app import compose, hydra_app, typed
 from llmexp.compose.command_line import parse
 from llmexp.compose.forking import newest_step
 from llmexp.runs import rundir
+from llmexp.runs.find import find
 from llmexp.settings.config import Config
 from llmexp.settings.values import ConfigError
 from llmexp.system.fileio import sha256

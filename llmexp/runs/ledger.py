@@ -1,7 +1,7 @@
-"""sweep.json, the record of a sweep: what its points are and how far each has come.
+"""Keep sweep.json, the record of a sweep: its points, and what no run's folder knows of them.
 
-What a run's own folder says about it goes before what the ledger says: the sweep may have been
-killed, the run not.
+How far a point has come is read from the status.json of its run: the sweep may have been killed,
+the run not.
 """
 
 from __future__ import annotations
@@ -15,21 +15,29 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmexp.runs import rundir
 from llmexp.runs.ending import state_now
-from llmexp.runs.naming import CHANGES, LEDGER, with_changes
 from llmexp.settings.config import FOLDER_NAME
+from llmexp.settings.convert import section
 from llmexp.settings.knobs import essence
-from llmexp.settings.values import ConfigError, flatten, typed
+from llmexp.settings.values import ConfigError, flatten, refuse, typed
 from llmexp.system import fileio
+from llmexp.system.child import REFUSED
 
+T = TypeVar("T")
 FORMAT = 1
-STATES = ("queued", "running", "finished", "failed", "preempted", "infeasible")
+LEDGER = "sweep.json"  # in a sweep's folder
+CHANGES = "sweep.jsonl"  # beside it: what has changed since it was written whole, a line a change
+STATES = ("queued", "running", "finished", "failed", "preempted")
+TO_TRAIN = ("queued", "running", "preempted")  # states that resuming the sweep ends
+# What is written of a point, and what is not written of a ledger.
+KEPT = ("number", "label", "folder", "identity", "overrides", "attempts", "rung", "refused")
+NOT_KEPT = ("path", "since", "points")
 
 
 def anew(path: Path) -> str:
@@ -40,20 +48,26 @@ def anew(path: Path) -> str:
 
 @dataclass
 class Entry:
-    """A point in the ledger. Times are in seconds since 1970."""
+    """A point of a sweep. Times are in seconds since 1970."""
 
     number: int
     label: str
     folder: str  # in that of the sweep
     identity: str | None  # of the config as composed; None where only the run's folder is known
     overrides: list[str]
+    attempts: int = 0
+    rung: float | None = None  # share of its steps after which successive halving left it out
+    refused: str | None = None  # why it cannot run, in one line; it has no folder then
+    # As `Ledger.look` found them in the run's folder; not written.
     state: str = "queued"
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
-    attempts: int = 0
     error: str | None = None  # one line
-    rung: float | None = None  # share of its steps after which successive halving left it out
+
+    def not_started(self, why: str) -> None:
+        """Note that the point failed before it had a run, which only this process knows."""
+        self.state, self.exit_code, self.error = "failed", REFUSED, one_line(why)
 
 
 @dataclass(frozen=True)
@@ -102,8 +116,9 @@ class Ledger:
         """Write the whole ledger. Raise OSError that names the file and the way to go on."""
         now = time.time()
         whole = {"format": FORMAT, **vars(self), "updated": now}
-        del whole["path"], whole["since"]
-        whole["points"] = [vars(entry) for entry in whole.pop("points")]
+        for name in NOT_KEPT:
+            del whole[name]
+        whole["points"] = [{name: getattr(e, name) for name in KEPT} for e in self.points]
         with self._written(LEDGER):
             fileio.write_json(self.path / LEDGER, whole)
         self.since = now
@@ -111,7 +126,7 @@ class Ledger:
             (self.path / CHANGES).unlink(missing_ok=True)
 
     def update(self, entry: Entry, **changes: Any) -> None:
-        """Change a point, and append that to the file when it made a difference."""
+        """Change what is kept of a point, and append that to the file if it makes a difference."""
         if all(getattr(entry, name) == value for name, value in changes.items()):
             return
         for name, value in changes.items():
@@ -139,27 +154,27 @@ class Ledger:
                 text += f"; its runs are intact; to go on: {rundir.how_to_resume(self.path)}"
             raise OSError(text) from error
 
-    def look(self, entry: Entry, alive: bool = False) -> dict[str, Any]:
-        """Return the status of a point's run, after the ledger has taken over what it says.
-        `alive`: it is known to be there, such as from a queue."""
-        path = self.path / entry.folder
-        status = rundir.read_status(path) if rundir.is_run(path) else {}
+    def look(self, entry: Entry, alive: bool = False) -> str:
+        """Return the state of a point after a look at the status of its run.
+
+        `alive`: the run is known to be there, such as from a queue.
+        """
+        if entry.refused is not None:
+            entry.state, entry.error = "infeasible", entry.refused
+            return entry.state
+        path, status = self.path / entry.folder, dict[str, Any]()
+        with contextlib.suppress(OSError):  # the name may be too long
+            status = rundir.read_status(path) if rundir.is_run(path) else {}
         state = status.get("state") if alive else state_now(path, status)
-        if state == "cut":  # killed, or its host went down
-            state = "preempted"
-        if state not in STATES:
-            return status
-        error, started, code = (status.get(key) for key in ("error", "started", "exit_code"))
-        over = state in ("finished", "failed", "preempted")
-        self.update(
-            entry,
-            state=state,
-            started=entry.started if figure(started) is None else started,
-            ended=figure(status.get("ended")) if over else None,
-            exit_code=code if type(code) is int and abs(code) < 2**31 else None,
-            error=one_line(error) if error else None,
-        )
-        return status
+        # A run that is cut was killed, or its host went down.
+        entry.state = "preempted" if state == "cut" else state if state in STATES else "queued"
+        over = entry.state in ("finished", "failed", "preempted")
+        error, code = status.get("error"), status.get("exit_code")
+        entry.started = figure(status.get("started")) or entry.started
+        entry.ended = figure(status.get("ended")) if over else None
+        entry.exit_code = code if type(code) is int else None
+        entry.error = one_line(error) if error else None
+        return entry.state
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -185,14 +200,16 @@ def is_sweep(path: Path) -> bool:
 
 
 def read(path: Path) -> Ledger:
-    """Return the ledger of the sweep's folder. Raises ConfigError for one that is missing, damaged,
-    or of a newer version."""
+    """Return the ledger of a sweep's folder, with the states of its points.
+
+    Raises ConfigError for one that is missing, damaged, or of a newer version.
+    """
     where = path / LEDGER
     if not where.is_file():
         example = "one looks like outputs/default/2030-01-01_12-00-00"
         raise ConfigError(f"{path}: is no sweep (it has no {LEDGER}); {example}")
     try:
-        tree = with_changes(fileio.read_json(where), path)
+        tree = fileio.read_json(where)
         if not isinstance(tree, dict):
             raise ConfigError(f"{where}: holds no ledger")
     except ConfigError as error:
@@ -200,15 +217,39 @@ def read(path: Path) -> Ledger:
     if tree.get("format") != FORMAT:
         text = f"this version of llmexp reads format {FORMAT}"
         raise ConfigError(f"{where}: format={tree.get('format')}: {text}")
-    head = _fitting(Ledger, tree, f"{where}: ")
-    if not FOLDER_NAME.fullmatch(head["name"]):  # it goes into shell scripts
-        raise ConfigError(f"{where}: name={_short(head['name'])}: is not the name of a sweep")
-    points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(head.pop("points"))]
+    ledger = _checked(Ledger, tree, f"{where}: ", path=path, points=[], since=None)
+    if not FOLDER_NAME.fullmatch(ledger.name):  # it goes into shell scripts
+        raise refuse(f"{where}: name", ledger.name, "is not the name of a sweep")
+    points = tree.get("points")
+    if not isinstance(points, list):
+        raise refuse(f"{where}: points", points, "a list is needed")
+    _add_changes(tree, path)
+    ledger.points = [_entry(f"{where}: points[{i}]", given) for i, given in enumerate(points)]
     for key in ("number", "folder"):
-        for value, count in Counter(getattr(point, key) for point in points).items():
+        for value, count in Counter(getattr(point, key) for point in ledger.points).items():
             if count > 1:
-                raise ConfigError(f"{where}: two points have the {key} {_short(value)}")
-    return Ledger(path, points=points, **head)
+                raise ConfigError(f"{where}: two points have the {key} {value}")
+    for entry in ledger.points:
+        ledger.look(entry)
+    return ledger
+
+
+def _add_changes(tree: dict[str, Any], sweep: Path) -> None:
+    """Add the changes since a ledger was written whole to its points.
+
+    A line counts if it is whole and of this very ledger (`since`: when that was written).
+    """
+    try:
+        lines = (sweep / CHANGES).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return
+    points = [p for p in tree["points"] if isinstance(p, dict)]
+    known = {p["number"]: p for p in points if type(p.get("number")) is int}
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):
+            change = json.loads(line)
+            if change.pop("since") == tree.get("updated"):
+                known[change["number"]].update(change)
 
 
 def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:
@@ -230,6 +271,8 @@ def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledge
         text = f"two runs there have the number {twice[0]}; give one of them another"
         raise ConfigError(f"{path}: {text}")
     found.points.sort(key=lambda p: p.number)
+    for entry in found.points:
+        found.look(entry)
     return found
 
 
@@ -250,47 +293,27 @@ def runs_in(path: Path) -> list[Path]:
 
 def _entry(at: str, given: Any) -> Entry:
     """Return a point of a ledger that may have been edited by hand. Raises ConfigError."""
-    if not isinstance(given, dict):
-        raise ConfigError(f"{at}={_short(given)}: a section of keys is needed here")
-    entry = Entry(**_fitting(Entry, given, f"{at}."))
-    if entry.state not in STATES:
-        raise ConfigError(f"{at}.state={_short(entry.state)}: must be one of {', '.join(STATES)}")
+    if isinstance(given, dict) and given.get("state") == "infeasible":  # of an earlier version
+        given = {"refused": given.get("error") or "it cannot run", **given}
+    entry = _checked(Entry, given, f"{at}.", keys=KEPT)
     relative = Path(entry.folder)
     inside = relative.parts and not relative.is_absolute() and ".." not in relative.parts
     if not inside or "\0" in entry.folder:
-        text = "must be a folder inside that of the sweep"
-        raise ConfigError(f"{at}.folder={_short(entry.folder)}: {text}")
+        raise refuse(f"{at}.folder", entry.folder, "must be a folder inside that of the sweep")
     return entry
 
 
-def _fitting(cls: type, given: dict[str, Any], at: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass. Raises ConfigError for one of another
-    kind, and for one that is missing and has no default."""
-    values = {}
-    for f in dataclasses.fields(cls):
-        required = f.default is dataclasses.MISSING
-        if f.name in ("path", "since") or (f.name not in given and not required):
-            continue
-        values[f.name] = given.get(f.name)
-        if not _fits(values[f.name], str(f.type)):
-            text = "is not what a ledger holds there"
-            raise ConfigError(f"{at}{f.name}={_short(given.get(f.name))}: {text}")
-    return values
+def _checked(
+    cls: type[T], given: Any, at: str, keys: Collection[str] | None = None, **own: Any
+) -> T:
+    """Return the dataclass with the values of a file that are its fields, else their defaults.
 
-
-def _fits(value: Any, kind: str) -> bool:
-    """Return whether a value of a file is of a kind, such as `int`, `float | None` or
-    `list[str]`."""
-    if value is None:
-        return "None" in kind
-    if kind.startswith("list"):
-        texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
-        return texts if kind == "list[str]" else isinstance(value, list)
-    if kind.startswith("str"):
-        return isinstance(value, str)
-    return figure(value) is not None and (kind.startswith("float") or isinstance(value, int))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    `keys`: the fields that a file may give; `own`: those that it may not. Raises ConfigError for a
+    value of another type, and for a missing one.
+    """
+    fields = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if isinstance(given, Mapping):
+        known = {k: v for k, v in given.items() if k in (fields if keys is None else keys)}
+        defaults = {k: v for k, v in fields.items() if v is not dataclasses.MISSING}
+        given = defaults | known | own
+    return section(cls, given, at)

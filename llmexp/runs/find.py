@@ -1,0 +1,134 @@
+"""Find the runs and sweeps that paths and globs mean."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llmexp.runs import ledger, rundir
+from llmexp.runs.ledger import TO_TRAIN, Entry, Ledger
+from llmexp.settings.values import ConfigError
+from llmexp.system.redact import clean
+
+FILES = (rundir.CONFIG, rundir.RUN, rundir.STATUS, rundir.METRICS, rundir.LOG, ledger.LEDGER)
+DEPTH = 4  # outputs/<name>/<stamp>/<number>-<label>
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The sweep that a run belongs to; without a path where there is none."""
+
+    path: Path | None = None
+    ledger: Ledger | None = None  # None where it cannot be read
+
+    @cached_property
+    def points(self) -> dict[str, Entry]:
+        """Return the points by the names of their folders."""
+        return {point.folder: point for point in self.ledger.points} if self.ledger else {}
+
+    @cached_property
+    def to_train(self) -> Counter[frozenset[str]]:
+        """Return how many points of each setting are still to be trained."""
+        left = (p for p in self.points.values() if p.state in TO_TRAIN and p.rung is None)
+        return Counter(setting_of(point) for point in left)
+
+
+def setting_of(point: Entry) -> frozenset[str]:
+    """Return the overrides of a point without its seed."""
+    return frozenset(o for o in point.overrides if not o.startswith("train.seed="))
+
+
+def find(paths: Sequence[str | Path]) -> tuple[list[tuple[Path, Sweep]], list[str]]:
+    """Return the runs under paths and globs, each once and in order, and a line for each problem.
+
+    A run whose folder holds links, pipes or devices is left out.
+    """
+    found: list[tuple[Path, Sweep]] = []
+    sweeps: dict[Path, Sweep] = {}
+    runs, problems = runs_meant(paths)
+    for run in runs:
+        try:
+            rundir.check_plain(run)
+        except ConfigError as error:
+            problems.append(f"{clean(error)}; this run is left out")
+            continue
+        parent = run.resolve().parent
+        if parent not in sweeps:
+            sweeps[parent] = _sweep(run.parent, problems)
+        found.append((run, sweeps[parent]))
+    return found, problems
+
+
+def _sweep(path: Path, problems: list[str]) -> Sweep:
+    """Return the sweep of a folder of runs."""
+    if not ledger.is_sweep(path):
+        return Sweep(path if (path / "multirun.yaml").is_file() else None)
+    try:
+        found = ledger.read(path)
+    except ConfigError as error:
+        problems.append(f"{clean(error)}; the runs speak for themselves")
+        return Sweep(path)
+    for point in [p for p in found.points if p.refused is not None][:10]:
+        label, why = clean(point.label), clean(point.refused)[:200]
+        problems.append(f"{path / ledger.LEDGER}: {label} could not run: {why}")
+    return Sweep(path, found)
+
+
+def runs_meant(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
+    """Return the runs that paths and globs mean, each once, and a line for each that has none."""
+    found: dict[Path, Path] = {}
+    problems: list[str] = []
+    for given in paths:
+        exact = os.path.lexists(given)
+        names = [given] if exact else sorted(glob.glob(str(given), recursive=True))
+        runs = [run for name in map(Path, names) for run in runs_under(_folder(name))]
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+        if not names:
+            text = "there is nothing of that name; a run looks like outputs/default/..."
+            problems.append(f"{clean(given) or '.'}: {text}")
+        elif not runs:
+            text = f"is no run, and there is none below (a run folder has a {rundir.CONFIG})"
+            problems.append(f"{clean(given) or '.'}: {text}")
+    return list(found.values()), problems
+
+
+def runs_under(path: Path, depth: int = DEPTH) -> list[Path]:
+    """Return the folder itself where it is a run, else the runs below it by their numbers."""
+    if looks_like_run(path):
+        return [path]
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for inner in sorted(path.iterdir() if depth else (), key=by_number):
+            hidden = inner.name.startswith(".") or inner.name == rundir.CHECKPOINTS
+            followed = depth == DEPTH or not inner.is_symlink()
+            if inner.is_dir() and followed and not hidden:
+                found += runs_under(inner, depth - 1)
+    return found
+
+
+def looks_like_run(path: Path) -> bool:
+    """Return whether there is a record of a run beside a config or rows, which others write too."""
+    there = {name for name in FILES if (path / name).is_file()}
+    beside = {rundir.STATUS, rundir.RUN}
+    if rundir.CONFIG in there:
+        return bool(there & {*beside, rundir.METRICS})
+    return rundir.METRICS in there and bool(there & beside)
+
+
+def by_number(path: Path) -> list[tuple[str, int]]:
+    """Return a key that orders folders by the numbers in their names: 10 after 9."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
+    return [(text, int(number or 0)) for text, number in parts]
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of a run for a file in it, else the path."""
+    return path.parent if path.name in FILES and path.is_file() else path

@@ -1,0 +1,213 @@
+"""Read what the folder of a run holds: each file once, whatever state it is in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import reprlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmexp.runs import ending, rundir
+from llmexp.settings.convert import today
+from llmexp.settings.values import ConfigError
+from llmexp.system import fileio
+from llmexp.system.redact import clean, cleaned
+
+# States of a run from good to bad, with their colours in tables.
+STATES = {
+    "finished": "green", "running": "cyan", "queued": "", "preempted": "yellow", "cut": "red",
+    "failed": "red",
+}  # fmt: skip
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+_KEYS = 5000  # of a config at most
+_BLOCK = 1 << 16  # bytes that are read at a time from the end
+
+
+class RunFolder:
+    """The files of a run, each read once, when it is first asked for.
+
+    With `strict`, damage raises ConfigError. Without, nothing in the folder is trusted: texts are
+    cleaned, and what cannot be read is left out and named in `problems`.
+    """
+
+    def __init__(self, path: Path, strict: bool = True) -> None:
+        self.path, self.strict = path, strict
+        self.problems: list[str] = []
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Return run.json: every derived number."""
+        if self.strict:
+            return rundir.read_run(self.path)
+        return self._passed_over(rundir.RUN, lambda path: cleaned(fileio.read_json(path)))
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """Return status.json: state, times, exit code, error and summary."""
+        if self.strict:
+            return rundir.read_status(self.path)
+        return self._passed_over(rundir.STATUS, lambda path: cleaned(fileio.read_json(path)))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return config.yaml as plain values."""
+        if self.strict:
+            return rundir.read_config(self.path)
+        return self._passed_over(rundir.CONFIG, _yaml)
+
+    @cached_property
+    def flat_config(self) -> dict[str, Any]:
+        """Return config.yaml with dotted keys, its texts cleaned and its long values shortened."""
+        flat: dict[str, Any] = {}
+        waiting: list[tuple[str, Any]] = [("", self.config)]
+        for _ in range(_KEYS):  # at most: aliases can make a short YAML file endless
+            if not waiting:
+                return flat
+            name, value = waiting.pop()
+            if isinstance(value, dict) and (value or not name):
+                inner = [(f"{name}.{clean(k)}"[:200].lstrip("."), v) for k, v in value.items()]
+                waiting += reversed(inner)
+            else:
+                flat[name] = today(_leaf(value)) if name.endswith("_target_") else _leaf(value)
+        text = "is deeper or longer than a config is; what could be read is shown"
+        self.problems.append(f"{self.path / rundir.CONFIG}: {text}")
+        return flat
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Return the figures that the run ended with; empty before."""
+        summary = self.status.get("summary")
+        return summary if isinstance(summary, dict) else {}
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl. Raises ConfigError for damage."""
+        return rundir.read_rows(self.path / rundir.METRICS)
+
+    def last_row(self, key: str = "step") -> dict[str, Any]:
+        """Return the last finished row that has the key, read from the end; empty without one."""
+        wanted = json.dumps(key).encode()
+        with contextlib.suppress(OSError):
+            for line in _backwards(self.path / rundir.METRICS):
+                if wanted in line and (row := row_of(line)).get(key) is not None:
+                    return row
+        return {}
+
+    @cached_property
+    def state(self) -> str:
+        """Return one of STATES.
+
+        A run is cut where it is running by its status and no process is at work in it, or where it
+        has rows and no status. Earlier versions recorded that as a failure with such an error.
+        """
+        if str(self.status.get("error")).startswith("cut: "):
+            return "cut"
+        state = ending.state_now(self.path, self.status)
+        if state in STATES:
+            return state
+        return "cut" if (self.path / rundir.METRICS).exists() else "queued"
+
+    @property
+    def error(self) -> str:
+        """Return why the run failed; empty where it did not."""
+        if self.state == "cut":
+            return ending.CUT
+        error = self.status.get("error") if self.state == "failed" else None
+        return clean(error or "")
+
+    def lost(self) -> str:
+        """Return, in words, how many rows are missing at the end of a run that ended; else nothing.
+
+        A preempted run may have stopped between two rows, train.log_every steps apart.
+        """
+        state, ended = self.status.get("state"), self.summary.get("steps")
+        if ended is None and state == "finished":
+            ended = self.facts.get("max_steps")
+        if state not in ("finished", "preempted") or type(ended) is not int:
+            return ""
+        between = 1
+        if state == "preempted":
+            given = self.flat_config.get("train.log_every")
+            between = given if type(given) is int and given > 0 else ended
+        last = int(self.last_row().get("step", 0))
+        if not 0 < ended < 2**53 or last + between > ended:
+            return ""
+        rows = f"its rows end at {last:,}" if last else "it has no rows"
+        return f"says {state} at step {ended:,}, but {rows}"
+
+    def _passed_over(self, name: str, read: Callable[[Path], Any]) -> dict[Any, Any]:
+        """Return the object that a file holds; empty, with a problem, where it cannot be read."""
+        path = self.path / name
+        problem = "is missing"
+        if path.exists():
+            try:
+                tree = read(path)
+                if isinstance(tree, dict):
+                    return tree
+                problem = "holds no object"
+            except ConfigError as error:
+                problem = clean(error).removeprefix(f"{clean(path)}: ")[:150]
+        self.problems.append(f"{path}: {problem}")
+        return {}
+
+
+def clean_name(path: Path) -> str:
+    """Return the name of a run's folder, without control characters."""
+    return clean(path.name) or clean(path.resolve().name) or "run"
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.load(
+            path.read_bytes().decode(), Loader=_LOADER
+        )  # a safe one: plain values only
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot be read: {error}") from None
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)[:400]
+    if isinstance(value, list) and len(value) <= 50:
+        if all(isinstance(v, (str, int, float)) for v in value):
+            return cleaned(value)
+    elif isinstance(value, (float, type(None))) or (isinstance(value, int) and abs(value) < 10**18):
+        return value
+    return clean(reprlib.repr(value))
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    """Return the row that a line holds; empty where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    step = row.get("step") if isinstance(row, dict) else None
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**53:
+        return {}
+    return dict(row)
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """Yield the finished lines of a file, the last one first."""
+    with open(path, "rb") as f:
+        end, rest = f.seek(0, os.SEEK_END), b""
+        torn = True
+        while end:
+            begin = max(0, end - _BLOCK)
+            f.seek(begin)
+            first, *lines = (f.read(end - begin) + rest).split(b"\n")
+            if torn and lines:  # what follows the last newline
+                lines.pop()
+                torn = False
+            elif torn:
+                first = b""
+            yield from reversed(lines)
+            end, rest = begin, first
+        yield rest
