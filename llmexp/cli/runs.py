@@ -1,5 +1,4 @@
-"""`llmexp runs [FOLDER ...]`: what is there, how far it has come, how much room it takes; clearing
-up."""
+"""List runs and sweeps, and clear up: `llmexp runs [FOLDER ...]`."""
 
 from __future__ import annotations
 
@@ -50,8 +49,10 @@ class Line:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code 0, 1 where something could not be removed, or 2 where there is no run. Raises
-    ConfigError."""
+    """Run the command and return its exit code.
+
+    1 where something could not be removed, 2 where there is no run. Raises ConfigError.
+    """
     args = _arguments(arguments)
     if args.state is not None and args.state not in STATES:
         text = f"must be one of {', '.join(STATES)}; for example --state failed"
@@ -113,8 +114,7 @@ def _loss(run: RunFolder) -> tuple[str | None, float | None]:
 
 
 def described(folder: Path) -> list[dict[str, Any]]:
-    """Return what `llmexp runs FOLDER --json` lists, each run below the folder, with the figures
-    of its end."""
+    """Return the runs below a folder as `llmexp runs --json` lists them, with their summaries."""
     return [
         _plain(_line(path, sweep)) | {"summary": RunFolder(path, strict=False).summary}
         for path, sweep in find([folder])[0]
@@ -207,8 +207,7 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
-    """Remove all checkpoints of finished runs but the newest whole one; without `yes` only list
-    them."""
+    """Remove the checkpoints of finished runs but the newest whole one; without `yes` list them."""
     freed: list[int] = []
     failed: list[Path] = []
     verb = "removed" if yes else "would remove"
@@ -238,8 +237,10 @@ def _remove_checkpoints(lines: Sequence[Line], yes: bool) -> int:
 
 
 def _removed(where: Path, yes: bool, failed: list[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield the checkpoints that are not needed, with their size on disk; removed with `yes`, what
-    cannot be goes into `failed`. The caller holds the lock."""
+    """Yield the checkpoints that are not needed, with their size on disk.
+
+    With `yes` they are removed; those that cannot be go into `failed`. The caller holds the lock.
+    """
     steps = [p for p in where.glob("step_*") if re.fullmatch(r"step_\d+", p.name) and p.is_dir()]
     steps.sort(key=lambda p: int(p.name.removeprefix("step_")))
     if len(steps) < 2:

@@ -1,5 +1,4 @@
-"""Hold what a comparison is made of: runs as read from their folders, and what was found out about
-them."""
+"""Hold what a comparison is made of: runs as they were read, and what was found of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""metrics.jsonl as columns. What a table needs is picked out of the text; the rest is parsed when
-it is asked for."""
+"""Read metrics.jsonl as columns.
+
+What tables need is picked out of the text; the rest is parsed when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,9 @@ QUICK = ("step", "tokens_seen", "train/loss", "val/loss", "val/bits_per_byte")
 
 
 class Columns(Mapping[str, np.ndarray]):
-    """The columns of a metrics file: float64, NaN where a row has none, one row a step, in order of
-    the steps.
+    """The columns of a metrics file: float64, NaN where a row has no value, in order of the steps.
 
-    Those of QUICK are there at once; to ask for anything else reads the whole file.
+    Those of QUICK are there at once; to ask for another one reads the whole file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,8 +87,7 @@ def named_sets(columns: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray:
-    """Return seconds of training from the step `first` until each row; empty where they were not
-    measured.
+    """Return the seconds of training from the step `first` until each row; empty if not measured.
 
     `step_time` is the mean over the steps since the row before, so what a resumed run did twice
     counts once.
@@ -99,8 +99,7 @@ def elapsed(columns: Mapping[str, np.ndarray], first: float = 0.0) -> np.ndarray
 
 
 def _quick(text: bytes) -> dict[str, np.ndarray] | None:
-    """Return the columns that tables need, or None where the text is not in the usual form. Written
-    for speed."""
+    """Return the columns that tables need; None where the text is not in the usual form."""
     letters = np.frombuffer(text, dtype=np.uint8)
     ends = np.flatnonzero(letters == ord("\n"))  # what follows the last newline was never finished
     rows, usual = len(ends), text.startswith(b'{"step":')

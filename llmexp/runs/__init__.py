@@ -1,4 +1,6 @@
-"""Run folders: what a run leaves on the disk. In reading order:
+"""Write, read and find run folders: what a run leaves on the disk.
+
+In reading order:
 
 rundir      claim and lock a folder; read and write its config, status and rows
 folder      read what a run has left, strict or not: its files, state and lost rows

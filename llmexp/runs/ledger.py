@@ -83,8 +83,11 @@ class Facts:
 
 @dataclass
 class Ledger:
-    """Written by the process that holds the sweep's lock: whole where points are added and at the
-    end; a change of a point in between is a line of its own."""
+    """The record of a sweep, written by the process that holds the sweep's lock.
+
+    It is written whole where points are added and at the end; a change of a point in between is a
+    line of its own.
+    """
 
     path: Path  # the sweep's folder
     name: str
@@ -178,8 +181,7 @@ class Ledger:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Hash of a plain config less what cannot change results or does nothing there; in hex
-    digits."""
+    """Return a hash, in hex digits, of what can change results in a plain config."""
     text = json.dumps(essence(flatten(config)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -253,8 +255,7 @@ def _add_changes(tree: dict[str, Any], sweep: Path) -> None:
 
 
 def rebuilt(path: Path, name: str, launcher: str, arguments: list[str]) -> Ledger:
-    """Return the ledger of a sweep's folder that has lost its own, from its runs. Raises
-    ConfigError."""
+    """Return the ledger of a sweep that has lost its own, from its runs. Raises ConfigError."""
     found = Ledger(path, name, str(path), launcher, arguments, [])
     for run in runs_in(path):
         number, _, name_of = run.name.partition("-")

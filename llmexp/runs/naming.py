@@ -25,8 +25,7 @@ def lineage(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
-    """Raise ConfigError where `resume`, the value of checkpoint.resume, does not allow a run in the
-    folder that was chosen for it."""
+    """Raise ConfigError where checkpoint.resume does not allow a run in its chosen folder."""
     if holds_run and resume == "never":
         state = rundir.read_status(wanted).get("state", "unknown")
         raise ConfigError(
@@ -40,8 +39,10 @@ def refuse_folder(wanted: Path, holds_run: bool, resume: str) -> None:
 
 
 def named_checkpoint(text: str) -> tuple[Path, int | None]:
-    """Return (run folder, step) of RUN@STEP, and (run folder, None) of RUN, which means its newest
-    checkpoint. Raises ConfigError where there is no such run, or no such checkpoint."""
+    """Return the folder and the step of RUN@STEP; no step for RUN, whose newest checkpoint it is.
+
+    Raises ConfigError where there is no such run, or no such checkpoint.
+    """
     path, at, step = Path(text), "", ""
     if not path.exists() and "@" in text:  # a folder may have an @ in its name
         run, at, step = text.rpartition("@")

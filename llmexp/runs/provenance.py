@@ -1,5 +1,4 @@
-"""Record the origins of a run in its folder's `provenance/`: the user's code, the packages, the
-drivers.
+"""Record the origins of a run in its folder's `provenance/`: code, packages, drivers.
 
 provenance.json     repositories (commit, branch, changed and untracked files), packages, drivers,
                     container image
@@ -59,8 +58,7 @@ class Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The part of provenance.json about the repositories, and their diffs by the names of their
-    files."""
+    """The part of provenance.json about repositories, and their diffs by the names of the files."""
 
     about: dict[str, Any]
     files: dict[str, bytes]
@@ -98,11 +96,11 @@ def begin() -> Search:
 
 
 def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
-    """Write provenance/ into the run's folder; provenance-2/, ... where a resumed run finds another
-    state of things.
+    """Write the folder provenance/ of a run.
 
-    A run that its sweep has queued has the state of that moment until it starts. `drivers` are the
-    versions of CUDA and the like. What fails is printed.
+    A resumed run that finds another state of things gets provenance-2/ and so on. A run that its
+    sweep has queued has the state of that moment until it starts. `drivers`: the versions of CUDA and
+    the like. What fails is printed.
     """
     try:
         _write(run_dir, drivers, resumed)
@@ -162,8 +160,7 @@ def folders(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return provenance.json of one of `folders`; an empty dict where there is none that can be
-    read."""
+    """Return provenance.json of one of `folders`; an empty dict where none can be read."""
     try:
         about = fileio.read_json(path / FILE)
     except rundir.ConfigError:
@@ -200,8 +197,7 @@ def gather(deadline: float) -> Found:
 
 
 def repositories() -> list[Path]:
-    """Return the top folders of the repositories that the current folder and the allowed packages
-    are in."""
+    """Return the repositories of the current folder and of the allowed packages."""
     places = [Path.cwd()]
     for package in os.environ.get("LLMEXP_ALLOW", "").split(","):
         try:
@@ -240,8 +236,7 @@ def _look_into(root: Path, one: dict[str, Any], deadline: float) -> None:
 
 
 def _diff(root: Path, one: dict[str, Any], deadline: float) -> bytes:
-    """Return the uncommitted changes, without binary files where they are too large. Raises
-    Unknown."""
+    """Return the uncommitted changes, without large binary files. Raises Unknown."""
     diff = _git(root, deadline, *DIFF, "--binary", one["commit"], "--")
     one["diff_sha256"] = hashlib.sha256(diff).hexdigest()
     if len(diff) > MAX_DIFF:
@@ -279,8 +274,10 @@ def _git(root: Path, deadline: float, *arguments: str) -> bytes:
 
 
 def installed() -> list[str]:
-    """Return name==version of each installed distribution, by the names of their folders: to read
-    them takes longer."""
+    """Return name==version of each installed distribution, from the names of their folders.
+
+    Reading their metadata would take longer.
+    """
     found = set()
     for entry in sys.path:
         for path in Path(entry or ".").glob("*.dist-info"):
@@ -290,8 +287,7 @@ def installed() -> list[str]:
 
 
 def image() -> str | None:
-    """Return the container's image, where something tells it: the environment, Podman, Apptainer,
-    NVIDIA's images."""
+    """Return the container's image, where the environment, Podman or Apptainer names it."""
     for name in (IMAGE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if value := os.environ.get(name):
             return value
@@ -325,8 +321,7 @@ def source_digest() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the source tree that llmexp runs from, with `-dirty` for changed files; None
-    outside of one."""
+    """Return the commit that llmexp runs from, with `-dirty` for changes; None where unknown."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -52,8 +52,10 @@ class Rows:
     """
 
     def __init__(self, path: Path, keep_up_to_step: int, begins_at: int = 0) -> None:
-        """Open for appending; rows after `keep_up_to_step`, and a torn last line, are removed
-        first. `begins_at`: the step before the first one of the run."""
+        """Open for appending, without rows after `keep_up_to_step` and without a torn last line.
+
+        `begins_at`: the step before the first one of the run.
+        """
         self.path, self.figures = path, Figures(begins_at)
         end = 0
         for row, after in walk_rows(path):
@@ -87,8 +89,10 @@ class Rows:
         return self._new >= MOST_WAITING or time.monotonic() - self._flushed_at >= LONGEST_WAIT_S
 
     def flush(self) -> bool:
-        """Write the rows that wait; return whether rows were added since the last call. Raises
-        Unwritable where one cannot be written; the file then ends with the row before it."""
+        """Write the rows that wait; return whether rows were added since the last call.
+
+        Raises Unwritable where one cannot be written; the file then ends with the row before it.
+        """
         with self._lock:
             error, self._error = self._error, None
             if error is not None:
@@ -126,8 +130,7 @@ class Rows:
             raise Unwritable(f"{self._file.name}: {text}") from error
 
     def sync(self) -> None:
-        """Flush to the disk; called before a checkpoint is committed, so that no checkpoint is
-        ahead of its rows. Raises Unwritable."""
+        """Flush to the disk, so that no checkpoint is ahead of its rows. Raises Unwritable."""
         self.flush()
         try:
             os.fsync(self._file.fileno())

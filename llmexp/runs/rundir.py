@@ -1,5 +1,4 @@
-"""Claim and lock the run folder, and read and write its small files, each written whole or not at
-all."""
+"""Claim and lock a run folder; read and write its small files, each whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,12 +35,11 @@ FIGURES = ("summary", "clip", "noise")  # of the end of a run, in its status
 
 
 def check_plain(path: Path) -> None:
-    """Raise ConfigError where the folder of a run or a sweep holds anything but plain files and
-    folders.
+    """Raise ConfigError where a folder of runs holds a link, a pipe or a device.
 
-    It may come from somebody else: a link leads out of it, and a pipe or a device has no end.
-    Called when a folder is opened, so nothing later looks again. wandb's own folder is not looked
-    into: wandb keeps links there.
+    The folder may come from somebody else: a link leads out of it, and a pipe or a device has no
+    end. Called when a folder is opened, so nothing later looks again. wandb's own folder, which
+    holds links, is passed over.
     """
     waiting = [os.fspath(path)]
     while waiting:
@@ -60,7 +58,7 @@ def check_plain(path: Path) -> None:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """run.json, or an empty dict where there is none. Raises ConfigError when it is damaged."""
+    """Return run.json, empty where there is none. Raises ConfigError when it is damaged."""
     if not (path / RUN).exists():
         return {}
     with contextlib.suppress(ConfigError):
@@ -88,8 +86,7 @@ def no_run(path: Path) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the resolved config of a run folder as plain values. Raises ConfigError when there is
-    none."""
+    """Return config.yaml as plain values. Raises ConfigError when there is none."""
     if not is_run(path):
         raise ConfigError(f"{path}: {no_run(path)}")
     try:
@@ -113,8 +110,10 @@ def built_config(path: Path) -> Config:
 
 
 def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
-    """Return what is there of the path `wanted`, the value of `key`. Raises ConfigError when a
-    folder cannot be made there; makes nothing."""
+    """Return the deepest part of the path `wanted`, the value of `key`, that exists.
+
+    Raises ConfigError when no folder can be made there; makes none.
+    """
     existing = next((p for p in (wanted, *wanted.parents) if p.exists()), wanted)
     if not existing.is_dir():
         raise ConfigError(
@@ -128,8 +127,10 @@ def check_writable(wanted: Path, key: str = "hydra.run.dir") -> Path:
 
 
 def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
-    """Make the run folder and return it. A folder that exists is shared by nobody: unless the user
-    fixed the name, the next free `-2`, `-3`, ... is taken instead.
+    """Make the run folder and return it.
+
+    No two runs share a folder: unless the user fixed the name, the next free one of NAME, NAME-2,
+    NAME-3 is taken.
     """
     check_writable(wanted, key)
     try:
@@ -148,8 +149,10 @@ def claim(wanted: Path, fixed: bool, key: str = "hydra.run.dir") -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, name: str = ".lock", doing: str = "training in") -> Iterator[None]:
-    """Hold the folder's lock; the kernel drops it with the process. Raises ConfigError when another
-    holds it."""
+    """Hold the folder's lock, which the kernel drops with the process.
+
+    Raises ConfigError when another process holds it.
+    """
     with open(path / name, "a") as f:
         for attempt in range(5):
             try:
@@ -175,15 +178,16 @@ def is_locked(path: Path, name: str = ".lock") -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the run, or ranks that outlived their agent do, as far as this
-    host can see."""
+    """Return whether a process holds the run, or its ranks do, as far as this host can see."""
     return is_locked(path) or is_locked(path, ".lock-ranks")
 
 
 def is_alive(path: Path, status: dict[str, Any]) -> bool:
-    """Return whether a run that is running by its status still is: somebody holds its lock, or, as
-    locks of other hosts may not be seen here, it runs on another one and has written something in
-    the last `SIGN_S` seconds."""
+    """Return whether a run that is running by its status still is.
+
+    A process holds its lock; or it runs on another host, whose locks may not be seen here, and has
+    written something in the last `SIGN_S` seconds.
+    """
     if is_held(path):
         return True
     if status.get("host") in (None, socket.gethostname()):
@@ -200,7 +204,7 @@ def last_written(path: Path) -> float:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """status.json, or an empty dict where there is none that can be read."""
+    """Return status.json, or an empty dict where there is none that can be read."""
     with contextlib.suppress(ConfigError):
         status = read_json(path / STATUS)
         return status if isinstance(status, dict) else {}
@@ -208,9 +212,11 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
-    """Update status.json: the state, `updated` (seconds since 1970), and what is given; keep the
-    rest, but for the figures of an end when the run goes on. A run that has finished stays so,
-    whatever goes wrong after that."""
+    """Write the state, the time and what is given into status.json, and return all of it.
+
+    The rest is kept, except the figures of an end when the run goes on. A run that has finished
+    stays finished, whatever goes wrong after that.
+    """
     before = read_status(path)
     if state == "failed" and before.get("state") == "finished":
         return before
@@ -227,8 +233,10 @@ def write_status(path: Path, state: str, **more: Any) -> dict[str, Any]:
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Into the blocks that the file has already, where a full disk has none for a second file. One
-    write: a kill does not tear it (a power cut could)."""
+    """Write into the blocks that a file has, as a full disk has none for a second file.
+
+    It is one write, which a kill does not tear (a power cut could).
+    """
     with open(path, "r+b", buffering=0) as f:
         before = f.read()
         data = text.encode().ljust(len(before))  # spaces after the value are still JSON
@@ -265,15 +273,15 @@ def allowed_again() -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the whole rows of a metrics file in order; a torn last line is left out. Raises
-    ConfigError for damage."""
+    """Return the whole rows of a metrics file in order. Raises ConfigError for damage."""
     return [row for row, _ in walk_rows(path)]
 
 
 def walk_rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the whole rows of a metrics file in order, each with the place in the file where it
-    ends; one is in memory at a time. A torn last line is left out. Raises ConfigError for
-    damage."""
+    """Yield the whole rows of a metrics file in order, each with the place where it ends.
+
+    One row is in memory at a time. A torn last line is left out. Raises ConfigError for damage.
+    """
     if not path.exists():
         return
     end = 0

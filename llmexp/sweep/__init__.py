@@ -1,4 +1,6 @@
-"""Run a sweep: many points, one folder, one record. In reading order:
+"""Run a sweep: many points, one folder, one record.
+
+In reading order:
 
 main            from the points to the exit code
 settings        the section `sweep`: how points are run

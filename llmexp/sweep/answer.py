@@ -16,8 +16,7 @@ from llmexp.tracker.sync import upload_command
 
 
 def conclude(current: Current, say: Callable[[str], None]) -> None:
-    """End the ledger; print the answer of the comparison, or a table where there is nothing to
-    compare, why points did not finish, and where everything is."""
+    """End the ledger; print the answer, why points did not finish, and where everything is."""
     ledger = current.ledger
     states = {e.state for e in ledger.points if e.rung is None} - {"infeasible"}
     all_done = states <= {"finished"} and (current.grid or not current.stopped)
@@ -40,8 +39,10 @@ def conclude(current: Current, say: Callable[[str], None]) -> None:
 
 
 def report(current: Current) -> list[str]:
-    """Compare the points that ran, write the page or the table of rates, and return what to print;
-    nothing where fewer than two ran or none finished."""
+    """Compare the points that ran, write the page or the table of rates, and return the answer.
+
+    It is empty where fewer than two ran or none finished.
+    """
     ledger = current.ledger
     states = {e.folder: e.state for e in ledger.points if rundir.is_run(ledger.path / e.folder)}
     ran = [state for state in states.values() if state not in ("queued", "infeasible")]

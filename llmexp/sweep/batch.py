@@ -29,10 +29,9 @@ LOCK = ".lock-sweep"
 def run_batch(
     current: Current, points: list[Point], refused: list[Refused], *, again: bool = False
 ) -> list[Task]:
-    """Check all points, then run those that are not finished; return them with their places in
-    the ledger.
+    """Check all points, then run those that are not finished; return them with their entries.
 
-    `again`: a sweeper may ask twice for the same point. Raises ConfigError, before anything is
+    `again`: a sweeper may ask twice for the same point. Raises ConfigError before anything is
     written.
     """
     able, refused = checked(current, points, refused, again)
@@ -71,8 +70,10 @@ def how_many(new: Sequence[bool], longer: int) -> str:
 def checked(
     current: Current, points: list[Point], refused: list[Refused], again: bool
 ) -> tuple[list[Point], list[Refused]]:
-    """Return the points that can run and those that are left out. Raises ConfigError where nothing
-    may be left out, or nothing is left."""
+    """Return the points that can run and those that are left out.
+
+    Raises ConfigError where nothing may be left out, or nothing is left.
+    """
     settings = current.settings
     if current.launcher != "slurm":
         for point in points:
@@ -115,8 +116,10 @@ def record_refused(ledger: Ledger, refused: Sequence[Refused], taken: set[str]) 
 
 
 def others(current: Current, asked: set[str]) -> list[Task]:
-    """Return the points of earlier commands that are not finished, from their folders. Twins have
-    their time at the end."""
+    """Return the points of earlier commands that are not finished, from their folders.
+
+    Twins are left out: they are trained at the end.
+    """
     ledger, found = current.ledger, []
     for entry in ledger.points:
         path = ledger.path / entry.folder
@@ -130,8 +133,7 @@ def others(current: Current, asked: set[str]) -> list[Task]:
 
 
 def open_ledger(current: Current) -> None:
-    """Make the sweep's folder with its ledger, or find it; it is locked until the sweep ends.
-    Raises ConfigError."""
+    """Make the sweep's folder with its ledger, or find it, and lock it. Raises ConfigError."""
     path, resumed = current.where, current.settings.resume is not None
     if resumed and not os.access(path, os.W_OK | os.X_OK):
         way = "copy the sweep to one that can, with all its runs, and go on there"

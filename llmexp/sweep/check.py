@@ -1,5 +1,4 @@
-"""Check points in a process of its own: `python -m llmexp.sweep.check`; the other end is
-sweep/checker.py."""
+"""Assemble points in a process of its own, for `Checker`: `python -m llmexp.sweep.check`."""
 
 from __future__ import annotations
 

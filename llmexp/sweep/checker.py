@@ -1,5 +1,4 @@
-"""Have the points of a sweep checked by another process, so that torch and the devices stay out of
-this one."""
+"""Have points checked by another process, which keeps torch and the devices out of this one."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from llmexp.system.child import start
 
 
 class Checker:
-    """The process that assembles points (sweep/check.py). It imports torch while the points are
-    composed."""
+    """The process that assembles points; it imports torch while the points are composed."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -39,9 +37,11 @@ class Checker:
     def check(
         self, points: Sequence[Point], purpose: str = "check"
     ) -> tuple[list[Point], list[Refused]]:
-        """Return the points that can run, with what is known of their runs, and the others. Data
-        are prepared, which the runs need anyway. `lengthen`: each goes on with the run in its
-        folder. Raises ConfigError."""
+        """Return the points that can run, with the facts of their runs, and the others.
+
+        Data are prepared, which the runs need anyway. With `lengthen` each point goes on with the
+        run in its folder. Raises ConfigError.
+        """
         able: list[Point] = []
         refused: list[Refused] = []
         for point, found in zip(points, self._ask(purpose, points), strict=True):
@@ -52,8 +52,10 @@ class Checker:
         return able, refused
 
     def queue(self, points: Sequence[Point]) -> list[str]:
-        """Make the folders of the points' runs; return for each why that failed, or the empty
-        text. Raises ConfigError."""
+        """Make the folders of the points' runs; return for each why that failed, or an empty text.
+
+        Raises ConfigError.
+        """
         return [found.get("refused", "") for found in self._ask("queue", points)]
 
     def _ask(self, purpose: str, points: Sequence[Point]) -> list[dict[str, Any]]:

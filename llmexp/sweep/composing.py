@@ -1,5 +1,4 @@
-"""Compose the points of a sweep; points share what is equal in them. Show how far a loop over them
-has come."""
+"""Compose the points of a sweep, which share what is equal in them."""
 
 from __future__ import annotations
 
@@ -33,8 +32,10 @@ class Composer:
         self._last: tuple[list[str], str, DictConfig] | None = None
 
     def __call__(self, overrides: Sequence[str], name: str) -> DictConfig:
-        """Return the config of the point with this name; the next call may change it. Raises
-        Hydra's exceptions."""
+        """Return the config of the point with this name, which the next call may change.
+
+        Raises Hydra's exceptions.
+        """
         if self._last is not None and self._last[:2] == (list(overrides), name):
             return self._last[2]
         for text in overrides:

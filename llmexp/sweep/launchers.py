@@ -1,5 +1,4 @@
-"""Run the points of a sweep where its launcher says: on this machine, as Slurm jobs, or as tasks of
-Ray. One loop drives them all."""
+"""Run points where the launcher says: on this machine, as Slurm jobs, or as tasks of Ray."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def knobs_of(name: str, cfg: DictConfig) -> Any:
 def run_tasks(
     current: Current, tasks: list[Task], at_work: list[slurm.Submitted], display: Display
 ) -> None:
-    """Run the tasks where the launcher says, and wait for them and for jobs `at_work`, or until a
-    signal stops it."""
+    """Run tasks where the launcher says; wait for them and for jobs of an earlier command."""
     launcher: Launcher
     if current.launcher == "local":
         launcher = Local(current, tasks)
@@ -87,8 +85,10 @@ def run_tasks(
 
 
 def drive(launcher: Launcher, waiting: list[Task], current: Current, display: Display) -> None:
-    """Run the waiting tasks until all have ended. No further one starts once a signal, which is
-    passed on, or a failure has ended the sweep."""
+    """Run the waiting tasks until all have ended.
+
+    None starts after a signal, which is passed on, or after a failure that ends the sweep.
+    """
     passed_on, cancelled, left = 0, False, True
     while left:
         for number in current.signals[passed_on:]:

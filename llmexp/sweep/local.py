@@ -1,5 +1,4 @@
-"""Run the points of a sweep on this machine: a process tree each, as many at the same time as
-there are devices for."""
+"""Run points on this machine: a process tree each, as many at once as there are devices for."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Active:
 
 
 class Local:
-    """Run each task as soon as its devices are free; on a CPU `sweep.max_parallel` tasks share the
-    cores."""
+    """Run each task as soon as its devices are free; on a CPU, sweep.max_parallel at once."""
 
     pause_s = 0.1
 
@@ -101,8 +99,7 @@ def visible_devices(count: int) -> list[str]:
 
 
 def start(task: Task, devices: Sequence[str], slots: int) -> subprocess.Popen[bytes]:
-    """Return the task's worker. It starts its own ranks, with a port and a process group of their
-    own."""
+    """Return the worker of a task, which starts its own ranks."""
     env = dict(os.environ)
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -148,8 +145,10 @@ def by_plan(path: Path) -> bool:
 
 
 def last_words(path: Path, code: int) -> str:
-    """Return the last line that the worker itself printed on standard error, such as why it
-    refused; "" for one that a signal ended, or that left well."""
+    """Return the last line that a worker printed on standard error, such as why it refused.
+
+    Empty for one that a signal ended, or that left well.
+    """
     if code < 0 or code in (DONE, PREEMPTED):
         return ""
     with contextlib.suppress(OSError):

@@ -1,5 +1,4 @@
-"""Give another value of a key that all points of a sweep share: a longer budget lengthens them, any
-other is refused."""
+"""Lengthen all points of a sweep; refuse another value of any other key that they share."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from llmexp.sweep.twins import is_twin
 
 
 def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
-    """Return the folders of the points of the sweep that become longer, by the identities of
-    their points.
+    """Return the folders of the points that become longer, by the identities of the points.
 
     Raises ConfigError where one cannot, and for another value of any other key that all points of
     the sweep share: new points come from values of swept keys.
@@ -62,8 +60,7 @@ def lengthened(current: Current, points: Sequence[Point]) -> dict[str, str]:
 def composed(
     ledger: Ledger, new: Sequence[Point], settings: Sweep
 ) -> list[tuple[Entry, dict[str, Any]]]:
-    """Return the points of the ledger with what each is composed to now; those that no longer
-    compose are left out."""
+    """Return the points of the ledger that still compose, each with its flat config."""
     found = []
     if new and (compose := new[0].composer) is not None:
         for entry in ledger.points:
@@ -89,8 +86,7 @@ def refuse_shared(
     others: Sequence[Mapping[str, Any]],
     swept: set[str],
 ) -> None:
-    """Raise ConfigError where a key that nothing sweeps has one value in all points of the sweep,
-    and another one in this point."""
+    """Raise ConfigError where a point has another value of a key that all others share."""
     if not others or "experiment" in swept:
         return
     for key, value in flat.items():

@@ -35,10 +35,10 @@ from llmexp.system.child import PREEMPTED, say
 def sweep(
     hydra: Hydra, cfg: DictConfig, overrides: Sequence[str], arguments: Sequence[str]
 ) -> tuple[int, Path]:
-    """Run a sweep, or go on with one: (exit code, its folder). `arguments`: the command line, for
-    the way to go on.
+    """Run a sweep, or go on with one; return its exit code and its folder.
 
-    Exit code: 0; 1 if a point did not finish; 75 when a signal stopped it. Raises ConfigError.
+    `arguments`: the command line, for the way to go on. Exit code: 0; 1 if a point did not finish;
+    75 when a signal stopped it. Raises ConfigError.
     """
     with contextlib.ExitStack() as stack:
         checker = stack.enter_context(Checker())  # at once: it imports torch meanwhile

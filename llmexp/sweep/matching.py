@@ -41,8 +41,10 @@ class Task:
 
 
 def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, Entry]:
-    """Return the entries that points have already, by the points' identities: known by the config
-    as composed, or as solved in the run's folder."""
+    """Return the entries of points that the sweep has, by the identities of the points.
+
+    A point is known by its config as composed, or by the solved one in a run's folder.
+    """
     composed = {e.identity: e for e in ledger.points if e.identity is not None}
     # some may be there in other words
     written_otherwise = not {point.identity for point in points} <= composed.keys()
@@ -52,8 +54,10 @@ def entries_of(ledger: Ledger, points: Sequence[Point]) -> dict[str, Entry]:
 
 
 def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) -> list[Task]:
-    """Return the points with their entries: those that they have already, else new ones. `longer`:
-    the folders of points that get another budget, by their identities."""
+    """Return the points with their entries: those that the sweep has, else new ones.
+
+    `longer`: the folders of points that get another budget, by their identities.
+    """
     known = entries_of(ledger, points)
     folders = {e.folder: e for e in ledger.points}
     infeasible = {tuple(e.overrides): e for e in ledger.points if e.state == "infeasible"}
@@ -82,15 +86,19 @@ def match(ledger: Ledger, points: Sequence[Point], longer: Mapping[str, str]) ->
 
 
 def is_longer(point: Point) -> bool:
-    """Return whether a point has more steps now than the run in its folder was planned with. Epochs
-    are left out: there it may be the data that have grown."""
+    """Return whether a point has more steps than the run in its folder was planned with.
+
+    Epochs are left out: there it may be the data that have grown.
+    """
     more = 0 < steps_of(point.path) < point.facts.max_steps
     return more and point.config.train.max_epochs is None
 
 
 def as_begun(point: Point, longer: bool) -> Config:
-    """Return the config with the warm-up of the run in its folder, where that was a share of the
-    budget that it began with."""
+    """Return the config with the warm-up of the run in its folder.
+
+    It was a share of the budget that the run began with, and stays what it was.
+    """
     config = point.config
     if config.schedule.get("warmup_steps", 0) is not None or not rundir.is_run(point.path):
         return config
@@ -131,8 +139,7 @@ def of_folder(checker: Checker, ledger: Ledger, entry: Entry) -> Task | None:
 
 
 def told_apart(point: Point, ledger: Ledger) -> Point:
-    """Return the new point with a label by what sets it apart from all others of the sweep, not
-    from those of its command."""
+    """Return a new point with a label by what sets it apart from all others of the sweep."""
     swept = list(dict.fromkeys([*point.swept, *ledger.swept]))
     text = label(point.overrides, swept)
     if other := next((e for e in ledger.points if e.label == text), None):

@@ -1,5 +1,4 @@
-"""Describe a sweep before anything is spent: a row a point, and a warning of unequal
-budgets."""
+"""Describe a sweep before anything is spent: a row a point, and a warning of unequal budgets."""
 
 from __future__ import annotations
 
@@ -75,8 +74,10 @@ def plan_points(
 
 
 def print_sweep(sweep: PlannedSweep, arguments: Sequence[str], as_json: bool = False) -> int:
-    """Print a row a point, or JSON with all figures of each; a point that would be refused has its
-    reason instead. Exit code 2 if there is one."""
+    """Print a row a point, or JSON; a point that would be refused has its reason instead.
+
+    Exit code 2 if there is one.
+    """
     able, refused, settings = sweep.points, sweep.refused, sweep.settings
     pairs = list(zip(able, sweep.plans, strict=True))
     if as_json:
@@ -156,8 +157,7 @@ def in_all(total: Mapping[str, Any], settings: Sweep) -> str:
 
 
 def print_points(points: Sequence[Point], figures: Sequence[Mapping[str, str]], twins: int) -> None:
-    """Print the points by the swept keys with the figures that differ, and those once that all
-    share."""
+    """Print the points with the figures that differ, and once those that all share."""
     swept = {key for point in points for key in point.values}
     shown = [
         name

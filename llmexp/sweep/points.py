@@ -70,8 +70,7 @@ class Point:
         return self.checked
 
     def spent(self, tokens: int, steps: int) -> Spent:
-        """Return its budget, of so many tokens and steps in all; with how far its evaluations stand
-        apart, where they come by steps."""
+        """Return the budget of so many tokens and steps, with the distance of evaluations."""
         chosen = self.config.train
         every = None if chosen.eval_every_tokens else chosen.eval_every
         return Spent(self.values, tokens, steps, every and every * (tokens // steps))
@@ -115,8 +114,7 @@ class Point:
 
 
 def label(overrides: Sequence[str], swept: Sequence[str]) -> str:
-    """Return the swept keys with their values, in characters that neither a shell nor an override
-    needs quotes for."""
+    """Return the swept keys with their values, in characters that need no quotes."""
     given = [o.partition("=") for o in overrides]
     values = [(key.rpartition(".")[2], value) for key, _, value in given if key in swept]
     text = "+".join(f"{name}_{value.replace('=', '_')}" for name, value in values)
@@ -161,9 +159,10 @@ def load_points(
 
 
 def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the overrides of a sweeper, those that only repeat one of the command line as that has
-    it: Optuna's writes its values as Python does, False for false and None for null, which no
-    longer is that."""
+    """Return the overrides of a sweeper as the command line wrote them, where they repeat it.
+
+    Optuna's sweeper writes values as Python does, such as None for null, which is a text to us.
+    """
     texts = {}
     for o in parsed(given):
         if not (o.is_sweep_override() or o.is_delete()):
@@ -176,8 +175,7 @@ def as_given(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 def split_duplicates(
     points: Sequence[Point], known_by: Callable[[Point], str]
 ) -> tuple[list[Point], list[Refused]]:
-    """Return the points, and apart from them those that are another one again: the same config but
-    for what cannot change results, or the same folder."""
+    """Return the points, and apart from them those with the same config or folder as another."""
     kept: list[Point] = []
     refused: list[Refused] = []
     configs: dict[str, Point] = {}
@@ -197,8 +195,10 @@ def split_duplicates(
 
 
 def with_devices(config: Config, settings: Sweep) -> Config:
-    """Return the config with as many ranks as sweep.devices_per_run gives it, where it names none.
-    Raises ConfigError."""
+    """Return the config with the ranks that sweep.devices_per_run gives it, if it names none.
+
+    Raises ConfigError.
+    """
     p, devices = config.parallelism, settings.devices_per_run
     if devices is None:
         return config
@@ -210,8 +210,7 @@ def with_devices(config: Config, settings: Sweep) -> Config:
 
 
 def expand(hydra: Hydra, cfg: DictConfig, overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each point of the grid, as Hydra's basic sweeper makes them. Raises
-    ConfigError."""
+    """Return the overrides of each point, by Hydra's basic sweeper. Raises ConfigError."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -1,9 +1,8 @@
-"""Run the points of a sweep as tasks of a Ray cluster: a queue. Each task runs `python -m
-llmexp.train RUN_DIR` on its node.
+"""Run points as tasks of a Ray cluster, each `python -m llmexp.train RUN_DIR` on its node.
 
-Ray gives what it runs a low priority (nice 15) unless RAY_worker_niceness=0 is in the environment
-that a cluster is started from: beside other work on a node its points hardly come on. In the
-cluster that is started here it is set.
+Ray runs its tasks with a low priority (nice 15) unless RAY_worker_niceness=0 is in the
+environment that a cluster is started from: beside other work on a node they hardly come on. The
+cluster that is started here has it.
 """
 
 from __future__ import annotations
@@ -57,8 +56,10 @@ def need(asked: str) -> None:
 
 
 def train(path: str, environment: dict[str, str]) -> int:
-    """Train in a run folder, or go on there, as a task; return the exit code. A task that is ended
-    lets the run save."""
+    """Train in a run folder, or go on there, as a task; return the exit code.
+
+    A task that is ended lets the run save.
+    """
     kept = {k: v for k, v in os.environ.items() if k not in OF_RAY}
     wait_until_free(Path(path))  # this task was here before, and is still saving
     env = kept | environment
@@ -82,8 +83,7 @@ class Ray:
     pause_s = 0.2
 
     def __init__(self, current: Current, knobs: Knobs, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError where there is no cluster at the address, or none that is large
-        enough."""
+        """Connect to the cluster. Raises ConfigError where there is none that is large enough."""
         import ray
 
         self._ray, self._current, self._knobs = ray, current, knobs
@@ -136,8 +136,10 @@ class Ray:
 
 
 def connect(ray: Any, address: str | None, init: dict[str, Any], asked: str) -> None:
-    """Connect to the cluster at the address, or start one on this machine. Raises ConfigError,
-    naming what asked for it."""
+    """Connect to the cluster at the address, or start one on this machine.
+
+    Raises ConfigError, naming what `asked` for it.
+    """
     given: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:
         os.environ.setdefault("RAY_worker_niceness", "0")

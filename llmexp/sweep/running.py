@@ -1,5 +1,4 @@
-"""Run the points of a sweep: each to its end, or from rung to rung of successive halving; failed
-ones again."""
+"""Run points to their ends, or from rung to rung of successive halving; failed ones again."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def run_rungs(current: Current, tasks: list[Task]) -> None:
 
 
 def stop_of(task: Task, share: float) -> int:
-    """Return the step at which a run has done this share of its own steps; a fork's begin after its
-    parent's."""
+    """Return the step at which a run, or a fork after its parent, has done a share of its steps."""
     first = task.point.config.fork.step or 0
     return first + max(1, math.ceil(share * (task.facts.max_steps - first)))
 
@@ -64,8 +62,10 @@ def stop_of(task: Task, share: float) -> int:
 def best(
     current: Current, racing: list[Task], stops: Mapping[str, int], share: float
 ) -> list[Task]:
-    """Return the points that go on after a rung, those with the lowest losses; the others are out
-    at this share of their steps."""
+    """Return the points that go on after a rung, those with the lowest losses.
+
+    The others are out at this share of their steps.
+    """
     scores = {name: score(current.ledger.path / name, stop) for name, stop in stops.items()}
     arrived = [task for task in racing if scores[task.entry.folder] < math.inf]
     arrived.sort(key=lambda task: scores[task.entry.folder])
@@ -77,8 +77,10 @@ def best(
 
 
 def score(path: Path, step: int) -> float:
-    """Return the loss of a run at a step, which decides whether it goes on (per byte where that is
-    known, for points of several tokenizers); inf for one that did not come so far."""
+    """Return the loss of a run at a step; inf for a run that did not come so far.
+
+    It is per byte where that is known, for points of several tokenizers.
+    """
     with contextlib.suppress(ConfigError):
         for row in rundir.read_rows(path / rundir.METRICS):
             if row["step"] == step:
@@ -97,8 +99,10 @@ def reached(task: Task, stops: Mapping[str, int]) -> bool:
 def run_points(
     current: Current, tasks: Sequence[Task], stops: Mapping[str, int] | None = None
 ) -> None:
-    """Run points to their ends, or to the steps in `stops`, by folder, where they have not been
-    there before; failed ones again."""
+    """Run points to their ends, or to the steps in `stops`, by folder; failed ones again.
+
+    Those that have been there before are passed over.
+    """
     stops, ledger = stops or {}, current.ledger
     left = []
     for task in tasks:
@@ -170,8 +174,10 @@ def queue(current: Current, tasks: Sequence[Task], stops: Mapping[str, int]) -> 
 
 
 def is_free(path: Path, current: Current, deadline: float) -> bool:
-    """Return whether nobody trains there. A run whose sweep was killed has until the deadline to
-    save and leave."""
+    """Return whether nobody trains there.
+
+    A run whose sweep was killed has until the deadline to save and leave.
+    """
     while rundir.is_held(path):
         if time.monotonic() > deadline or current.over:
             return False

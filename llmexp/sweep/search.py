@@ -57,8 +57,10 @@ def run(hydra: Any, current: Current, overrides: Sequence[str]) -> None:
 
 
 def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-    """Return what our Hydra launchers do: the points of one batch of a sweeper that chooses them
-    while it runs. Raises KeyboardInterrupt when a signal stopped the sweep."""
+    """Run one batch of points that a sweeper chose, for our Hydra launchers.
+
+    Raises KeyboardInterrupt when a signal stopped the sweep.
+    """
     (current,) = CURRENT
     given = list(current.cfg.hydra.overrides.task)
     asked = [as_given(overrides, given) for overrides in job_overrides]
@@ -73,8 +75,10 @@ def launch(loader: Any, job_overrides: Sequence[Sequence[str]], first: int) -> l
 
 
 def result(current: Current, overrides: list[str], entry: Entry | None) -> JobReturn:
-    """Return what the sweeper gets of a point: its final validation loss, in bits per byte where
-    the tokenizer is searched too, or why there is none."""
+    """Return the final loss of a point for the sweeper, or why there is none.
+
+    It is in bits per byte where the tokenizer is searched too.
+    """
 
     def failed(why: str | None) -> JobReturn:
         return JobReturn(overrides, status=JobStatus.FAILED, _return_value=PointFailed(why))

@@ -63,8 +63,7 @@ class Sweep:
         return (self.devices_per_run or ranks) if cuda else 0
 
     def at_once(self, devices: int, needs: Sequence[int]) -> int:
-        """Return how many points run at the same time on CUDA devices; `needs`: those that each
-        point takes."""
+        """Return how many points run at once on CUDA devices; `needs`: those of each point."""
         most = self.max_parallel or devices or 1
         if not any(needs):
             return most

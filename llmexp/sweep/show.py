@@ -113,8 +113,7 @@ class Display:
         return f"{text}\n{counts(points, self._waiting)}{self._time_left(left)}"
 
     def _time_left(self, left: dict[str, float]) -> str:
-        """Return when the sweep may end: what is under way, then the points in the queue at the
-        mean time of those that ran."""
+        """Return when the sweep may end, from what is under way and the mean time of a point."""
         points, now = self._ledger.points, time.time()
         took = []
         for entry in points:
@@ -136,8 +135,7 @@ def values_of(entry: Entry, swept: Sequence[str]) -> dict[str, Any]:
 
 
 def name_of(entry: Entry, swept: Sequence[str]) -> str:
-    """Return the number of a point, which begins its folder's name, and the short names of what is
-    swept."""
+    """Return the number of a point and the short names of what is swept."""
     return f"{entry.number} {label(values_of(entry, swept)) or entry.label}"
 
 
@@ -163,8 +161,7 @@ def line_of(entry: Entry, ledger: Ledger) -> str:
 
 
 def loss_in(figures: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the validation loss in a row or summary, else the train loss, to be added to a line;
-    empty without."""
+    """Return the validation loss in a row or summary, else the train loss, as a part of a line."""
     for key, name in (("val/loss", "val loss"), ("train/loss", "train loss")):
         if text := shown_as(figures.get(f"{prefix}{key}"), ".4f"):
             return f", {name} {text}"
@@ -187,8 +184,7 @@ def shown_as(value: Any, form: str) -> str:
 
 
 def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
-    """Return how many points are in which state; `waiting`: the folders of those that wait at a
-    rung."""
+    """Return how many points are in which state; `waiting`: folders of those at a rung."""
     states = Counter[str]()
     for entry in points:
         state = "waiting" if entry.folder in waiting else entry.state
@@ -197,8 +193,7 @@ def counts(points: Sequence[Entry], waiting: Collection[str] = ()) -> str:
 
 
 def results_table(ledger: Ledger) -> str:
-    """Return state and final figures of every point, for sweeps of which there is nothing to
-    compare."""
+    """Return the state and the final figures of every point, where nothing can be compared."""
     rows: list[tuple[str, ...]] = [("run", "state", "train loss", "val loss", "tokens/s")]
     for entry in ledger.points:
         there = entry.state != "infeasible"
@@ -213,8 +208,7 @@ def results_table(ledger: Ledger) -> str:
 
 
 def flat(error: str) -> str:
-    """Return one line, where the repr of an exception has the newlines of its text as two
-    characters each."""
+    """Return an error as one line; a repr has newlines as two characters each."""
     return " ".join(error.replace("\\n", " ").split())
 
 
@@ -236,11 +230,10 @@ def naming(
     rest: Sequence[Sequence[str]],
     width: int | None,
 ) -> list[tuple[str, ...]]:
-    """Return the first cells of a table of points, with its header: number and short name, a column
-    a swept key where that fits beside the `rest` of the columns.
+    """Return the first cells of a table of points, with their header.
 
-    `points`: their numbers and the values of the swept keys; a key that a point lacks is left
-    blank.
+    They are a number and a column a swept key where that fits beside the `rest` of the columns,
+    else a short name. `points`: their numbers and the values of the swept keys.
     """
     keys = list(dict.fromkeys(key for _, values in points for key in values))
     short = short_keys(keys)
@@ -256,8 +249,10 @@ def naming(
 
 
 def table(rows: Sequence[Sequence[str]], left: int, width: int | None = None) -> str:
-    """Aligned columns: the first `left` ones to the left, figures to the right. Of the first column
-    the middle is left out where the lines would be wider than `width`; nothing else is ever cut."""
+    """Return aligned columns: the first `left` ones to the left, figures to the right.
+
+    Where lines would be wider than `width`, the middle of the first column is left out.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
         widths[0] = min(widths[0], max(12, width - sum(w + 2 for w in widths[1:])))

@@ -110,8 +110,10 @@ def options(knobs: Knobs, nodes: int, ranks: int, device: str) -> dict[str, Any]
 
 
 def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -> list[str]:
-    """Submit one job array for queued run folders that need the same nodes; return the jobs' ids.
-    The jobs' output goes beside the script. Raises OSError with what sbatch printed."""
+    """Submit a job array for queued run folders that need the same nodes; return the jobs' ids.
+
+    The jobs' output goes beside the script. Raises OSError with what sbatch printed.
+    """
     run = rundir.read_run(paths[0])
     asked = options(knobs, run["nnodes"], run["nproc_per_node"], run["device"])
     text = SCRIPT.format(
@@ -134,8 +136,10 @@ def submit_array(paths: Sequence[Path], knobs: Knobs, script: Path, name: str) -
 
 
 def fixed_here(config: Config, path: Path) -> str:
-    """Return what this host has chosen for a run that may start on another kind of host; empty if
-    nothing."""
+    """Return what this host has chosen for a run that may start on another kind of host.
+
+    Empty if nothing.
+    """
     recorded = rundir.read_run(path)
     if config.train.device != "auto" or recorded["device"] != "cpu":
         return ""
@@ -150,8 +154,10 @@ def fixed_here(config: Config, path: Path) -> str:
 
 
 def states() -> dict[str, tuple[str, str]]:
-    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3, ended ones for a while
-    too. Raises OSError."""
+    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3. Raises OSError.
+
+    Jobs that have ended are there for a while too.
+    """
     form = "--format=%i|%T|%R"
     out = client("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form)
     rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
@@ -171,8 +177,7 @@ class Submitted:
 
 
 def live_jobs(tasks: Sequence[Task]) -> list[Submitted]:
-    """Return the jobs, submitted earlier for these tasks, that have not ended. Raises
-    ConfigError."""
+    """Return earlier jobs of these tasks that have not ended. Raises ConfigError."""
     known = []
     for task in tasks:
         with contextlib.suppress(ConfigError, AttributeError):  # no such file, or no such value
@@ -315,8 +320,10 @@ def changed_at(path: Path) -> tuple[int, int] | None:
 def look(
     path: Path, job: str, state: str, reason: str, settled: bool, cancelled: bool
 ) -> tuple[str, bool]:
-    """Return (what to print of a run and its job, whether that is final). `settled`: the job ended
-    a while ago; `cancelled`: from here, unless it had begun."""
+    """Return what to print of a run and its job, and whether that is final.
+
+    `settled`: the job ended a while ago; `cancelled`: from here, unless it had begun.
+    """
     own = rundir.read_status(path).get("state")
     known = own == "finished" or (own, state) == ("failed", "FAILED")
     if not known and state and state not in OVER:

@@ -1,8 +1,8 @@
-"""Run inside a Slurm job: `python -m llmexp.sweep.slurm_job RUN_DIR`, once on each node, around
-`python -m llmexp.train RUN_DIR`.
+"""Run inside a Slurm job, once a node: `python -m llmexp.sweep.slurm_job RUN_DIR`.
 
-Slurm's signals reach every process of a job; training saves and leaves by itself, and what is left
-to do here is to put a preempted job, or one at its time limit, back into the queue.
+It starts `python -m llmexp.train RUN_DIR`. Slurm's signals reach every process of a job; training
+saves and leaves by itself. What is left to do here is to put a preempted job, or one at its time
+limit, back into the queue.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ OF_THE_JOB = re.compile(
 
 
 def outside() -> dict[str, str]:
-    """Return the environment without that of the Slurm job that this process may be in: what is
-    submitted from inside a job is no part of it. $SLURM_CONF stays, which says where the cluster
-    is.
+    """Return the environment without the variables of the Slurm job that this process is in.
+
+    What is submitted from inside a job is no part of it. $SLURM_CONF stays: it says where the
+    cluster is.
     """
     if "SLURM_JOB_ID" not in os.environ:  # then SLURM_* are the user's own defaults
         return dict(os.environ)
@@ -55,8 +56,10 @@ def client(*command: str) -> str:
 
 
 def run(path: Path) -> int:
-    """Train the run on this node; its exit code. A job that Slurm stopped goes back into the queue,
-    once."""
+    """Train the run on this node; return the exit code.
+
+    A job that Slurm stopped goes back into the queue, once.
+    """
     seen: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         # Not ignored, which the child would inherit. Not passed on: Slurm sends it to all processes

@@ -1,5 +1,4 @@
-"""Train the leading setting of a grid again, different in rounding only: the measured floor of a
-comparison."""
+"""Train the leading setting of a grid again, different in rounding only, to measure that noise."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def is_twin(entry: Entry) -> bool:
 
 
 def leading(ledger: Ledger) -> Entry | None:
-    """Return the finished point with the lowest final loss; of several seeds the setting's mean
-    counts."""
+    """Return the finished point with the lowest final loss, by the mean over seeds."""
     finished = [e for e in ledger.points if e.state == "finished"]
     finished = [e for e in finished if not is_twin(e)] or finished
     for key in LOSSES:
@@ -46,8 +44,7 @@ def leading(ledger: Ledger) -> Entry | None:
 
 
 def run_twins(current: Current) -> None:
-    """Train `sweep.twins` twins of the leading point, and those of earlier commands that are not
-    finished."""
+    """Train twins of the leading point, and those of earlier commands that are not finished."""
     if current.over:
         return
     ledger = current.ledger
@@ -75,8 +72,7 @@ def is_cut(ledger: Ledger, entry: Entry) -> bool:
 
 
 def twins_of(current: Current, lead: Entry) -> list[Task]:
-    """Return the twins of a finished point, with new places in the ledger for those that it does
-    not have yet."""
+    """Return the twins of a finished point; those that the ledger does not have get new entries."""
     ledger, count = current.ledger, current.settings.twins
     config = rundir.built_config(ledger.path / lead.folder)
     overrides = [o for o in lead.overrides if not o.startswith(TWIN)]
