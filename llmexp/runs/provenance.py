@@ -99,8 +99,8 @@ def write(run_dir: Path, drivers: Mapping[str, Any], resumed: bool) -> None:
     """Write the folder provenance/ of a run.
 
     A resumed run that finds another state of things gets provenance-2/ and so on. A run that its
-    sweep has queued has the state of that moment until it starts. `drivers`: the versions of CUDA and
-    the like. What fails is printed.
+    sweep has queued has the state of that moment until it starts. `drivers`: the versions of CUDA
+    and the like. What fails is printed.
     """
     try:
         _write(run_dir, drivers, resumed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import shlex
 import shutil
@@ -23,7 +22,7 @@ from llmexp.settings.values import ConfigError, refuse
 from llmexp.sweep.current import Current
 from llmexp.sweep.matching import Task
 from llmexp.sweep.show import name_of
-from llmexp.sweep.slurm_job import client
+from llmexp.sweep.slurm_job import client, states
 from llmexp.system import fileio
 
 JOB = "slurm.json"  # in a run folder: the job that was submitted for it last
@@ -151,17 +150,6 @@ def fixed_here(config: Config, path: Path) -> str:
     if not chosen:
         return ""
     return f"this host has no GPU, so it chose {' and '.join(chosen)}; for hosts with GPUs say it"
-
-
-def states() -> dict[str, tuple[str, str]]:
-    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3. Raises OSError.
-
-    Jobs that have ended are there for a while too.
-    """
-    form = "--format=%i|%T|%R"
-    out = client("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form)
-    rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
-    return {job: (state, reason.strip("()")) for job, state, reason in rows}
 
 
 @dataclass

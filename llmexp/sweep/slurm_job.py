@@ -55,6 +55,17 @@ def client(*command: str) -> str:
     return done.stdout
 
 
+def states() -> dict[str, tuple[str, str]]:
+    """Return (state, reason or nodes) of the user's jobs by id, 12 or 12_3. Raises OSError.
+
+    Jobs that have ended are there for a while too.
+    """
+    form = "--format=%i|%T|%R"
+    out = client("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", form)
+    rows = [line.split("|", 2) for line in out.splitlines() if line.count("|") >= 2]
+    return {job: (state, reason.strip("()")) for job, state, reason in rows}
+
+
 def run(path: Path) -> int:
     """Train the run on this node; return the exit code.
 
